@@ -4,17 +4,17 @@
 
 Sample a group of completions for each prompt, score them, compare each with its group, update the policy, give the
 generators the new weights. A completion of reward r has the advantage A = (r - mean of its group) / (std of its group +
-1e-4). The old policy is the one at the start of the step, ratio = policy / old policy of a token, and beta the KL
-coefficient. GRPO (Shao et al. 2024, arXiv:2402.03300) minimises, as a mean over each completion's tokens and then over
+1e-4). GRPO (Shao et al. 2024, arXiv:2402.03300) minimises, as a mean over each completion's tokens and then over
 completions,
 
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
 
-`algorithm.loss`, `.advantages` and `.aggregation` name others: built in (grpo/algorithm/), or `path/file.py:function`.
+Here ratio is the token's probability under the policy divided by that under the old policy, which is the policy at the
+start of the step; beta is the KL coefficient. `algorithm.loss`, `.advantages` and `.aggregation` name other formulas:
+built in (grpo/algorithm/), or `path/file.py:function`.
 
-Every rank runs this script and holds the objects of its roles (`trainer`, `reference`, `generator`), None for the
-others. A rank has one role, or several where roles share GPUs. Rank 0 is a trainer and the driver: it alone draws
-prompts, has completions scored, decides and logs.
+Every rank runs this script and holds the objects of its roles (`trainer`, `reference`, `generator`), and None for other
+roles. Roles can share a GPU. Rank 0 is a trainer and the driver: it alone draws prompts, decides and logs.
 
     line                        works                              who waits for it
     driver.plan                 rank 0: draws prompts              all
@@ -24,21 +24,21 @@ prompts, has completions scored, decides and logs.
     add_ref_logprobs            references; workers score          trainers
     driver.collect_rewards      rank 0: until workers have scored  references, trainers
     update                      trainers                           references, generators (not with overlap_steps)
-    land, if overlap_steps      generators, since `launch`         all
+    finish_sampling_ahead       generators, with overlap_steps     all
     sync_weights                trainers, then generators          all
 
 Every rank must make every call that takes `roles`, `driver` or `session`, in the order of the page. A driver's method
-runs on rank 0; the other ranks get what it decides, and None where it returns data, which the next call sends.
-What is under `if trainer` only trainers call; each of them holds the whole batch and runs its share of micro-batches.
+runs on rank 0; other ranks get its decision, or None for data, which the next call sends. Only trainers run the lines
+under `if trainer`; each of them holds the whole batch and computes its share of micro-batches.
 
-A step trains on what the weights sampled that it begins with. With `overlap_steps=1` generators sample for the next
-step from `launch` to `land`, still with the weights that this one began with: completions are one step old. With
-`sampling.carry_over` groups that are unfinished when a step is full go on in the next, so their tokens are of several
-weights. Each token keeps the log-prob of the weights that sampled it, which `correct_importance` uses.
+Completions come from the weights at the start of the step. With `overlap_steps=1` they are at most one step older,
+because they were sampled ahead in the step before. With `sampling.carry_over` unfinished groups go on in the next step,
+so some tokens are older still. `correct_importance` uses the log-probs of the weights that sampled each token.
 
-A sync check compares log-probs of trainers and generators for a few fresh completions. A mean distance above
-`config.largest_mismatch` ends the run with an error before the step changes anything. `driver.state` is the place in
-the data and the groups that wait for a later step; with it and the trainers' part, a resumed run is the same.
+A sync check compares log-probs of trainers and generators for a few fresh completions; a mean distance above
+`config.largest_mismatch` ends the run before the step changes anything. A checkpoint holds the trainers' weights,
+moments and schedule, and `driver.state`: the place in the data and the groups in flight. All random numbers follow from
+the seed and that place, so a resumed run is the same.
 
 A suffix on a tensor's name spells its dimensions: P prompts and G completions of a group, S sequences (a prompt with
 its completion), N tokens of all sequences laid end to end, B rows and T positions of a micro-batch (grpo/types.py).
@@ -55,14 +55,14 @@ CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # before t
 import torch
 
 from grpo.algorithm.advantages import AdvantageInputs, group_mean_std, named_advantages, teacher_advantages
-from grpo.algorithm.aggregation import UpdateTotals, echo_loss, named_aggregation
+from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
 from grpo.algorithm.importance import correct_importance, kl, mismatch, sequence_kl
 from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
-from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, land, launch, send_batch
-from grpo.roles.generator import Generator
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
+from grpo.roles import comm
+from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Objective, Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
@@ -77,21 +77,17 @@ def main(config: GRPOConfig) -> None:
     run(config, "train_grpo.py", read_grpo, train)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop, on every rank
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def train(config: GRPOConfig, session: Session) -> None:
-    """Run the GRPO steps up to `config.num_steps`, from the checkpoint's step or 0."""
-    roles, timer = session.roles, session.timer
+    """Run the steps up to `config.num_steps`, from the checkpoint's step or 0. On every rank."""
+    roles = session.roles
+    timer = session.timer
     trainer, reference, generator = session.start_up()
     driver = Driver(session)
 
     for step in session.steps():
         source_weights = config.data.weights  # a curriculum goes here, as a function of the step
-        wanted = None  # a filter goes here, as a function of a prompt (grpo/types.py): True keeps it
-        plan = driver.plan(step, source_weights, wanted)  # the same on all ranks
+        keep_prompt = None  # a filter goes here, as a function of a prompt (grpo/types.py): True keeps it
+        plan = driver.plan(step, source_weights, keep_prompt)  # the same on all ranks
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, driver.state)
             break
@@ -101,27 +97,30 @@ def train(config: GRPOConfig, session: Session) -> None:
 
         timer.enter("generate")
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
-        ahead = launch(driver.request_ahead(), config.group_size, generator)  # for the next step, with overlap_steps
-        batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
-        read = send_batch(driver.make_batch(rollouts, True), roles) if config.algorithm.teacher_template else batch
+        ahead = comm.start_sampling_ahead(driver.request_ahead(), config.group_size, generator)  # with overlap_steps
+        batch = comm.send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
+        teacher_batch = batch
+        if config.algorithm.teacher_template:  # the same completions behind other prompts
+            teacher_batch = comm.send_batch(driver.make_teacher_batch(rollouts), roles)
 
         timer.enter("reference")  # meanwhile worker processes of the driver score
-        batch = add_ref_logprobs(batch, reference, roles, read)  # references, or a teacher with its prompts -> trainers
+        batch = comm.add_ref_logprobs(batch, reference, roles, teacher_batch)  # references -> trainers
 
         timer.enter("reward")
         rollouts = driver.collect_rewards()
-        rewards = broadcast_tensors(driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
+        rewards = comm.broadcast_tensors(driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
         if config.record:
             driver.record(rollouts, batch, rewards)  # a file, for grpo/replay.py
 
         timer.enter("train")
         metrics = StepMetrics(batch.num_sequences if trainer else 0)  # of completions: record what `rollouts` say
         if trainer:
-            batch = add_advantages(config, batch, *rewards, kl_coef, metrics)
+            rewards_S, has_reward_S, parts_FS = rewards
+            batch = add_advantages(config, batch, rewards_S, has_reward_S, parts_FS, kl_coef, metrics)
             update(config, trainer, batch, kl_coef, metrics)
 
         timer.enter("generate")
-        land(ahead, driver, roles)  # generators -> driver, for the next step
+        comm.finish_sampling_ahead(ahead, driver, roles)  # generators -> driver, for the next step
 
         timer.enter("sync")
         sync_weights(trainer, generator, step + 1, roles)  # trainers -> generators: the weights after `step + 1` steps
@@ -144,16 +143,14 @@ def sample(
     requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
     while requests:  # once; with sampling.dynamic until enough groups have rewards that differ
         completions = generator.generate(requests, config.group_size) if generator else None
-        requests = driver.land(gather_completions(completions, roles))
+        requests = driver.receive(comm.gather_completions(completions, roles))
     if generator:
         generator.sleep()  # does nothing unless config.generator.sleep; the next sync wakes it
     return driver.rollouts()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The algorithm, on the trainers. The default formulas are written out; the config can name others. `metrics.record`
-# takes numbers; the objective returns values per token, whose means over the step's loss tokens are logged.
-# ---------------------------------------------------------------------------------------------------------------------
+# The algorithm, on the trainers. The default formulas are written out; the config can name others, functions of `x`,
+# the inputs of a formula. `metrics.record` takes numbers; of values per token the mean over the loss tokens is logged.
 
 
 def add_advantages(
@@ -167,14 +164,13 @@ def add_advantages(
 ) -> TrainBatch:
     """Compare each reward with its group's. Every token gets its completion's advantage, plus its teacher's, if any.
 
-    `parts_FS` has the values of F reward functions, NaN for None, of which `rewards_S` are the weighted sums.
-    The loss mask has been True for what the policy sampled, never for a prompt or a tool's answer. It becomes False for
-    sequences with neither reward nor teacher and, with `mask_truncated`, for the truncated ones, whose rewards still
-    count in their group.
+    `parts_FS` has the values of F reward functions, NaN for None; `rewards_S` are their weighted sums. The loss mask is
+    True for tokens that the policy sampled with a finite log-prob. It becomes False for sequences with neither reward
+    nor teacher and, with `mask_truncated`, for truncated ones, whose rewards still count in their group.
     """
-    algorithm = config.algorithm.resolved  # what follows from the loss is filled in
+    algorithm = config.algorithm.resolved  # with the values that follow from the loss
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
-        penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # of the sampled tokens
+        penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # by the generator's log-probs
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
         rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # not finite: the trainer skips the update
 
@@ -184,11 +180,12 @@ def add_advantages(
         advantages = (x.rewards_PG - mean_P1) / (std_P1 + 1e-4)
     else:
         advantages = named_advantages(algorithm.advantages)(x)
-    advantages_N = x.per_token(advantages)  # given for completions [P, G], or for tokens already; 0 without a reward
+    advantages_N = x.per_token(advantages)  # from [P, G], or from [N] already; 0 without a reward
 
     trained_S = has_reward_S
     if algorithm.distill_coef:  # on-policy distillation: the reference is a teacher, who judges every token
-        teacher_N, trained_S = teacher_advantages(batch), torch.ones_like(has_reward_S)
+        trained_S = torch.ones_like(has_reward_S)
+        teacher_N = teacher_advantages(batch)
         metrics.record(**{"distill/reverse_kl": -teacher_N[batch.loss_mask_N].mean().item()})
         advantages_N = advantages_N + algorithm.distill_coef * teacher_N
     if algorithm.mask_truncated:
@@ -197,13 +194,13 @@ def add_advantages(
 
 
 def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> None:
-    """Make the step's optimizer updates: one for each mini-batch of each epoch, by default one in all."""
+    """Make the step's optimizer updates, one for each mini-batch of each epoch; by default there is one."""
     algorithm = config.algorithm.resolved
     if algorithm.kl_coef:
         metrics.record(kl_coef=kl_coef)
     if algorithm.old_logprobs == "generator":
         batch = replace(batch, old_logprobs_N=batch.generator_logprobs_N)
-    elif config.updates_per_step > 1:  # with one, LossInputs takes this forward's own, detached
+    elif config.updates_per_step > 1:  # with one update, LossInputs takes this forward's log-probs, detached
         batch = replace(batch, old_logprobs_N=trainer.logprobs(batch))
     first_update = True
     for _ in range(algorithm.num_epochs):
@@ -215,27 +212,26 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
 
 
 def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
-    """Return the loss of one update as a function of a micro-batch; values and gradients add up, over all ranks too.
+    """Return the loss of one update as a function of a micro-batch. Values and gradients add up, also over ranks.
 
-    Three versions of the policy meet in it besides the reference: as it is (`logprobs`), as it was when the step began
-    (`old_logprobs`, unless `algorithm.old_logprobs` is generator) and as it sampled (`generator_logprobs`).
+    It has log-probs by three versions of the policy: as it is (`logprobs`), at the start of the step (`old_logprobs`,
+    unless `algorithm.old_logprobs` is generator) and when it sampled (`generator_logprobs`).
     """
     algorithm = config.algorithm.resolved
-    # counted over the whole mini-batch, so that micro-batches, packing and ranks change nothing
-    totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)
+    totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)  # however it is split over ranks
 
     def objective(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tuple[torch.Tensor, dict]:
         x = LossInputs.of(micro, logprobs_BT, entropy_BT)  # log-probs and advantages are 0 where the mask is False
         loss_BT, metrics = policy_loss(x, algorithm)
-        loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # x policy at the start / generator
-        if first_update or algorithm.old_logprobs == "policy":  # the policy at the start of the step is known
+        loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # times old policy / generator
+        if first_update or algorithm.old_logprobs == "policy":  # else the old policy's log-probs are not known
             metrics |= mismatch(x, algorithm)
         if x.ref_logprobs_BT is not None:
             gap_BT = clamped(x.ref_logprobs_BT - x.logprobs_BT)
             kl_BT = gap_BT.expm1() - gap_BT if algorithm.kl_estimator == "k3" else kl(-gap_BT, algorithm.kl_estimator)
             metrics["kl"] = kl_BT.detach()
             if algorithm.kl_in == "loss":
-                loss_BT = loss_BT + kl_coef * kl_BT  # which correct_importance does not weigh
+                loss_BT = loss_BT + kl_coef * kl_BT  # correct_importance does not weigh it
         if algorithm.entropy_coef:
             loss_BT = loss_BT - algorithm.entropy_coef * x.entropy_BT
         loss_BT = loss_BT.where(x.loss_mask_BT, 0)
@@ -243,7 +239,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
             loss = (loss_BT / x.num_loss_tokens_BT).sum() / totals.num_sequences
         else:
             loss = named_aggregation(algorithm.aggregation)(loss_BT, x, totals)
-        return loss + algorithm.echo_coef * echo_loss(micro, logprobs_BT, totals), metrics
+        return loss, metrics
 
     return objective
 

@@ -13,12 +13,12 @@ from functools import partial
 from grpo.config import SFTConfig
 from grpo.run.command_line import read_config
 
-CONFIG = read_config(SFTConfig) if __name__ == "__main__" else None  # a typo does not wait for torch
+CONFIG = read_config(SFTConfig) if __name__ == "__main__" else None  # before torch, so that a typo is answered at once
 
 import torch
 
+from grpo.metrics import StepMetrics
 from grpo.roles.comm import send_batch
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
 from grpo.run.inputs import read_sft
@@ -33,12 +33,16 @@ def main(config: SFTConfig) -> None:
 
 
 def train(config: SFTConfig, session: Session) -> None:
-    """Run the supervised steps up to `config.num_steps`, from the checkpoint's or from 0. Every rank calls it."""
-    roles, timer = session.roles, session.timer
+    """Run the supervised steps up to `config.num_steps`, from the checkpoint's step or 0. Every rank calls it."""
+    roles = session.roles
+    timer = session.timer
     trainer, _, generator = session.start_up()
     driver = SFTDriver(session)
-    held_out = {name: send_batch(driver.held_out_batch(name), roles) for name in driver.validation_sets}
-    if held_out and session.first_step == 0:
+    held_out = {}
+    if config.validation.interval:
+        for source in config.validation.held_out(config.data):
+            held_out[source.label] = send_batch(driver.held_out_batch(source.label), roles)  # driver -> trainers
+    if held_out and session.inputs.step == 0:
         with timer.startup("validating before the first step"):
             validate(driver, trainer, held_out, 0)
     if generator:
@@ -46,13 +50,14 @@ def train(config: SFTConfig, session: Session) -> None:
 
     ending = ""
     for step in session.steps():
-        if ending := driver.ending(step):  # enough was learned, or by a signal, or the file `stop` in the run folder
+        ending = driver.ending(step)  # a low loss, a signal, or the file `stop` in the run folder
+        if ending:
             break
-        batch = send_batch(driver.next_batch(), roles)  # driver -> trainers
+        batch = send_batch(driver.next_batch(config.sequences_per_step), roles)  # driver -> trainers
         metrics = StepMetrics(batch.num_sequences)
         with timer.phase("train"):
-            denominator = float(batch.loss_mask_N.sum())  # the whole step's, whatever the micro-batch
-            trainer.forward_backward(batch, partial(label_objective, denominator=denominator), metrics)
+            num_labels = float(batch.loss_mask_N.sum())  # of the whole step, so micro-batches and ranks change nothing
+            trainer.forward_backward(batch, partial(label_objective, denominator=num_labels), metrics)
             metrics.record(**trainer.optimizer_step())
             trainer.schedule.step()
 
@@ -62,7 +67,7 @@ def train(config: SFTConfig, session: Session) -> None:
                 validate(driver, trainer, held_out, step + 1)
         if due.evaluate:
             with timer.phase("sync"):
-                sync_weights(trainer, generator, step + 1, roles)
+                sync_weights(trainer, generator, step + 1, roles)  # trainers -> generators
             with timer.phase("evaluate"):
                 session.evaluate(generator, step + 1)
                 generator.sleep()
@@ -80,15 +85,15 @@ def train(config: SFTConfig, session: Session) -> None:
 def label_objective(
     micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor, *, denominator: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One micro-batch's part of the mean negative log-prob of the labels."""
+    """Return a micro-batch's part of the mean negative log-prob of the labels, and no metrics."""
     return -logprobs_BT.where(micro.loss_mask_BT, 0).sum() / denominator, {}
 
 
 def validate(driver: SFTDriver, trainer: Trainer, held_out: dict[str, TrainBatch], step: int) -> None:
-    """Log the mean negative log-prob of the labels of each held-out set. Every rank calls it."""
+    """Log the mean negative log-prob of each held-out set's labels. Every rank calls it."""
     losses = {}
     for name, batch in held_out.items():
-        logprobs_N = trainer.logprobs(batch)  # of the whole set, on every rank
+        logprobs_N = trainer.logprobs(batch)  # every rank gets those of the whole set
         losses[name] = -logprobs_N[batch.loss_mask_N].double().mean().item()
     driver.log_validation(step, losses)
 

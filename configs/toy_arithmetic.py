@@ -13,7 +13,7 @@ from grpo import config as c
 config = c.GRPOConfig(
     model=c.ModelConfig(path="runs/toy_sft/model", dtype="float32"),
     roles=c.RolesConfig(num_trainers=2, num_references=1, num_generators=1),
-    data=c.DataConfig(path="toy:addition", system_prompt="", max_prompt_tokens=16),
+    data=c.DataConfig(path="configs/examples/toys.py:addition", system_prompt="", max_prompt_tokens=16),
     reward=c.RewardConfig(functions={"math_reward": 1.0, "thinking_reward": 0.1}),
     generator=c.GeneratorConfig(max_completion_tokens=32),
     trainer=c.TrainerConfig(

@@ -10,7 +10,7 @@ from grpo import config as c
 config = c.GRPOConfig(
     model=c.ModelConfig(path="runs/toy_tools_sft/model", dtype="float32"),
     roles=c.RolesConfig(num_trainers=1, num_references=0, num_generators=1),
-    data=c.DataConfig(path="toy:calculator", system_prompt="", max_prompt_tokens=32),
+    data=c.DataConfig(path="configs/examples/toys.py:calculator", system_prompt="", max_prompt_tokens=32),
     environment=c.EnvironmentConfig(tools=("configs/examples/calculator.py:multiply",), calls="hermes", max_turns=2),
     reward=c.RewardConfig(functions={"math_reward": 1.0}, num_workers=1),
     generator=c.GeneratorConfig(max_completion_tokens=64),

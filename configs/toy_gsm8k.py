@@ -11,7 +11,7 @@ Layout: 2 trainer + 1 reference + 1 generator rank over gloo. Memory: about 1 Gi
 from grpo import config as c
 
 config = c.GRPOConfig(
-    model=c.ModelConfig(path="toy:gsm8k", dtype="float32"),
+    model=c.ModelConfig(path="configs/examples/toys.py:gsm8k_model", dtype="float32"),
     roles=c.RolesConfig(num_trainers=2, num_references=1, num_generators=1),
     data=c.DataConfig(max_prompt_tokens=384),
     generator=c.GeneratorConfig(max_completion_tokens=48),

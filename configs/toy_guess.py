@@ -12,11 +12,16 @@ config = change(
     "toy_calculator.py",
     {
         "model.path": "runs/toy_guess_sft/model",
-        "data": c.DataConfig(path="seeds:4096", system_prompt="", max_prompt_tokens=48),
+        "data": c.DataConfig(
+            path="configs/examples/toys.py:seeds",
+            answer_column="",
+            columns={"seed": "seed"},
+            system_prompt="",
+            max_prompt_tokens=48,
+        ),
         "environment": c.EnvironmentConfig(name="configs/examples/guess.py:Guess", calls="hermes", max_turns=5),
         "reward": c.RewardConfig(functions={}, num_workers=1),
         "generator.max_completion_tokens": 128,
-        "evaluation.path": "seeds:256",
         "run_dir": "runs/toy_guess",
         "num_steps": 60,
     },

@@ -8,8 +8,8 @@ from grpo.config import change
 config = change(
     "toy_tools_sft.py",
     {
-        "model.path": "toy:guess",
-        "data.path": "toy:guess",
+        "model.path": "configs/examples/toys.py:guess_model",
+        "data.path": "configs/examples/toys.py:guess",
         "run_dir": "runs/toy_guess_sft",
         "num_steps": 300,
     },

@@ -9,7 +9,7 @@ completed before and after. Questions come from the hub, or with `--data.path` a
 from grpo import config as c
 
 config = c.SFTConfig(
-    model=c.ModelConfig(path="toy:gsm8k", dtype="float32"),
+    model=c.ModelConfig(path="configs/examples/toys.py:gsm8k_model", dtype="float32"),
     data=c.DataConfig(system_prompt="", max_prompt_tokens=384),
     reward=c.RewardConfig(functions={"math_reward": 1.0}, answer_format="hashes"),
     generator=c.GeneratorConfig(max_completion_tokens=192),

@@ -6,8 +6,8 @@ torchrun --nproc_per_node=2 train_sft.py configs/toy_tools_sft.py
 from grpo import config as c
 
 config = c.SFTConfig(
-    model=c.ModelConfig(path="toy:calculator", dtype="float32"),
-    data=c.DataConfig(path="toy:calculator", system_prompt=""),
+    model=c.ModelConfig(path="configs/examples/toys.py:calculator_model", dtype="float32"),
+    data=c.DataConfig(path="configs/examples/toys.py:calculator", system_prompt=""),
     trainer=c.TrainerConfig(
         micro_batch_tokens=8192,
         activation_checkpointing="none",

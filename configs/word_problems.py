@@ -11,7 +11,9 @@ from grpo import config as c
 config = c.GRPOConfig(
     model=c.ModelConfig(path="runs/word_problems_sft/model"),
     roles=c.RolesConfig(colocated=True, num_trainers=1),
-    data=c.DataConfig(path="toy:word_problems", system_prompt="", max_prompt_tokens=96),
+    data=c.DataConfig(
+        path="configs/examples/word_problem_rows.py:word_problems", system_prompt="", max_prompt_tokens=96
+    ),
     reward=c.RewardConfig(functions={"math_reward": 1.0}),
     generator=c.GeneratorConfig(max_completion_tokens=96, gpu_memory_utilization=0.1),
     trainer=c.TrainerConfig(

@@ -9,8 +9,8 @@ solved: the completions are certain except for their arithmetic, so the loss say
 from grpo import config as c
 
 config = c.SFTConfig(
-    model=c.ModelConfig(path="toy:word_problems"),
-    data=c.DataConfig(path="toy:word_problems", system_prompt=""),
+    model=c.ModelConfig(path="configs/examples/word_problem_rows.py:model"),
+    data=c.DataConfig(path="configs/examples/word_problem_rows.py:word_problems", system_prompt=""),
     trainer=c.TrainerConfig(
         micro_batch_tokens=32_768,
         activation_checkpointing="none",

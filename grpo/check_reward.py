@@ -18,96 +18,93 @@ import sys
 import time
 from typing import Any
 
-from grpo.config import GRPOConfig, RewardConfig
-from grpo.config.recipes import for_one_process, load
+from grpo.config import RewardConfig
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
 from grpo.rewards import loading
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.loading import argument_names, called_with, load_functions, try_built_ins
 from grpo.rewards.pool import as_json
-from grpo.run.command_line import DEFAULT_RECIPES, subject_of
+from grpo.run.command_line import subject_of, tool_config
 from grpo.text import one_line, printable, shorten
+from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.workers.processes import Call, Workers
 from grpo.workers.programs import check_programs
 
 NUM_ROWS = 3
 SHOWN_CHARACTERS = 70  # of a text, in a line
-OF_MESSAGES = "; completions are texts, as prompts are: read text, not text[0]['content'] (messages: see data.row)"
+TEXTS_NOT_MESSAGES = (
+    "; completions are texts, as prompts are: read text, not text[0]['content'] (messages: see data.row)"
+)
 FORMATS = {"answer_tag": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
 
 
-def main(arguments: list[str]) -> int:
-    """Print what the function says; returns the exit code."""
-    name, rest = subject_of(__doc__, arguments)
-    try:
-        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], rest, for_one_process)
-        reward = reward_alone(name, config.reward)
-        function, examples = load_both(name, reward, config)
+def main(arguments: list[str] | None = None) -> int:
+    """Print what the function returns for a few rows, and return the exit code."""
+    name, flags = subject_of(__doc__, arguments)
+    with refuse_bad_input():
+        config = tool_config(flags)
+        options = {key: value for key, value in config.reward.options.items() if key == name}
+        reward = dataclasses.replace(config.reward, functions={name: 1.0}, options=options, num_workers=1)
+        source = load_sources(config.data)[0]
+        examples = list(itertools.islice(source.examples(), NUM_ROWS))
+        if not examples:
+            raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
+        max_tokens = config.generator.max_completion_tokens
+        functions = loading.load_functions(reward, [*examples[0].columns], max_tokens)
+        for example in examples:
+            loading.try_built_ins(functions, example.columns)
         if name == "code_reward":
             print(check_programs(reward.allow_without_landlock))
-        confined = loading.is_confined(name)
-        workers = loading.start_workers(loading.load_observed, reward, confined, config.generator.max_completion_tokens)
-        with contextlib.closing(workers):
-            return show(name, function, examples, reward, workers)
-    except (ValueError, OSError) as error:
-        print(f"error: {printable(str(error))}")
-        return 1
+        workers = loading.start_workers(loading.load_observed, reward, loading.is_confined(name), max_tokens)
+    with contextlib.closing(workers):
+        return show(functions[name], examples, reward, workers)
 
 
-def show(name: str, function: RewardFunction, examples: list[Example], reward: RewardConfig, workers: Workers) -> int:
-    """Print what the function, loaded by `workers`, says of some completions of each row; returns the exit code."""
-    together = called_with(function) != "completion"
-    how = "one call for each row" if together else "one completion per call"
-    print(f"reward {name}: {len(examples)} rows, {how}")
+def show(function: RewardFunction, examples: list[Example], reward: RewardConfig, workers: Workers) -> int:
+    """Print what the function, which `workers` have loaded, returns for completions of each row.
+
+    Returns the exit code.
+    """
+    (name,) = reward.functions
+    takes_one = loading.called_with(function) == "completion"
+    print(f"reward {name}: {len(examples)} rows, {'one completion per call' if takes_one else 'one call for each row'}")
     columns = columns_of(function, examples[0], [""])
     print("columns: " + ", ".join(f"{column} ({type(values[0]).__name__})" for column, values in columns.items()))
-    code = 0
+    exit_code = 0
     for number, example in enumerate(examples, start=1):
-        completions, values, printed = some_completions(example, reward.answer_format), {}, ""
-        print(f"row {number}: {_short(example.prompt if isinstance(example.prompt, str) else repr(example.prompt))}")
-        for kinds in [list(completions)] if together else [[kind] for kind in completions]:
-            texts = [completions[kind] for kind in kinds]
+        print(f"row {number}: {_short(str(example.prompt))}")
+        completions = some_completions(example, reward.answer_format)
+        parts = [completions]
+        if takes_one:
+            parts = [{kind: text} for kind, text in completions.items()]
+        values = {}
+        printed = ""
+        for part in parts:
+            texts = list(part.values())
             outcome = call(workers, name, texts, columns_of(function, example, texts), reward.timeout_seconds)
-            failed = f"FAILS: {outcome.get('failed')}"
-            for kind, value in zip(kinds, outcome.get("values", [failed] * len(kinds)), strict=True):
-                values[kind], told = value, f"{value:g}" if isinstance(value, float) else value
-                seconds = outcome["seconds"] / len(kinds)
-                print(f"  {kind:<9}  {_short(completions[kind]):<{SHOWN_CHARACTERS}}  {seconds:8.4f} s  {told}")
+            seconds = outcome["seconds"] / len(texts)
             printed += outcome["printed"]
+            if "failed" in outcome:
+                exit_code = 1
+                shown = [f"FAILS: {outcome['failed']}"] * len(texts)
+            else:
+                values |= zip(part, outcome["values"], strict=True)
+                shown = [f"{value:g}" if isinstance(value, float) else value for value in outcome["values"]]
+            for kind, value in zip(part, shown, strict=True):
+                print(f"  {kind:<9}  {_short(part[kind]):<{SHOWN_CHARACTERS}}  {seconds:8.4f} s  {value}")
         if printed:
             print(f"  prints: {printable(shorten(printed, loading.PRINTED_CHARACTERS)).strip()}")
-        if "reference" in values and values["reference"] == values["wrong"]:
+        if "wrong" in values and values["wrong"] == values.get("reference", ""):
             print("  note: the reference earns what a wrong answer earns")
-        code |= any(isinstance(value, str) for value in values.values())
-    return code
-
-
-def reward_alone(name: str, reward: RewardConfig) -> RewardConfig:
-    """The recipe's rewards with this function alone, the options that it has there, and one process."""
-    options = {key: value for key, value in reward.options.items() if key == name}
-    return dataclasses.replace(reward, functions={name: 1.0}, options=options, num_workers=1)
-
-
-def load_both(name: str, reward: RewardConfig, config: GRPOConfig) -> tuple[RewardFunction, list[Example]]:
-    """The function with its options, and the first rows of the first source.
-
-    Raises ValueError if no row can be used, and what `load_functions` raises.
-    """
-    source = load_sources(config.data)[0]
-    if not (examples := list(itertools.islice(source.examples(), NUM_ROWS))):
-        raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
-    functions = load_functions(reward, [*examples[0].columns], config.generator.max_completion_tokens)
-    for example in examples:
-        try_built_ins(functions, example.columns)
-    return functions[name], examples
+    return exit_code
 
 
 def some_completions(example: Example, answer_format: str) -> dict[str, str]:
-    """What it is -> a completion: the reference and a wrong answer, where there is a column `answer`, and no text.
+    """Return three completions of a row by what they are: the reference, a wrong answer and an empty text.
 
-    Of a list of answers the first is the reference; what a model writes for a table nobody knows.
+    The reference is the column `answer`, or the first answer of a list. Without it there is some text instead; what a
+    model would write for a table nobody knows.
     """
     answer = example.columns.get("answer")
     if isinstance(answer, list) and answer:
@@ -118,16 +115,16 @@ def some_completions(example: Example, answer_format: str) -> dict[str, str]:
     answer = extract_answer(answer, "hashes") or answer  # GSM8K's solutions
     number = parse_number(answer)
     wrong = f"not {answer}" if number is None else str(number + 1)  # 0.5 becomes 3/2
-    written = FORMATS[answer_format]
-    return {"reference": written.format(answer), "wrong": written.format(wrong), "empty": ""}
+    template = FORMATS[answer_format]
+    return {"reference": template.format(answer), "wrong": template.format(wrong), "empty": ""}
 
 
 def columns_of(function: RewardFunction, example: Example, completions: list[str]) -> dict[str, list]:
-    """What a run gives to a call for these completions of one prompt."""
-    same = {**example.columns, "num_tokens": 0, "truncated": False, "prompts": example.prompt, "step": 1}
-    columns = {name: [value] * len(completions) for name, value in same.items()}
+    """Return the columns that a run gives to a call for these completions of one prompt."""
+    values = {**example.columns, "num_tokens": 0, "truncated": False, "prompts": example.prompt, "step": 1}
+    columns = {name: [value] * len(completions) for name, value in values.items()}
     columns["num_tokens"] = [len(text.split()) for text in completions]
-    if "completion_ids" in argument_names(function):
+    if "completion_ids" in loading.argument_names(function):
         columns["completion_ids"] = [[0] * count for count in columns["num_tokens"]]
     return columns
 
@@ -135,21 +132,22 @@ def columns_of(function: RewardFunction, example: Example, completions: list[str
 def call(
     workers: Workers, name: str, completions: list[str], columns: dict[str, list], timeout_seconds: float
 ) -> dict[str, Any]:
-    """What `loading.load_observed` says of a call of the function."""
+    """Call the function in its process. Return its outcome, see `loading.load_observed`."""
     arguments = b"[%s, %s, %s]" % (as_json(name), as_json(completions), as_json(columns))
     start = time.perf_counter()
     workers.submit([Call(0, arguments, timeout_seconds * len(completions))])
-    (outcome,) = workers.collect()
-    ended = {"failed": outcome.get("failed"), "seconds": time.perf_counter() - start, "printed": ""}
-    observed = outcome.get("value", ended)
-    if "string indices must be" in observed.get("failed", ""):  # of a text, by a name
-        observed["failed"] += OF_MESSAGES
-    return observed
+    (answer,) = workers.collect()
+    if "value" not in answer:  # the process was ended
+        return {"failed": answer["failed"], "seconds": time.perf_counter() - start, "printed": ""}
+    outcome = answer["value"]
+    if "string indices must be" in outcome.get("failed", ""):
+        outcome["failed"] += TEXTS_NOT_MESSAGES
+    return outcome
 
 
 def _short(text: str) -> str:
-    return printable(one_line(shorten(text, SHOWN_CHARACTERS - 20)))
+    return one_line(shorten(text, SHOWN_CHARACTERS - 20))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_rank(main))

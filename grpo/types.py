@@ -44,8 +44,6 @@ class Piece:
     """float32: natural log-prob under the distribution sampled from; None: they were written, not sampled."""
     version: int = 0
     """Steps in the weights that sampled it."""
-    observed: bool = False
-    """An environment or a tool answered it, behind the prompt; False for what the chat template writes around that."""
 
     @classmethod
     def sampled(cls, ids_T: torch.Tensor, logprobs_T: torch.Tensor, version: int) -> "Piece":
@@ -190,14 +188,11 @@ class Sample:
     """int64: which turn of an episode sampled the token, from 1; 0: none. None where turns have no credit."""
     earned_T: torch.Tensor | None = None
     """float32: the environment's weighted reward when that turn began."""
-    observed_T: torch.Tensor | None = None
-    """bool: an environment or a tool answered the token; None where the policy does not learn to predict answers."""
     prompt_tokens: int = 0
     """How many of the first tokens are the prompt, of which none counts; 0 if there is none (SFT)."""
     temperature: float = 1.0
     version: int = 0
     truncated: bool = False
-    teacher: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,8 +215,7 @@ class TrainBatch:
     """float32, what each was sampled with; int64, steps in the weights that sampled its first token; bool, it ran out
     of tokens."""
     prompt_lengths_S: torch.Tensor | None = None
-    teacher_S: torch.Tensor | None = None
-    """int64: how many of a sequence's first tokens are its prompt; its teacher's place in `model.teachers`, if any."""
+    """int64: how many of a sequence's first tokens are its prompt."""
     generator_logprobs_N: torch.Tensor | None = None
     old_logprobs_N: torch.Tensor | None = None
     ref_logprobs_N: torch.Tensor | None = None
@@ -229,8 +223,7 @@ class TrainBatch:
     them its own; by the frozen reference."""
     turn_N: torch.Tensor | None = None
     earned_N: torch.Tensor | None = None
-    observed_N: torch.Tensor | None = None
-    """int64, float32, bool: see `Sample`."""
+    """int64, float32: see `Sample`."""
     advantages_N: torch.Tensor | None = None
     """float32."""
 
@@ -299,20 +292,19 @@ class MicroBatch:
     sequence_BT: torch.Tensor
     """int64: index in the step of this position's sequence, of a shared prompt the first one's; -1 on padding."""
     temperatures_BT: torch.Tensor
-    """float32: what the sequence was sampled with; 1 on padding, and where an observed token is predicted."""
+    """float32: what the sequence was sampled with; 1 on padding."""
     loss_mask_BT: torch.Tensor
     num_loss_tokens_BT: torch.Tensor
     """bool; int64: tokens of this position's sequence that count in the loss, at least 1."""
     generator_logprobs_BT: torch.Tensor | None
-    """float32, as the next six, but for `turn_BT`, `observed_BT`; None where the batch has None."""
+    """float32, as the next five, except `turn_BT`; None where the batch has None."""
     old_logprobs_BT: torch.Tensor | None
     ref_logprobs_BT: torch.Tensor | None
     turn_BT: torch.Tensor | None
     earned_BT: torch.Tensor | None
-    observed_BT: torch.Tensor | None
     advantages_BT: torch.Tensor | None
     scored_M: torch.Tensor
-    """int64: places b * T + t, in order, with log-probs: those of loss and observed tokens, and some for kernels."""
+    """int64: places b * T + t, in order, with log-probs: those of loss tokens, and some for kernels."""
     document_starts: torch.Tensor
     """int32 [documents + 1]: places b * T + t at which documents (sequences, shared prompts, ...) begin, and B * T."""
     longest_document: int

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from grpo.data.toy import MODEL, addition_tokenizer, make_model
+from configs.examples.toys import addition_tokenizer
+from grpo.data.toy import MODEL, make_model
 
 LLAMA3 = {
     "model_type": "llama",

@@ -1,6 +1,7 @@
 """Gymnasium's environments as far as they are text: an observation that is text, or that is drawn as text.
 
-    --environment.name configs/examples/gymnasium_text.py:TextGame --data.path seeds:4096
+    --environment.name configs/examples/gymnasium_text.py:TextGame
+    --data.path configs/examples/toys.py:seeds --data.answer-column "" --data.columns seed seed
     --environment.options game FrozenLake-v1 task "Walk from S to G." actions '["left", "down", "right", "up"]'
 
 It needs `pip install gymnasium`. Its test has a class of the same interface; it was tried with gymnasium 1.4.0.

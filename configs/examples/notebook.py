@@ -23,7 +23,7 @@ print(math_reward(["<answer>42</answer>", "<answer>41</answer>"], answer=["42", 
 import torch
 
 from grpo.data.batches import build_micro_batch, make_batch
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.types import Sample
 from train_grpo import add_advantages, policy_loss
 

@@ -1,6 +1,7 @@
 """A remote environment of OpenEnv: its server runs elsewhere, each rollout has a session of its own there.
 
-    --environment.name configs/examples/openenv_client.py:Remote --data.path seeds:4096
+    --environment.name configs/examples/openenv_client.py:Remote
+    --data.path configs/examples/toys.py:seeds --data.answer-column "" --data.columns seed seed
     --environment.options url http://localhost:8000 action message observation echoed_message task "Say something."
 
 The model's turn, behind its thoughts, is the action. For several kinds of actions write a method for each, as `act` of

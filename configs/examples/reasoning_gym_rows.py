@@ -1,20 +1,40 @@
 """Tasks of reasoning-gym as rows, and their verifiers as a reward: `pip install reasoning-gym`.
 
-    python configs/examples/reasoning_gym_rows.py data/reasoning_gym chain_sum '{"max_terms": 3}' basic_arithmetic
+    --data.path configs/examples/reasoning_gym_rows.py:chain_sum --data.answer-column "" --data.columns entry entry
+    --reward.functions configs/examples/reasoning_gym_rows.py:verified 1.0
 
-writes data/reasoning_gym/TASK_train.jsonl and TASK_test.jsonl for each task, which may be any of its hundred. JSON
-behind a name sets the task's options. The same command writes the same rows, and no question of a train file is in its
-test file. configs/qwen2_5_coder_0_5b_reasoning_gym.py learns such rows.
+Another of its hundred tasks is another function like `chain_sum`. No question of the training split is held out too.
+configs/qwen2_5_coder_0_5b_reasoning_gym.py learns these three.
 """
 
 import json
-import pathlib
-import sys
 
 import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
-NUM_TRAIN, NUM_TEST = 2000, 200
+NUM_TRAIN = 2000
+NUM_TEST = 200
+
+
+def chain_sum(split: str) -> list[dict[str, str]]:
+    return rows("chain_sum", split, max_terms=3)
+
+
+def basic_arithmetic(split: str) -> list[dict[str, str]]:
+    return rows("basic_arithmetic", split)
+
+
+def simple_equations(split: str) -> list[dict[str, str]]:
+    return rows("simple_equations", split)
+
+
+def rows(task: str, split: str, **options) -> list[dict[str, str]]:
+    """Draw a task's questions; `entry` is what its verifier needs, as JSON text."""
+    # one data set, cut in two: those of seeds 0 and 1 have all rows but one in common
+    entries = reasoning_gym.create_dataset(task, seed=0, size=NUM_TRAIN + NUM_TEST, **options)
+    distinct = list({entry["question"]: entry for entry in entries}.values())
+    parts = {"train": distinct[:-NUM_TEST], "test": distinct[-NUM_TEST:]}
+    return [{"question": entry["question"], "entry": json.dumps(entry, default=str)} for entry in parts[split]]
 
 
 def verified(completions: list[str], entry: list[str], **columns: list) -> list[float]:
@@ -25,28 +45,3 @@ def verified(completions: list[str], entry: list[str], **columns: list) -> list[
         verify = reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])
         scores.append(float(verify(extract_answer(completion), row)))
     return scores
-
-
-def write_rows(folder: pathlib.Path, task: str, options: dict) -> None:
-    """Write both files of a task; `entry` is what its verifier needs, as JSON."""
-    # one data set, cut in two: those of seeds 0 and 1 have all rows but one in common
-    made = reasoning_gym.create_dataset(task, seed=0, size=NUM_TRAIN + NUM_TEST, **options)
-    rows = list({row["question"]: row for row in made}.values())
-    for split, part in (("train", rows[:-NUM_TEST]), ("test", rows[-NUM_TEST:])):
-        lines = [json.dumps({"question": row["question"], "entry": json.dumps(row, default=str)}) for row in part]
-        (folder / f"{task}_{split}.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def main() -> None:
-    folder, *words = sys.argv[1:]
-    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-    for position, word in enumerate(words):
-        if word.startswith("{"):
-            continue
-        following = words[position + 1 : position + 2]
-        options = json.loads(following[0]) if following and following[0].startswith("{") else {}
-        write_rows(pathlib.Path(folder), word, options)
-
-
-if __name__ == "__main__":
-    main()

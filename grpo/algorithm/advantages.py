@@ -8,13 +8,11 @@ or, where tokens of a completion differ, advantages_N. What it returns for a com
 `group_std`, GRPO's, stands in train_grpo.py; one of your own is named `path/file.py:function`.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from grpo.algorithm.importance import kl
 from grpo.algorithm.inputs import clamped
 from grpo.config import GRPOConfig
 from grpo.config.user_files import load_function
@@ -25,11 +23,11 @@ from grpo.types import TrainBatch
 class AdvantageInputs:
     """What a function of advantages sees of one step: P groups of G completions, scored by F reward functions.
 
-    Values that are missing are 0 and must not count in a statistic; the fields `has_` say which there are.
+    A missing value is 0 and must not count in a statistic; the fields `has_` are False there.
     """
 
     rewards_PG: torch.Tensor
-    """float64: weighted sums; with `algorithm.kl_in` reward less the penalty."""
+    """float64: weighted sums, minus the penalty with `algorithm.kl_in` reward."""
     has_PG: torch.Tensor
     """bool: the completion has a reward."""
     parts_FPG: torch.Tensor
@@ -37,7 +35,7 @@ class AdvantageInputs:
     has_FPG: torch.Tensor
     """bool: the function gave a value, and the completion has a reward."""
     weights_F: torch.Tensor
-    """float64: of the functions in the sum."""
+    """float64: weight of each function in the sum."""
     batch: TrainBatch
     """The step's N tokens and S = P * G sequences, group after group; `batch.owner_N` is each token's sequence."""
 
@@ -50,9 +48,9 @@ class AdvantageInputs:
         parts_FS: torch.Tensor,
         config: GRPOConfig,
     ) -> "AdvantageInputs":
-        """Return a step's rewards by group; NaN in `parts_FS` is no value. Raises what `by_group` does.
+        """Return a step's rewards by group. NaN in `parts_FS` stands for a missing value.
 
-        Raises ValueError too if the config has another number of reward functions.
+        Raises ValueError for a reward that is not finite, and if the config has another number of reward functions.
         """
         weights = config.reward_weights
         if len(parts_FS) != len(weights):
@@ -67,7 +65,10 @@ class AdvantageInputs:
         return cls(rewards_PG, has_PG, parts_FPG, has_FS.view(parts_FPG.shape), weights_F, batch)
 
     def per_token(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Return float32 [N]: each token's advantage, of [P, G] its completion's; 0 for a completion without reward."""
+        """Return each token's advantage, float32 [N], from those of completions [P, G] or of tokens [N].
+
+        It is 0 for a completion without a reward.
+        """
         owner_N = self.batch.owner_N
         advantages_N = advantages.flatten()[owner_N] if advantages.ndim == 2 else advantages
         return advantages_N.where(self.has_PG.flatten()[owner_N], 0).float()
@@ -77,16 +78,10 @@ Advantages = Callable[[AdvantageInputs], torch.Tensor]
 
 
 def by_group(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rewards as [P, G] in float64, 0 where there is none, and bool [P, G], which there are.
+    """Return the rewards as float64 [P, G], 0 where a completion has none, and bool [P, G]: it has one.
 
-    float64, so that rewards far from 0 keep their differences. Raises ValueError if S is no multiple of `group_size`,
-    or a reward that there is is not finite.
+    float64, so that rewards far from 0 keep their differences. Raises ValueError if a reward is not finite.
     """
-    if group_size < 1 or len(rewards_S) % group_size:
-        raise ValueError(
-            f"{len(rewards_S)} rewards do not split into groups of group_size={group_size}; "
-            "pass one reward per completion"
-        )
     rewards_S = rewards_S.double().where(has_reward_S, 0.0)
     broken_S = ~rewards_S.isfinite()
     if broken_S.any():
@@ -98,8 +93,8 @@ def by_group(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: in
 def group_mean_std(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and standard deviation (ddof=1) of the rewards that each group has, both [P, 1].
 
-    The mean of equal rewards is exactly that reward and their deviation 0, so that they have no advantage at all, where
-    one rounding error over 1e-4 would be one. A single reward and a group without any have a deviation of 0 too.
+    Equal rewards have exactly that reward as their mean and a deviation of 0, so their advantage is exactly 0 and not a
+    rounding error divided by 1e-4. A single reward and a group without rewards have a deviation of 0 too.
     """
     num_P1 = has_PG.sum(dim=1, keepdim=True)
     lowest_P1 = rewards_PG.masked_fill(~has_PG, torch.inf).amin(dim=1, keepdim=True)
@@ -120,7 +115,7 @@ def equal_rewards(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tenso
 
 
 def group_mean(x: AdvantageInputs) -> torch.Tensor:
-    """Return reward - mean of the group, which does not blow up easy and hard prompts (arXiv:2503.20783)."""
+    """Return reward - mean of the group: no division that weighs easy and hard prompts more (arXiv:2503.20783)."""
     mean_P1, _ = group_mean_std(x.rewards_PG, x.has_PG)
     return x.rewards_PG - mean_P1
 
@@ -144,9 +139,9 @@ def rloo(x: AdvantageInputs) -> torch.Tensor:
 def gdpo(x: AdvantageInputs) -> torch.Tensor:
     """Return each reward function's (value - mean) / (std + 1e-4) of the group, weighted and summed, over its std.
 
-    GDPO (Liu et al. 2026, arXiv:2601.05242): functions of different scale or spread keep their weights, where the sum
-    of rewards would drown one in the other. The sums are divided by (std of all sums of the step + 1e-4); their mean is
-    0 already. A None counts in no statistic of its function, and adds 0 to the sum of its completion.
+    GDPO (Liu et al. 2026, arXiv:2601.05242): functions of different scale or spread keep their weights, while in a sum
+    of rewards one would drown the other. The sums are divided by (std of all sums of the step + 1e-4); their mean is
+    already 0. A None is left out of the statistics of its function and adds 0 to the sum of its completion.
     """
     mean, std = group_mean_std(x.parts_FPG.flatten(0, 1), x.has_FPG.flatten(0, 1))  # [F * P, 1]
     scaled_FPG = ((x.parts_FPG.flatten(0, 1) - mean) / (std + 1e-4)).view(x.parts_FPG.shape).where(x.has_FPG, 0)
@@ -157,8 +152,8 @@ def gdpo(x: AdvantageInputs) -> torch.Tensor:
 def maxrl(x: AdvantageInputs) -> torch.Tensor:
     """Return (reward - mean) / mean of the group, 0 in a group of mean 0 (MaxRL, Tajwar et al. 2026, arXiv:2602.02710).
 
-    For rewards of 0 and 1 the mean estimates the pass rate p, and the gradient is that of log p, in its expansion up to
-    pass@(G - 1), in place of p's: a prompt that is rarely solved weighs more. Raises ValueError for a reward below 0.
+    For rewards of 0 and 1 the mean estimates the pass rate p. The gradient is that of log p, expanded up to
+    pass@(G - 1), instead of that of p: a prompt that is rarely solved weighs more. Raises ValueError for rewards < 0.
     """
     if (x.rewards_PG < 0).any():
         raise ValueError(
@@ -170,17 +165,17 @@ def maxrl(x: AdvantageInputs) -> torch.Tensor:
 
 
 def return_to_go(x: AdvantageInputs) -> torch.Tensor:
-    """Return float64 [N]: of each token the return of its turn - mean of that return over the OTHERS of the group.
+    """Return for each token the return of its turn - mean of that return over the OTHERS of the group, float64 [N].
 
-    The return of turn k is what its rollout earned from then on, r - e_k: r is the whole reward, e_k what
-    `get_reward` had given when the turn began, times its weight (e_1 = 0). So a turn's reward is what it adds to
-    `get_reward`, and the last turn has the reward functions' too. The others are those that reached turn k; a turn that
-    no other one reached has the advantage 0, as a single reward has. With one turn this is `rloo`. Tokens that no turn
-    sampled have 0. Raises ValueError if the batch does not know of turns.
+    The return of turn k is what the rollout earned from that turn on, r - e_k. Here r is the whole reward, and e_k is
+    what `get_reward` had given when the turn began, times its weight (e_1 = 0). So a turn earns what it adds to
+    `get_reward`, and the last turn also earns the rewards of the functions. The others are the rollouts that reached
+    turn k too; without any, the advantage is 0, as for a single reward. With one turn this is `rloo`. Tokens that no
+    turn sampled have 0. Raises ValueError if the batch has no turns.
 
-    REINFORCE's return from a step on with a baseline (Sutton and Barto 2018, section 13.4), here by turns. The baseline
-    does not depend on what the rollout itself did, so it leaves the expected gradient as it is. Rewards that are
-    centred for each turn and then summed do not: the mean of the later turns, which going on costs or earns, drops out.
+    This is REINFORCE's return with a baseline (Sutton and Barto 2018, section 13.4), by turns. The baseline does not
+    depend on what the rollout itself did, so it does not change the expected gradient. Rewards that are centred for
+    each turn and then summed do change it: the mean of the later turns, which going on costs or earns, drops out.
     """
     batch = x.batch
     if batch.turn_N is None:
@@ -189,8 +184,9 @@ def return_to_go(x: AdvantageInputs) -> torch.Tensor:
     place = batch.turn_N, batch.owner_N
     earned = torch.zeros(shape).index_put(place, batch.earned_N).double()
     reached = torch.zeros(shape, dtype=torch.bool).index_put(place, batch.turn_N > 0)
-    returns, has = x.rewards_PG.flatten() - earned, reached & x.has_PG.flatten()
-    returns_PG, has_PG = by_group(returns.flatten(), has.flatten(), x.has_PG.shape[1])  # a group for each turn
+    returns = x.rewards_PG.flatten() - earned
+    has_return = reached & x.has_PG.flatten()
+    returns_PG, has_PG = by_group(returns.flatten(), has_return.flatten(), x.has_PG.shape[1])  # a group for each turn
     return rloo(replace(x, rewards_PG=returns_PG, has_PG=has_PG)).where(has_PG, 0).view(shape)[place]
 
 
@@ -211,29 +207,21 @@ ADVANTAGES: dict[str, Advantages] = {
 
 
 def named_advantages(name: str) -> Advantages:
-    """Return the advantages of that name, or the user's `path/file.py:function`, whose result is checked.
+    """Return the advantages of that name, or the user's `path/file.py:function`; raises what `load_function` does.
 
-    Raises ValueError if it does not take one argument, and what `load_function` raises. The user's function raises
-    ValueError when it is called, unless it returns finite numbers [P, G] or [N].
+    The user's function raises ValueError when it is called, unless it returns finite numbers [P, G] or [N].
     """
     if name in ADVANTAGES:
         return ADVANTAGES[name]
     function = load_function(name, "advantages")
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise ValueError(
-            f"advantages {name} cannot be called with one argument: {error}; "
-            "write it as def advantages(x: AdvantageInputs), which has x.rewards_PG and x.has_PG"
-        ) from error
 
     def checked(x: AdvantageInputs) -> torch.Tensor:
-        advantages, allowed = function(x), (x.has_PG.shape, x.batch.owner_N.shape)
+        advantages = function(x)
         shape = getattr(advantages, "shape", type(advantages).__name__)
-        if shape not in allowed or not x.per_token(advantages).isfinite().all():
+        if shape not in (x.has_PG.shape, x.batch.owner_N.shape) or not x.per_token(advantages).isfinite().all():
             raise ValueError(
-                f"advantages {name} returned {shape}; return finite numbers, of shape {tuple(allowed[0])} for "
-                f"completions or {tuple(allowed[1])} for tokens"
+                f"advantages {name} returned {shape}; return finite numbers, of shape {tuple(x.has_PG.shape)} for "
+                f"completions or {tuple(x.batch.owner_N.shape)} for tokens"
             )
         return advantages
 
@@ -247,7 +235,7 @@ def teacher_advantages(batch: TrainBatch) -> torch.Tensor:
     Machines Lab 2025, "On-Policy Distillation"; Agarwal et al. 2024, arXiv:2306.13649; Gu et al. 2024,
     arXiv:2306.08543): over tokens drawn from the policy this is minus the reverse KL(policy || teacher) of the next
     token, and its policy gradient is the gradient of that KL. What a token does to the KL of later ones is left out.
-    Within +-20 (see `kl`).
+    Values are clamped to +-20.
 
     In self-distillation the reference is the policy, or its start, behind a prompt with a hint. The papers differ:
     OPSD (Zhao et al. 2026, arXiv:2601.18734) has the start as teacher and a divergence over the whole vocabulary, with
@@ -256,4 +244,4 @@ def teacher_advantages(batch: TrainBatch) -> torch.Tensor:
     current policy, held near its past, and the divergence over its likeliest tokens.
     """
     log_ratio_N = (batch.generator_logprobs_N - batch.ref_logprobs_N).where(batch.loss_mask_N, 0)
-    return -kl(clamped(log_ratio_N), "k1")
+    return -clamped(log_ratio_N)

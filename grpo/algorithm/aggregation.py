@@ -16,12 +16,12 @@ import torch
 
 from grpo.algorithm.inputs import LossInputs
 from grpo.config.user_files import load_function
-from grpo.types import MicroBatch, TrainBatch
+from grpo.types import TrainBatch
 
 
 @dataclass(frozen=True)
 class UpdateTotals:
-    """What is counted over a whole update, all its micro-batches and ranks; at least 1, because it divides."""
+    """Counts over a whole update, all its micro-batches and ranks. At least 1, because losses are divided by them."""
 
     num_tokens: int
     """Loss tokens."""
@@ -29,16 +29,14 @@ class UpdateTotals:
     """Sequences with a loss token."""
     max_completion_tokens: int
     """The longest completion that a config allows."""
-    num_observed: int = 1
-    """Tokens that environments and tools answered."""
 
     @classmethod
     def of(cls, mini_batch: TrainBatch, max_completion_tokens: int) -> "UpdateTotals":
         """Count the tokens and sequences of an update's mini-batch."""
         num_loss_tokens_S = mini_batch.num_loss_tokens_S
-        num_tokens, num_sequences = int(num_loss_tokens_S.sum()), int((num_loss_tokens_S > 0).sum())
-        num_observed = 0 if mini_batch.observed_N is None else int(mini_batch.observed_N.sum())
-        return cls(max(num_tokens, 1), max(num_sequences, 1), max_completion_tokens, max(num_observed, 1))
+        num_tokens = int(num_loss_tokens_S.sum())
+        num_sequences = int((num_loss_tokens_S > 0).sum())
+        return cls(max(num_tokens, 1), max(num_sequences, 1), max_completion_tokens)
 
 
 Aggregation = Callable[[torch.Tensor, LossInputs, UpdateTotals], torch.Tensor]
@@ -50,7 +48,7 @@ def token_mean(loss_BT: torch.Tensor, x: LossInputs, totals: UpdateTotals) -> to
 
 
 def fixed_horizon(loss_BT: torch.Tensor, x: LossInputs, totals: UpdateTotals) -> torch.Tensor:
-    """Return its part of the mean over sequences of the sum over tokens / max_completion_tokens.
+    """Return this micro-batch's part of the mean over sequences of the sum over tokens / max_completion_tokens.
 
     A token weighs the same in long and short completions (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
     """
@@ -63,14 +61,3 @@ AGGREGATIONS: dict[str, Aggregation] = {"token_mean": token_mean, "fixed_horizon
 def named_aggregation(name: str) -> Aggregation:
     """Return the aggregation of that name, or the user's `path/file.py:function`; raises what `load_function` does."""
     return AGGREGATIONS.get(name) or load_function(name, "aggregation")
-
-
-def echo_loss(micro: MicroBatch, logprobs_BT: torch.Tensor, totals: UpdateTotals) -> torch.Tensor | float:
-    """Return this micro-batch's part of the cross-entropy of what environments and tools answered, nats; 0 without any.
-
-    It is the mean over the update's observed tokens (ECHO, Shrivastava et al. 2026, arXiv:2605.24517, section 3.1, who
-    take it over each rollout's and then over rollouts), with `algorithm.echo_coef` beside the policy loss.
-    """
-    if micro.observed_BT is None:
-        return 0.0
-    return -logprobs_BT.where(micro.observed_BT, 0).sum() / totals.num_observed

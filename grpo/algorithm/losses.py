@@ -12,7 +12,6 @@ the loss tokens of the whole step, or the maximum (0 if all are negative) where 
 not depend on how an update was split. A loss returns the same names each time it is called.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 
@@ -29,7 +28,7 @@ PolicyLoss = Callable[[LossInputs, AlgorithmConfig], tuple[torch.Tensor, Metrics
 # aggregation (`config.PAPER_DEFAULTS`).
 CLIPPED_LOSSES = ("grpo", "dr_grpo", "dapo")
 DPPO_THRESHOLDS = {"tv": 0.15, "kl": 0.05}  # by divergence, the paper's
-# A ratio beyond it, or below its inverse, was clamped (up to the rounding of exp)
+# A ratio above this, or below its inverse, was clamped (up to the rounding of exp)
 HELD_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
 
 
@@ -54,22 +53,8 @@ def clip_metrics(ratio_BT: torch.Tensor, x: LossInputs, config: AlgorithmConfig)
     }
 
 
-def dual_clip(x: LossInputs, config: AlgorithmConfig, *, bound: float = 3.0) -> tuple[torch.Tensor, Metrics]:
-    """Compute the clipped surrogate, where A < 0 at least `bound` * A (Ye et al. 2020, arXiv:1912.09729).
-
-    Metrics: those of the surrogate and `dual_clip_frac` (ratio above `bound` and A < 0).
-    """
-    if not bound > 1:
-        raise ValueError(f"{bound=} must be above 1")
-    ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).exp()
-    cut_BT = (ratio_BT.detach() > bound) & (x.advantages_BT < 0)
-    metrics = clip_metrics(ratio_BT, x, config)
-    metrics |= {"dual_clip_frac": cut_BT, "active_frac": metrics["active_frac"] & ~cut_BT}
-    return _clipped(ratio_BT, x, config).where(~cut_BT, -bound * x.advantages_BT), metrics
-
-
 def gspo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
-    """Compute GSPO: the surrogate with one ratio for a sequence, exp(mean over its loss tokens of log policy / old).
+    """Compute GSPO: the surrogate with one ratio per sequence, exp(mean of log policy / old over its loss tokens).
 
     Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7, in its token form (GSPO-token): the ratio at a token is
     sg[s] * exp(logp - sg[logp]), where s is the sequence's ratio and sg stops the gradient. Its value is s, its
@@ -80,7 +65,9 @@ def gspo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]
     means_BT = sequence_means((x.logprobs_BT - x.old_logprobs_BT).detach(), x)
     # the bracket is exactly 0, so the value is the mean's
     ratio_BT = clamped(means_BT + (x.logprobs_BT - x.logprobs_BT.detach())).exp()
-    return _clipped(ratio_BT, x, config), clip_metrics(ratio_BT, x, config)
+    clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
+    loss_BT = -torch.minimum(ratio_BT * x.advantages_BT, clipped_BT * x.advantages_BT)
+    return loss_BT, clip_metrics(ratio_BT, x, config)
 
 
 def cispo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
@@ -95,7 +82,8 @@ def cispo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics
     """
     ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).detach().exp()
     weights_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
-    low_BT, high_BT = ratio_BT < 1 - config.clip_low, ratio_BT > 1 + config.clip_high
+    low_BT = ratio_BT < 1 - config.clip_low
+    high_BT = ratio_BT > 1 + config.clip_high
     return -weights_BT * x.advantages_BT * x.logprobs_BT, {
         "clip_low_frac": low_BT,
         "clip_high_frac": high_BT,
@@ -125,12 +113,12 @@ def sapo(
     if not (temperature_positive > 0 and temperature_negative > 0):
         raise ValueError(f"{temperature_positive=} and {temperature_negative=} must be above 0")
     ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).exp()
-    negative_BT = torch.full_like(ratio_BT, temperature_negative)
-    temperatures_BT = negative_BT.masked_fill(x.advantages_BT > 0, temperature_positive)
+    temperatures_BT = torch.where(x.advantages_BT > 0, temperature_positive, temperature_negative)
     gate_BT = torch.sigmoid(temperatures_BT * (ratio_BT - 1))
     loss_BT = -4 / temperatures_BT * gate_BT * x.advantages_BT
 
-    ratio_BT, gate_BT = ratio_BT.detach(), gate_BT.detach()
+    ratio_BT = ratio_BT.detach()
+    gate_BT = gate_BT.detach()
     weights_BT = 4 * gate_BT * (1 - gate_BT)
     return loss_BT, {
         "gate_mean": weights_BT,
@@ -145,8 +133,8 @@ def reinforce(
 ) -> tuple[torch.Tensor, Metrics]:
     """Compute the plain policy gradient: -w * A * logp, w = 1 (Williams 1992, "Simple statistical gradient-following").
 
-    With max_importance_weight above 0, w is the ratio policy / old without gradient, cut off there (truncated
-    importance sampling, Ionides 2008); logp's gradient is never cut.
+    With max_importance_weight above 0, w is the ratio policy / old without gradient, at most that weight (truncated
+    importance sampling, Ionides 2008); the gradient of logp is never cut.
 
     Metrics, each of a token: with max_importance_weight `weight_cut_frac` (the ratio was above it), `ratio_mean`,
     `ratio_max` (before the cut), `active_frac` (A is not 0).
@@ -165,25 +153,28 @@ def reinforce(
 def dppo(
     x: LossInputs, config: AlgorithmConfig, *, divergence: str = "tv", threshold: float | None = None
 ) -> tuple[torch.Tensor, Metrics]:
-    """Compute DPPO: -ratio * A, without the tokens by which the policy goes on leaving the sampler's trust region.
+    """Compute DPPO: -ratio * A, without the tokens that would take the policy further out of its trust region.
 
     Qi et al. 2026, arXiv:2602.04879. The ratio is policy / old, and old is the sampler (`old_logprobs` generator). A
     token is left out if ratio > 1 and A > 0, or ratio < 1 and A < 0, while the two distributions of "this token or
     another" differ by more than `threshold`. With p the policy's probability of the token and q the old one,
-    `divergence` tv: |p - q|, threshold 0.15; kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p)), threshold 0.05, the
-    paper's. A rare token may so change its ratio many times over, a likely one less than a clip would allow.
+    `divergence` tv is |p - q| with threshold 0.15, and kl is q log(q / p) + (1 - q) log((1 - q) / (1 - p)) with
+    threshold 0.05, as in the paper. So a rare token may change its ratio many times over, and a likely one less than a
+    clip would allow.
 
     Metrics, each of a token: `clip_low_frac` (left out, A < 0), `clip_high_frac` (left out, A > 0), `clip_frac`
     (either), `divergence_mean`, `ratio_mean`, `ratio_max`, `active_frac` (A is not 0, and it is not left out or held).
     """
     if divergence not in DPPO_THRESHOLDS:
         raise ValueError(f"{divergence=} is unknown; use tv or kl")
-    threshold = DPPO_THRESHOLDS[divergence] if threshold is None else threshold
+    if threshold is None:
+        threshold = DPPO_THRESHOLDS[divergence]
     if not threshold > 0:
         raise ValueError(f"{threshold=} must be above 0")
     log_ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT)
     ratio_BT = log_ratio_BT.exp()
-    logprobs_BT, old_BT = x.logprobs_BT.detach().clamp(max=0), x.old_logprobs_BT.clamp(max=0)
+    logprobs_BT = x.logprobs_BT.detach().clamp(max=0)
+    old_BT = x.old_logprobs_BT.clamp(max=0)
     if divergence == "tv":
         divergence_BT = (logprobs_BT.exp() - old_BT.exp()).abs()
     else:
@@ -193,14 +184,16 @@ def dppo(
     low_BT = far_BT & (log_ratio_BT.detach() < 0) & (x.advantages_BT < 0)
     high_BT = far_BT & (log_ratio_BT.detach() > 0) & (x.advantages_BT > 0)
     cut_BT = low_BT | high_BT
-    return (-ratio_BT * x.advantages_BT).where(~cut_BT, 0), {
+    loss_BT = (-ratio_BT * x.advantages_BT).where(~cut_BT, 0)
+    ratio_BT = ratio_BT.detach()
+    return loss_BT, {
         "clip_low_frac": low_BT,
         "clip_high_frac": high_BT,
         "clip_frac": cut_BT,
         "divergence_mean": divergence_BT,
-        "ratio_mean": ratio_BT.detach(),
-        "ratio_max": ratio_BT.detach(),
-        "active_frac": (x.advantages_BT != 0) & ~cut_BT & ~is_held(ratio_BT.detach()),
+        "ratio_mean": ratio_BT,
+        "ratio_max": ratio_BT,
+        "active_frac": (x.advantages_BT != 0) & ~cut_BT & ~is_held(ratio_BT),
     }
 
 
@@ -208,42 +201,19 @@ LOSSES: dict[str, PolicyLoss] = {
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
-    "dual_clip": dual_clip,
     "dppo": dppo,
     "reinforce": reinforce,
 }
 
 
 def named_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[torch.Tensor, Metrics]]:
-    """Return the loss that the config names, with its options bound. Raises what `load_loss` and `check_options` do."""
-    function, options = load_loss(config.loss), dict(config.loss_options)
+    """Return the loss that the config names, with its options bound. Raises what its load and `check_options` do."""
+    function = LOSSES.get(config.loss) or load_function(config.loss, "loss")
+    options = dict(config.loss_options)
     check_options(function, options, f"loss {config.loss}", "algorithm.loss_options")
     return lambda x: function(x, config, **options)
-
-
-def load_loss(name: str) -> PolicyLoss:
-    """Return the policy loss of that name, or the user's function written `path/file.py:function`.
-
-    Raises ValueError if it does not take two arguments, and what `load_function` raises.
-    """
-    if name in LOSSES:
-        return LOSSES[name]
-    function = load_function(name, "loss")
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise ValueError(
-            f"loss {name} cannot be called with two arguments: {error}; "
-            "write it as def loss(x: LossInputs, config: AlgorithmConfig, *, option=1.0)"
-        ) from error
-    return function
 
 
 def is_held(ratio_BT: torch.Tensor) -> torch.Tensor:
     """Return bool [B, T]: the log-ratio was clamped, so its token has no gradient."""
     return (ratio_BT > HELD_RATIO) | (ratio_BT < 1 / HELD_RATIO)
-
-
-def _clipped(ratio_BT: torch.Tensor, x: LossInputs, config: AlgorithmConfig) -> torch.Tensor:
-    clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return -torch.minimum(ratio_BT * x.advantages_BT, clipped_BT * x.advantages_BT)

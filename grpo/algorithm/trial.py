@@ -1,4 +1,4 @@
-"""One call of what a config names for loss, advantages and aggregation, before any GPU is used."""
+"""A trial call of the loss, the advantages and the aggregation that a config names, before any GPU is used."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,58 +19,61 @@ def try_algorithm(config: AlgorithmConfig) -> None:
 
     Raises ValueError for what does not fit, and for what a function raises, with the line of its file.
     """
-    config, x = config.resolved, some_tokens(with_reference=config.kl_coef > 0)
+    config = config.resolved
+    x = trial_tokens(with_reference=config.kl_coef > 0)
     if config.loss not in CLIPPED_LOSSES:
-        output = _call(f"loss {config.loss}", named_loss(config), x)
+        output = _call(f"loss {config.loss}", "loss(x, config, *, option=1.0)", named_loss(config), x)
         check_loss_output(output, x, config.loss)
         output[0].sum().backward()
-    elif options := config.loss_options:
-        raise ValueError(f"loss {config.loss} has no options, but loss_options is {options}; dual_clip has a bound")
+    elif config.loss_options:
+        raise ValueError(f"loss {config.loss} has no options, but loss_options is {config.loss_options}; drop them")
     if config.advantages not in ("group_std", *ADVANTAGES):
-        _call(f"advantages {config.advantages}", named_advantages(config.advantages), some_rewards())
+        _call(f"advantages {config.advantages}", "advantages(x)", named_advantages(config.advantages), trial_rewards())
     if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
         check_aggregation(config.aggregation, x)
 
 
-def _call(what: str, function: Callable, *arguments: Any) -> Any:
-    """What a function returns, named `what` and perhaps of a user's file; ValueError with its line if it raises."""
+def _call(what: str, signature: str, function: Callable, *arguments: Any) -> Any:
+    """Call a function. If it raises, raise ValueError with the cause and, if it is in a user's file, the line."""
     try:
         return function(*arguments)
     except Exception as error:  # a user's function may raise anything
-        raise ValueError(f"{what}{cause_and_line(error, what.partition(' ')[2].rpartition(':')[0])}") from error
+        file = what.partition(" ")[2].rpartition(":")[0]
+        raise ValueError(f"{what}{cause_and_line(error, file)}; it is called as {signature}") from error
 
 
-def some_tokens(with_reference: bool) -> LossInputs:
-    """Return two sequences of two tokens and one, and a position that does not count."""
+def trial_tokens(with_reference: bool) -> LossInputs:
+    """Return two sequences, of two tokens and of one, and a position that does not count."""
+    old_BT = torch.tensor([[-1.1, -1.9, -0.5, 0.0]])
     return LossInputs(
         logprobs_BT=torch.tensor([[-1.0, -2.0, -0.5, 0.0]], requires_grad=True),
-        old_logprobs_BT=torch.tensor([[-1.1, -1.9, -0.5, 0.0]]),
-        generator_logprobs_BT=torch.tensor([[-1.1, -2.1, -0.5, 0.0]]),
-        ref_logprobs_BT=torch.tensor([[-1.2, -1.8, -0.4, 0.0]]) if with_reference else None,
+        old_logprobs_BT=old_BT,
+        generator_logprobs_BT=1.1 * old_BT,
+        ref_logprobs_BT=0.9 * old_BT if with_reference else None,
         advantages_BT=torch.tensor([[1.0, 1.0, -1.0, 0.0]]),
-        entropy_BT=torch.tensor([[0.5, 0.4, 0.3, 0.0]]),
-        loss_mask_BT=torch.tensor([[True, True, True, False]]),
+        entropy_BT=-old_BT,
+        loss_mask_BT=old_BT < 0,
         sequence_BT=torch.tensor([[0, 0, 1, -1]]),
         num_loss_tokens_BT=torch.tensor([[2, 2, 1, 1]]),
         num_sequences=2,
     )
 
 
-def some_rewards() -> AdvantageInputs:
-    """Return two groups of three completions of two tokens; a function gave None twice, and one has no reward."""
-    has_FPG = torch.tensor([[[True, True, False], [True, True, True]], [[True, False, False], [True, True, False]]])
-    parts_FPG = torch.tensor([[[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]], [[0.5, 0.0, 0.0], [0.0, 1.0, 0.0]]]).double()
+def trial_rewards() -> AdvantageInputs:
+    """Return two groups of two completions of two tokens; one of the completions has no reward."""
+    has_FPG = torch.tensor([[[True, False], [True, True]], [[True, False], [False, True]]])
+    parts_FPG = torch.tensor([[[1.0, 0.0], [1.0, 1.0]], [[0.5, 0.0], [0.0, 1.0]]]).double()
     weights_F = torch.tensor([1.0, 0.5]).double()
-    whole_S, falses_S, ids_N = torch.ones(6).long(), torch.zeros(6, dtype=torch.bool), torch.ones(12).long()
+    ones_S = torch.ones(4)
+    ids_N = torch.ones(8).long()
     batch = TrainBatch(
         ids_N=ids_N,
         loss_mask_N=ids_N > 0,
-        lengths_S=2 * whole_S,
-        sequence_S=torch.arange(6),
-        temperatures_S=whole_S.float(),
-        versions_S=0 * whole_S,
-        truncated_S=falses_S,
-        prompt_lengths_S=0 * whole_S,
+        lengths_S=2 * ones_S.long(),
+        sequence_S=torch.arange(4),
+        temperatures_S=ones_S,
+        versions_S=torch.zeros(4).long(),
+        truncated_S=ones_S < 0,
         generator_logprobs_N=-ids_N.float(),
     )
     rewards_PG = torch.einsum("f,fpg->pg", weights_F, parts_FPG)
@@ -78,14 +81,17 @@ def some_rewards() -> AdvantageInputs:
 
 
 def check_aggregation(name: str, x: LossInputs) -> None:
-    """Raise ValueError unless the parts that an aggregation returns of two sequences add up to the whole."""
-    aggregation, totals = named_aggregation(name), UpdateTotals(num_tokens=3, num_sequences=2, max_completion_tokens=4)
+    """Raise ValueError unless an aggregation's results for two sequences add up to its result for both together."""
+    totals = UpdateTotals(num_tokens=3, num_sequences=2, max_completion_tokens=4)
+    signature = "aggregation(loss_BT, x, totals)"
     loss_BT = torch.tensor([[1.0, 2.0, 4.0, 0.0]])
-    inputs = (loss_BT.where(x.sequence_BT == 0, 0), loss_BT.where(x.sequence_BT == 1, 0), loss_BT)
-    *parts, whole = [_call(f"aggregation {name}", aggregation, part_BT, x, totals) for part_BT in inputs]
-    if not (isinstance(whole, torch.Tensor) and whole.shape == () and torch.allclose(whole, parts[0] + parts[1])):
+    losses = (loss_BT.where(x.sequence_BT == 0, 0), loss_BT.where(x.sequence_BT == 1, 0), loss_BT)
+    first, second, whole = [
+        _call(f"aggregation {name}", signature, named_aggregation(name), part_BT, x, totals) for part_BT in losses
+    ]
+    if not (isinstance(whole, torch.Tensor) and whole.shape == () and torch.allclose(whole, first + second)):
         raise ValueError(
-            f"aggregation {name} gives {whole} for two sequences, and {parts[0]} and {parts[1]} for each alone; return "
+            f"aggregation {name} gives {whole} for two sequences, and {first} and {second} for each alone; return "
             "a sum over loss_BT, divided only by what `totals` counts over the whole update"
         )
 
@@ -94,11 +100,11 @@ def check_loss_output(output: tuple[torch.Tensor, Metrics], x: LossInputs, name:
     """Raise ValueError unless a loss returned floats that depend on `logprobs_BT`, and detached metrics, all [B, T]."""
     shape = tuple(x.loss_mask_BT.shape)
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
-        raise ValueError(f"loss {name} returned {_describe(output)}; return (loss_BT, dict of metrics)")
+        raise ValueError(f"loss {name} returned {_kind_of(output)}; return (loss_BT, dict of metrics)")
     loss_BT, metrics = output
     if not (isinstance(loss_BT, torch.Tensor) and loss_BT.shape == shape and loss_BT.is_floating_point()):
         raise ValueError(
-            f"loss {name} returned a loss that is {_describe(loss_BT)}; return one floating number per position, "
+            f"loss {name} returned a loss that is {_kind_of(loss_BT)}; return one floating number per position, "
             f"shape {shape}, and leave mask and mean to algorithm.aggregation"
         )
     if x.logprobs_BT.requires_grad and not loss_BT.requires_grad:
@@ -106,13 +112,13 @@ def check_loss_output(output: tuple[torch.Tensor, Metrics], x: LossInputs, name:
     for key, value_BT in metrics.items():
         if not (isinstance(key, str) and isinstance(value_BT, torch.Tensor) and value_BT.shape == shape):
             raise ValueError(
-                f"metric {key!r} of loss {name} is {_describe(value_BT)}; return one value per position, shape {shape}"
+                f"metric {key!r} of loss {name} is {_kind_of(value_BT)}; return one value per position, shape {shape}"
             )
         if value_BT.requires_grad:
             raise ValueError(f"metric {key!r} of loss {name} carries a gradient; detach it")
 
 
-def _describe(value: object) -> str:
+def _kind_of(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"

@@ -1,7 +1,6 @@
-"""What fields of a config ask of each other and of torchrun; what a single field takes is written at the field."""
+"""Checks of fields against each other and against torchrun's ranks. The bounds of a single field stand at the field."""
 
 import math
-from operator import attrgetter
 
 from grpo.config.engine_options import check_engine_options, needing_texts, reshaping_options
 from grpo.config.fields import (
@@ -14,54 +13,11 @@ from grpo.config.fields import (
     SFTConfig,
 )
 from grpo.config.user_files import near_miss
-from grpo.config.values import check_fields, field_paths
+from grpo.config.values import check_fields, settings
 
-# Sampling options that read more of a completion than its next token
-READING = "generator.stop, or generator.sampling other than top_p, top_k and min_p,"
-# Two features of which one takes away what the other needs: why, and what to do. A feature is a field, a field with one
-# of its values, or one that `_is_on` knows.
-CLASHES = {
-    ("overlap_steps", "roles.colocated"): "every rank samples and trains in turns; set --overlap-steps 0, or split the "
-    "roles: --roles.no-colocated with --roles.num-trainers and --roles.num-generators",
-    ("sampling.carry_over", "an environment"): "it does not outlive its step; set --sampling.carry-over 0",
-    (READING, "sampling.carry_over"): "it would see the end of a completion alone; use generator.stop_token_ids",
-    (READING, "an environment"): "it would see each turn alone; use generator.stop_token_ids",
-    ("a text as data.prompt_template", "an environment"): "it has no turns; give a .jinja file",
-    ("environment.rounds", "environment.answer_steps"): "both say when an answer joins; drop one",
-    (
-        "algorithm.kl_in=reward",
-        "algorithm.advantages=gdpo",
-    ): "the penalty is part of no reward function; set kl_in loss",
-    ("algorithm.kl_in=reward", "algorithm.advantages=maxrl"): "less a penalty, rewards of 0 fall below it; set kl_in "
-    "loss",
-    ("algorithm.teacher_template", "algorithm.kl_coef"): "the reference would read two prompts; set kl_coef to 0",
-    ("algorithm.teacher_template", "environment.name or classes"): "reset writes other prompts; use tools without it",
-    ("algorithm.teacher=policy", "model.reference_path"): "nobody would read it; drop one",
-    ("algorithm.teacher=policy", "roles.num_references"): "the trainers hold the policy; set --roles.num-references 0",
-    ("algorithm.teacher=policy", "model.teachers"): "nobody would read them; drop one",
-    ("model.teachers", "model.reference_path"): "both say who teaches; name it among the teachers",
-    ("model.teachers", "algorithm.kl_coef"): "each row would have another reference; set kl_coef to 0",
-}
-# Features that need another one: why, or what to do
-NEEDS = {
-    ("sampling.dynamic", "a group_size of at least 2"): "it drops groups of equal rewards",
-    ("generator.sleep", "roles.colocated"): "it leaves the memory to a trainer on the same GPU",
-    ("roles.num_references", "algorithm.kl_coef or distill_coef, or reward.model"): "else they idle; set "
-    "--roles.num-references 0",
-    ("algorithm.echo_coef", "an environment"): "it learns what one answers; set --algorithm.echo-coef 0",
-    ("algorithm.teacher=policy", "algorithm.teacher_template"): "with the same prompt the policy agrees with itself",
-    ("algorithm.teacher_template", "algorithm.distill_coef"): "it weighs what the teacher says; set it, such as to 1",
-    ("algorithm.distill_coef", "model.reference_path, teachers or teacher_template"): "name a teacher, or its prompt",
-    ("model.teachers", "algorithm.distill_coef"): "it weighs what they say; set it, such as to 1",
-    ("model.teachers", "data.teacher_column"): "it says which teacher a row gets",
-    ("data.teacher_column", "model.teachers"): "its values are their names",
-    ("algorithm.advantages=return_to_go", "an environment"): "it compares turns; without them use rloo",
-    ("environment.classes", "data.environment_column"): "it says which class a row gets",
-    ("data.environment_column", "environment.classes"): "its values are their names",
-}
 A_CLASS = "environment.name environment.classes"
-# Fields -> those of which one must be set, or nothing reads them
-HEEDED_WITH = {
+# Fields -> switches, one of which must be on, or nothing reads the field
+READ_WITH = {
     **{f"environment.{field}": f"{A_CLASS} environment.tools" for field in vars(EnvironmentConfig())},
     **dict.fromkeys(("environment.options", "environment.reset_seconds"), A_CLASS),  # tools alone have no state
     **dict.fromkeys(("environment.hung_reward", "environment.weight"), A_CLASS),
@@ -76,6 +32,7 @@ HEEDED_WITH = {
     "algorithm.kl_estimator": "algorithm.kl_coef",
     "algorithm.kl_in": "algorithm.kl_coef",
 }
+OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
 # Fields -> those that are read in their place
 REPLACED_BY = {
     "data.path": "data.sources",
@@ -107,10 +64,10 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
 
 
 def _check_data(data: DataConfig) -> None:
-    _ = data.all_sources  # raises ValueError for one that is not written as it should be
+    """Refuse sources and weights that draw nothing, and a prompt template without a place for the question."""
     for label in data.weights.keys() - data.sources.keys():
         raise ValueError(f"data.weights has {label!r}, not in data.sources{near_miss(label, data.sources)}")
-    if not any(source.weight for source in data.all_sources):
+    if not any(source.weight for source in data.all_sources):  # which raises ValueError for one written wrongly
         raise ValueError(f"data.weights={data.weights} draw from no source; give one a weight above 0")
     if data.is_text_template and "{question}" not in data.prompt_template:
         raise ValueError(
@@ -119,7 +76,10 @@ def _check_data(data: DataConfig) -> None:
 
 
 def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
-    trainer, num_trainers, longest = config.trainer, config.roles.num_trainers, config.max_sequence_tokens
+    """Refuse trainer ranks that do not split, rows too short for a sequence, and moments that would never fall."""
+    trainer = config.trainer
+    num_trainers = config.roles.num_trainers
+    longest = config.max_sequence_tokens
     shards = trainer.tensor_parallel * trainer.data_replicas
     if num_trainers % shards:
         raise ValueError(
@@ -159,14 +119,122 @@ def check_replicas(num_generators: int, tensor_parallel: int) -> None:
 
 
 def _check_features(config: GRPOConfig) -> None:
-    """Refuse features that exclude each other, one without another that it needs, and an environment of no class."""
-    for (one, other), why in CLASHES.items():
-        if _is_on(one, config) and _is_on(other, config):
-            raise ValueError(f"{one} does not go with {other}: {why}")
-    for (one, other), why in NEEDS.items():
-        if _is_on(one, config) and not _is_on(other, config):
-            raise ValueError(f"{one} needs {other}: {why}")
-    for spec in config.environment.all_classes.values():
+    """Refuse features that exclude each other, a feature without another that it needs, and a class without a file."""
+    algorithm = config.algorithm
+    data = config.data
+    environment = config.environment
+    roles = config.roles
+    sampling = config.sampling
+    by_policy = algorithm.teacher == "policy"
+    in_reward = algorithm.kl_in == "reward"
+    scores = config.needs_reference or config.reward.model
+    # options for which vLLM reads more of a completion than its next token
+    reads_text = config.generator.stop or needing_texts(config.generator.sampling)
+    text_options = "generator.stop, or generator.sampling other than top_p, top_k and min_p,"
+    refused = [
+        (
+            config.overlap_steps and roles.colocated,
+            "overlap_steps does not go with roles.colocated: every rank samples and trains in turns; set "
+            "--overlap-steps 0, or split the roles: --roles.no-colocated with --roles.num-trainers and "
+            "--roles.num-generators",
+        ),
+        (
+            sampling.carry_over and environment.enabled,
+            "sampling.carry_over does not go with an environment: it does not outlive its step; set "
+            "--sampling.carry-over 0",
+        ),
+        (
+            reads_text and sampling.carry_over,
+            f"{text_options} does not go with sampling.carry_over: it would see the end of a completion alone; use "
+            "generator.stop_token_ids",
+        ),
+        (
+            reads_text and environment.enabled,
+            f"{text_options} does not go with an environment: it would see each turn alone; use "
+            "generator.stop_token_ids",
+        ),
+        (
+            data.is_text_template and environment.enabled,
+            "a text as data.prompt_template does not go with an environment: it has no turns; give a .jinja file",
+        ),
+        (
+            environment.rounds and environment.answer_steps,
+            "environment.rounds does not go with environment.answer_steps: both say when an answer joins; drop one",
+        ),
+        (
+            in_reward and algorithm.advantages == "gdpo",
+            "algorithm.kl_in=reward does not go with algorithm.advantages=gdpo: the penalty is part of no reward "
+            "function; set kl_in loss",
+        ),
+        (
+            in_reward and algorithm.advantages == "maxrl",
+            "algorithm.kl_in=reward does not go with algorithm.advantages=maxrl: less a penalty, rewards of 0 fall "
+            "below it; set kl_in loss",
+        ),
+        (
+            algorithm.teacher_template and algorithm.kl_coef,
+            "algorithm.teacher_template does not go with algorithm.kl_coef: the reference would read two prompts; set"
+            " kl_coef to 0",
+        ),
+        (
+            algorithm.teacher_template and environment.all_classes,
+            "algorithm.teacher_template does not go with environment.name or classes: reset writes other prompts; use"
+            " tools without it",
+        ),
+        (
+            by_policy and config.model.reference_path,
+            "algorithm.teacher=policy does not go with model.reference_path: nobody would read it; drop one",
+        ),
+        (
+            by_policy and roles.num_references,
+            "algorithm.teacher=policy does not go with roles.num_references: the trainers hold the policy; set "
+            "--roles.num-references 0",
+        ),
+        (
+            sampling.dynamic and config.group_size == 1,
+            "sampling.dynamic needs a group_size of at least 2: it drops groups of equal rewards",
+        ),
+        (
+            config.generator.sleep and not roles.colocated,
+            "generator.sleep needs roles.colocated: it leaves the memory to a trainer on the same GPU",
+        ),
+        (
+            roles.num_references and not scores,
+            "roles.num_references needs algorithm.kl_coef or distill_coef, or reward.model: else they idle; set "
+            "--roles.num-references 0",
+        ),
+        (
+            by_policy and not algorithm.teacher_template,
+            "algorithm.teacher=policy needs algorithm.teacher_template: with the same prompt the policy agrees with "
+            "itself",
+        ),
+        (
+            algorithm.teacher_template and not algorithm.distill_coef,
+            "algorithm.teacher_template needs algorithm.distill_coef: it weighs what the teacher says; set it, such "
+            "as to 1",
+        ),
+        (
+            algorithm.distill_coef and not config.model.reference_path and not algorithm.teacher_template,
+            "algorithm.distill_coef needs model.reference_path or algorithm.teacher_template: name a teacher, or its "
+            "prompt",
+        ),
+        (
+            config.turns_earn and not environment.enabled,
+            "algorithm.advantages=return_to_go needs an environment: it compares turns; without them use rloo",
+        ),
+        (
+            environment.classes and not data.environment_column,
+            "environment.classes needs data.environment_column: it says which class a row gets",
+        ),
+        (
+            data.environment_column and not environment.classes,
+            "data.environment_column needs environment.classes: its values are their names",
+        ),
+    ]
+    for is_on, message in refused:
+        if is_on:
+            raise ValueError(message)
+    for spec in environment.all_classes.values():
         if ":" not in spec:
             raise ValueError(
                 f"environment.name or classes has {spec!r}, which names no class in a file; write path/file.py:Class "
@@ -174,27 +242,10 @@ def _check_features(config: GRPOConfig) -> None:
             )
 
 
-def _is_on(feature: str, config: GRPOConfig) -> bool:
-    """Tell whether a feature of CLASHES or NEEDS is used."""
-    path, has_value, value = feature.partition("=")
-    if has_value:
-        return attrgetter(path)(config) == value
-    others = {
-        "an environment": config.environment.enabled,
-        "environment.name or classes": config.environment.all_classes,
-        "model.reference_path, teachers or teacher_template": config.model.reference_path
-        or config.model.teachers
-        or config.algorithm.teacher_template,
-        READING: config.generator.stop or needing_texts(config.generator.sampling),
-        "a text as data.prompt_template": config.data.is_text_template,
-        "algorithm.kl_coef or distill_coef, or reward.model": config.needs_reference or config.reward.model,
-        "a group_size of at least 2": config.group_size > 1,
-    }
-    return bool(others[feature] if feature in others else attrgetter(feature)(config))
-
-
 def _check_groups(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
-    group_size, temperatures = config.group_size, config.generator.temperature
+    """Refuse groups that do not fill a step's mini-batches, or whose advantages are all 0."""
+    group_size = config.group_size
+    temperatures = config.generator.temperature
     prompts = f"prompts_per_step={config.prompts_per_step}"
     if config.prompts_per_step < algorithm.num_mini_batches:
         raise ValueError(f"num_mini_batches={algorithm.num_mini_batches} need as many prompts; raise {prompts}")
@@ -212,10 +263,11 @@ def _check_groups(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
 
 
 def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
-    """Refuse completions of older weights that nothing makes up for, and a correction that counts twice."""
-    kind, from_generator = algorithm.importance_correction, algorithm.old_logprobs == "generator"
-    overlap, carried = config.overlap_steps, config.sampling.carry_over
-    low, high = algorithm.importance_correction_low, algorithm.importance_correction_high
+    """Refuse completions of older weights without a correction, and a correction that counts the generator twice."""
+    kind = algorithm.importance_correction
+    from_generator = algorithm.old_logprobs == "generator"
+    low = algorithm.importance_correction_low
+    high = algorithm.importance_correction_high
     weighs = kind in ("truncate", "mask_tokens")
     has_ratio = algorithm.loss != "reinforce" or algorithm.loss_options.get("max_importance_weight")
     if weighs and from_generator and has_ratio and algorithm.loss in PAPER_DEFAULTS:
@@ -225,21 +277,24 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         )
     if kind in ("mask_tokens", "mask_sequences") and not low <= 1 <= high:
         raise ValueError(f"1 must lie between importance_correction_low={low} and importance_correction_high={high}")
-    # a mask of whole sequences weighs nothing, so the ratio must; dppo's leaves out no token that comes back
+    # mask_sequences drops or keeps but does not reweigh, so the ratio must be taken against the generator; dppo drops
+    # only tokens that move further away
     by_ratio = from_generator and (kind == "mask_sequences" or algorithm.loss == "dppo")
-    if (overlap or carried) and not weighs and not by_ratio:
+    if config.has_lag and not weighs and not by_ratio:
         raise ValueError(
-            f"overlap_steps={overlap} and sampling.carry_over={carried} train on completions of older weights, which "
+            f"overlap_steps={config.overlap_steps} and sampling.carry_over={config.sampling.carry_over} train on "
+            "completions of older weights, which "
             f"algorithm.importance_correction={kind} with old_logprobs={algorithm.old_logprobs} does not make up for; "
             "use truncate or mask_tokens with policy, mask_sequences with generator, or the loss dppo"
         )
 
 
 def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
-    needs = config.evaluation.interval > 0
+    """Refuse a run that compares rewards and has none."""
+    compares = config.evaluation.interval > 0
     if isinstance(config, GRPOConfig):
-        needs |= config.sampling.dynamic or not config.algorithm.distill_coef
-    if needs and not config.reward.weights and not config.environment.all_classes:
+        compares |= config.sampling.dynamic or not config.algorithm.distill_coef
+    if compares and not config.reward.weights and not config.environment.all_classes:
         raise ValueError(
             "reward.functions is empty; name one, such as --reward.functions math_reward 1, or a reward.model, or an "
             "environment; only training with a teacher, without evaluation and sampling.dynamic, needs none"
@@ -247,7 +302,9 @@ def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
 
 
 def _check_steps(config: GRPOConfig | SFTConfig) -> None:
-    saved, evaluated = config.checkpoint.interval, config.evaluation.interval
+    """Refuse a profile of a step that does not come, and checkpoints to be compared without an evaluation each."""
+    saved = config.checkpoint.interval
+    evaluated = config.evaluation.interval
     if config.profile > config.num_steps:
         raise ValueError(f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it")
     if config.checkpoint.keep_best and (not evaluated or saved % evaluated):
@@ -258,36 +315,44 @@ def _check_steps(config: GRPOConfig | SFTConfig) -> None:
 
 
 def check_effects(config: GRPOConfig | SFTConfig, recipe: GRPOConfig | SFTConfig) -> None:
-    """Raise ValueError for a field that differs from the recipe's, while nothing reads it."""
-    now, before = ({path: attrgetter(path)(one) for path in field_paths(one)} for one in (config, recipe))
-    for path in (path for path in now if now[path] != before[path]):
-        switches = {switch: now[switch] for switch in HEEDED_WITH.get(path, "").split()}
-        if switches and path not in switches and not any(on for on in switches.values() if on != "constant"):
-            off = ", ".join(f"{switch}={value!r}" for switch, value in switches.items())
-            raise ValueError(f"{path}={now[path]!r} does nothing with {off}; set that too, or drop it")
-        if now[path] and (other := REPLACED_BY.get(path)) and now[other]:
-            raise ValueError(f"{path}={now[path]!r} does nothing with {other}={now[other]!r}; drop one")
+    """Raise ValueError for a field that a flag changed although nothing reads it."""
+    values = settings(config)
+    before = settings(recipe)
+    for path, value in values.items():
+        if value == before[path]:
+            continue
+        switches = READ_WITH.get(path, "").split()
+        if switches and path not in switches and all(values[switch] in OFF for switch in switches):
+            off = ", ".join(f"{switch}={values[switch]!r}" for switch in switches)
+            raise ValueError(f"{path}={value!r} does nothing with {off}; set that too, or drop it")
+        replacement = REPLACED_BY.get(path)
+        if value and replacement and values[replacement]:
+            raise ValueError(f"{path}={value!r} does nothing with {replacement}={values[replacement]!r}; drop one")
 
 
 def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
-    """What is allowed but may surprise, one sentence each; `load` prints them once."""
-    data, found = config.data, []
+    """Return warnings of what is allowed but may surprise, one sentence each; `load` prints them once."""
+    warnings = []
+    data = config.data
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
-        found.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
-    if isinstance(config, GRPOConfig) and {"quantization", "kv_cache_dtype"} & {*config.generator.engine}:
-        algorithm = config.algorithm.resolved
-        if (algorithm.importance_correction, algorithm.old_logprobs) == ("none", "policy"):
-            found.append(
-                "generator.engine may sample from a coarser policy than the trained one, which "
-                "algorithm.importance_correction=none does not make up for; use truncate"
-            )
-    if isinstance(config, GRPOConfig) and (reshaping := reshaping_options(config.generator.sampling)):
-        found.append(
+        warnings.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
+    if isinstance(config, SFTConfig):
+        return warnings
+    algorithm = config.algorithm.resolved
+    is_coarser = {"quantization", "kv_cache_dtype"} & {*config.generator.engine}
+    if is_coarser and algorithm.importance_correction == "none" and algorithm.old_logprobs == "policy":
+        warnings.append(
+            "generator.engine may sample from a coarser policy than the trained one, which "
+            "algorithm.importance_correction=none does not make up for; use truncate"
+        )
+    reshaping = reshaping_options(config.generator.sampling)
+    if reshaping:
+        warnings.append(
             f"with generator.sampling {', '.join(reshaping)} the engine draws from another distribution than the one "
             "that is trained, so every ratio of policy to generator is off, as mismatch/mean shows; leave it out, or "
             "lower generator.temperature, which the trainer takes into account"
         )
-    return found
+    return warnings
 
 
 # ---- Who runs where
@@ -308,12 +373,12 @@ def describe_roles(roles: RolesConfig) -> str:
     """Name the ranks of each role in one phrase, such as `2 trainer + 1 reference + 1 generator`."""
     if roles.colocated:
         return f"{roles.num_trainers} colocated"
-    parts = [(roles.num_trainers, "trainer"), (roles.num_references, "reference"), (roles.num_generators, "generator")]
-    return " + ".join(f"{count} {name}" for count, name in parts if count)
+    counts = {"trainer": roles.num_trainers, "reference": roles.num_references, "generator": roles.num_generators}
+    return " + ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 def suggest_roles(config: GRPOConfig | SFTConfig, world_size: int) -> str:
-    """Return command-line flags of roles that `world_size` ranks can have with this config's parallel degrees."""
+    """Return flags that give `world_size` ranks roles, with this config's parallel degrees."""
     if isinstance(config, SFTConfig):
         return f"--num-trainers {world_size}"
     shards = config.trainer.tensor_parallel * config.trainer.data_replicas
@@ -327,6 +392,5 @@ def suggest_roles(config: GRPOConfig | SFTConfig, world_size: int) -> str:
                     f"--roles.num-generators {generators}"
                 )
     if world_size % shards == 0 and world_size % config.generator.tensor_parallel == 0:
-        overlap = " --overlap-steps 0" if config.overlap_steps else ""
-        return f"--roles.colocated --roles.num-trainers {world_size} --roles.num-references 0{overlap}"
+        return f"--roles.colocated --roles.num-trainers {world_size} --roles.num-references 0 --overlap-steps 0"
     return "no layout fits these tensor_parallel degrees; lower them"

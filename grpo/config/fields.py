@@ -8,25 +8,29 @@ import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from grpo.config.values import Above, AtLeast, AtMost, Below, Harmless, Source, parse_source
+from grpo.config.values import Above, AtLeast, AtMost, Below, ResumeSafe, Source, names_function, parse_source
 
 Value = TypeVar("Value")
-# A dict from names. Of `dict` tyro would make one flag per name of the recipe's; of this it makes
-# `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's.
+# A dict from names. For a `dict` tyro would make one flag for each name in the recipe; for this type it makes
+# `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's table.
 Table = MutableMapping[str, Value]
-# What a table may hold whose values a library or a function reads: what JSON can say; a word that is no JSON is text.
+# Values of a table that a library or a function reads: whatever JSON can say; a word that is not JSON is text.
 Json = bool | int | float | str | list | dict | None
-# Every so many steps, never at 0.
-Interval = Annotated[int, AtLeast(0)]
-Temperature = Annotated[float, Above(0), Below(math.inf)]
+# Numbers with the bounds that most fields have
+Count = Annotated[int, AtLeast(0)]
+Positive = Annotated[int, AtLeast(1)]
+NotNegative = Annotated[float, AtLeast(0)]
+AboveZero = Annotated[float, Above(0)]
+Temperature = Annotated[AboveZero, Below(math.inf)]
+Interval = Count  # every so many steps, never at 0
 
-SHARED_GPU = 0.35  # of its memory, for an engine beside a trainer
-# Sequences that an engine decodes at once: up to the first number whatever its cache holds, up to the second where it
-# holds them. 1,024 is what vLLM takes for a GPU of 70 GiB; its CUDA graphs end at 512 sequences.
+SHARED_GPU = 0.35  # share of a GPU's memory for an engine that has a trainer next to it
+# Sequences that an engine decodes at once: always up to the first number, and up to the second if its cache holds them.
+# 1,024 is vLLM's own choice for a GPU of 70 GiB; its CUDA graphs end at 512 sequences.
 MAX_NUM_SEQS, MOST_NUM_SEQS = 256, 1024
-# Those of every family; the LM head and the embeddings get no adapter.
+# Layers that every family has; the LM head and the embeddings get no adapter.
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -35,46 +39,44 @@ class ModelConfig:
     """The policy: any dense Qwen3, Qwen2, Llama 3 or Mistral checkpoint."""
 
     path: str = "Qwen/Qwen3-1.7B"
-    """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
+    """Hugging Face folder or hub name (config.json, safetensors, tokenizer); or your own
+    `path/file.py:function` that writes such a folder, see configs/examples/toys.py."""
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
-    teachers: Table[str] = field(default_factory=dict)
-    """Several teachers in place of `reference_path`: names of your own, which `data.teacher_column` gives each row, and
-    a folder or hub name for each."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights are always float32."""
-    attention: Annotated[Literal["auto", "flash", "flex", "documents"], Harmless] = "auto"
+    attention: Annotated[Literal["auto", "flash", "flex", "documents"], ResumeSafe] = "auto"
     """How the sequences of a packed row are kept apart. flash: FlashAttention 4 (H100 or B200, bfloat16);
     flex: flex_attention, on any GPU; documents: one call for each sequence; auto: the first that runs here."""
 
     @property
-    def num_frozen(self) -> int:
-        """Frozen models that the reference holds, where there is one with weights of its own."""
-        return max(1, len(self.teachers))
+    def is_built(self) -> bool:
+        """Whether a function of the user's builds the policy when the run starts."""
+        return names_function(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolesConfig:
     """How many ranks do what. The ranks of one torchrun are, in order: trainers, references, generators."""
 
-    num_trainers: Annotated[int, AtLeast(1)] = 4
+    num_trainers: Positive = 4
     """Trainer ranks; with `colocated` every rank is trainer, reference and generator at once."""
-    num_references: Annotated[int, AtLeast(0)] = 0
+    num_references: Count = 0
     """Ranks that hold only the reference, which a KL or a teacher needs, and the reward model; at 0 the trainer ranks
     hold them."""
-    num_generators: Annotated[int, AtLeast(0)] = 4
+    num_generators: Count = 4
     """Generator ranks, split into replicas of `generator.tensor_parallel`; ignored when `colocated`."""
     colocated: bool = False
     """Every rank has every role, so one GPU is enough; `num_references` and `num_generators` are ignored."""
 
     @property
     def num_engine_ranks(self) -> int:
-        """Ranks that hold an engine, or a part of one."""
+        """Number of ranks that hold an engine or a part of one."""
         return self.num_trainers if self.colocated else self.num_generators
 
     @property
     def num_reference_ranks(self) -> int:
-        """Ranks that hold only the reference and the reward model."""
+        """Number of ranks that hold only the reference and the reward model."""
         return 0 if self.colocated else self.num_references
 
 
@@ -82,19 +84,19 @@ class RolesConfig:
 class GeneratorConfig:
     """vLLM engines and sampling."""
 
-    tensor_parallel: Annotated[int, AtLeast(1), Harmless] = 1
+    tensor_parallel: Annotated[Positive, ResumeSafe] = 1
     """Ranks per vLLM engine replica."""
-    max_completion_tokens: Annotated[int, AtLeast(1)] = 1024
+    max_completion_tokens: Positive = 1024
     """Longest completion in tokens; one that is cut off there counts as truncated."""
     temperature: tuple[Temperature, ...] = (1.0,)
     """Sampling temperature, also of the trainer's log-probs; several take turns over the completions of a group."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion, in addition to the model's own stop tokens; the completion keeps them."""
-    stop_token_ids: tuple[Annotated[int, AtLeast(0)], ...] = ()
+    stop_token_ids: tuple[Count, ...] = ()
     """Token ids that end a completion, in addition to the model's own."""
-    gpu_memory_utilization: Annotated[float, Above(0), AtMost(1), Harmless] = 0.85
+    gpu_memory_utilization: Annotated[AboveZero, AtMost(1), ResumeSafe] = 0.85
     """Share of the GPU's memory that vLLM may use for weights and KV cache; colocated, leave room for the trainer."""
-    sleep: Annotated[bool, Harmless] = False
+    sleep: Annotated[bool, ResumeSafe] = False
     """Colocated only: the engine gives its memory back while the trainer works."""
     engine: Table[Json] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor kv_cache_dtype fp8`."""
@@ -103,53 +105,53 @@ class GeneratorConfig:
 
     @property
     def max_num_seqs(self) -> int:
-        """Most sequences that one engine decodes at once, which a start decides, see `fit_engine`."""
-        return self.engine.get("max_num_seqs", MAX_NUM_SEQS)
+        """Most sequences that one engine decodes at once. `fit_engine` sets it when a run starts."""
+        return self.engine.get("max_num_seqs", MAX_NUM_SEQS)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """How the policy is sharded, batched and optimized (torchtitan)."""
 
-    tensor_parallel: Annotated[int, AtLeast(1), Harmless] = 1
+    tensor_parallel: Annotated[Positive, ResumeSafe] = 1
     """Ranks that share each layer (TP); the num_trainers / tensor_parallel groups of them are data parallel (FSDP2)."""
-    data_replicas: Annotated[int, AtLeast(1), Harmless] = 1
+    data_replicas: Annotated[Positive, ResumeSafe] = 1
     """FSDP groups that each hold a full copy of the parameters (HSDP); 1 is plain FSDP."""
-    micro_batch_tokens: Annotated[int, AtLeast(1), Harmless] = 16384
+    micro_batch_tokens: Annotated[Positive, ResumeSafe] = 16384
     """Most tokens in one forward and backward; an update takes as many micro-batches as its tokens need."""
-    share_prompts: Annotated[bool, Harmless] = True
+    share_prompts: Annotated[bool, ResumeSafe] = True
     """Compute a prompt once for all its completions in a row, instead of once for each."""
-    activation_checkpointing: Annotated[Literal["auto", "none", "logits", "selective", "full"], Harmless] = "auto"
+    activation_checkpointing: Annotated[Literal["auto", "none", "logits", "selective", "full"], ResumeSafe] = "auto"
     """What the backward recomputes to save memory. none: nothing; logits: the LM head's product; selective: that and
     cheap operations; full: that and every block; auto: the first that fits the GPU by arithmetic, on a CPU none."""
-    compile: Annotated[bool, Harmless] = True
+    compile: Annotated[bool, ResumeSafe] = True
     """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
-    logprob_chunk_tokens: Annotated[int, AtLeast(1), Harmless] = 4096
+    logprob_chunk_tokens: Annotated[Positive, ResumeSafe] = 4096
     """Tokens whose logits the LM head computes at one time."""
-    learning_rate: Annotated[float, AtLeast(0), Below(math.inf)] = 1e-6
+    learning_rate: Annotated[NotNegative, Below(math.inf)] = 1e-6
     """Peak learning rate of AdamW."""
-    adam_beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
+    adam_beta1: Annotated[NotNegative, Below(1)] = 0.9
     """AdamW's first-moment decay."""
-    adam_beta2: Annotated[float, AtLeast(0), Below(1)] = 0.95
+    adam_beta2: Annotated[NotNegative, Below(1)] = 0.95
     """AdamW's second-moment decay."""
-    adam_eps: Annotated[float, AtLeast(0)] = 1e-8
+    adam_eps: NotNegative = 1e-8
     """AdamW's epsilon."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """What AdamW's two moments are held in; bfloat16 saves 4 of 16 bytes per parameter (arXiv:2412.19437). An update is
     computed in float32 either way."""
-    weight_decay: Annotated[float, AtLeast(0)] = 0.0
+    weight_decay: NotNegative = 0.0
     """AdamW's decoupled weight decay."""
-    warmup_steps: Annotated[int, AtLeast(0)] = 0
+    warmup_steps: Count = 0
     """Steps of linear warm-up: the n-th of them has n / warmup_steps of the peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up. constant: the peak; linear, cosine: falls in that shape to `min_lr_ratio`."""
-    min_lr_ratio: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    min_lr_ratio: Annotated[NotNegative, AtMost(1)] = 0.0
     """Share of the peak at which a linear or cosine schedule ends: one step after the last, which is thus not lost."""
-    max_grad_norm: Annotated[float, Above(0)] = 1.0
+    max_grad_norm: AboveZero = 1.0
     """Largest global norm of the gradients, which are scaled down to it."""
-    lora_rank: Annotated[int, AtLeast(0)] = 0
+    lora_rank: Count = 0
     """Train adapters of this rank beside the weights, which then stay as they are, in `model.dtype`; 0 trains all."""
-    lora_alpha: Annotated[float, Above(0)] = 32.0
+    lora_alpha: AboveZero = 32.0
     """An adapter's product B A counts lora_alpha / lora_rank times."""
     lora_targets: tuple[LoRATarget, ...] = get_args(LoRATarget)
     """Linear layers of each block that get an adapter, by their names in Hugging Face's models. All of them mean all
@@ -166,11 +168,12 @@ class DataConfig:
     """Where prompts come from, what the rewards see of them, and how they become token ids."""
 
     path: str = "openai/gsm8k[main]"
-    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or a task such as `toy:addition`;
-    in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and revision; split train, or e.g. train[:90%]."""
+    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or your own
+    `path/file.py:function`, which gives rows; in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and
+    revision; split train, or e.g. train[:90%]."""
     sources: Table[str] = field(default_factory=dict)
     """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
-    weights: Table[Annotated[float, AtLeast(0)]] = field(default_factory=dict)
+    weights: Table[NotNegative] = field(default_factory=dict)
     """How often prompts come from each of `sources`, relative to each other, by their names; 1 where not named. 0 draws
     none, for a curriculum that begins so."""
     row: str = ""
@@ -187,8 +190,6 @@ class DataConfig:
     """Column with the functions that the chat template may offer to the model (list of JSON schemas, or its text)."""
     environment_column: str = ""
     """Column that says which of `environment.classes` a row gets."""
-    teacher_column: str = ""
-    """Column that says which of `model.teachers` judges a row's completions; held-out rows need none."""
     system_prompt: str = (
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
@@ -198,7 +199,7 @@ class DataConfig:
     where wanted, {system_prompt}; empty takes the model's own, which base models lack."""
     chat_template_kwargs: Table[Json] = field(default_factory=dict)
     """Extra keyword arguments for the tokenizer's chat template, e.g. enable_thinking false."""
-    max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
+    max_prompt_tokens: Positive = 512
     """Prompts longer than this many tokens are left out and counted at the start."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do about rows without a prompt or a value in a column that is used. refuse: an error before the start
@@ -208,7 +209,7 @@ class DataConfig:
 
     @property
     def all_sources(self) -> list[Source]:
-        """`sources`, or `path` as the only one. Raises ValueError if one is not written as it should be."""
+        """List of `sources`, or of `path` alone. Raises ValueError for a source that is not written as it should be."""
         if not self.sources:
             return [parse_source(self.path, "data.path")]
         return [
@@ -218,26 +219,23 @@ class DataConfig:
 
     @property
     def reward_columns(self) -> dict[str, str]:
-        """Name that the reward functions get -> column; the prompt's keeps its name. Unknown, so empty, with `row`."""
+        """Columns for the reward functions, by the names they get. Empty with `row`, whose keys are not known."""
         if self.row:
             return {}
-        if self.path.startswith("seeds:"):
-            return {"seed": "seed"} | self.columns
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
         prompt = self.prompt_column if has_name else ""
-        choices = ((column, column) for column in (self.environment_column, self.teacher_column))
-        pairs = (prompt, prompt), ("answer", self.answer_column), *choices
-        return {name: column for name, column in pairs if column} | self.columns
+        pairs = [(prompt, prompt), ("answer", self.answer_column), (self.environment_column, self.environment_column)]
+        return {name: column for name, column in pairs if column} | dict(self.columns)
 
     @property
     def is_text_template(self) -> bool:
-        """Whether `prompt_template` is text with placeholders, and neither empty nor the path of a file."""
+        """True if `prompt_template` is text with placeholders, False if it is empty or the path of a file."""
         return bool(self.prompt_template) and not self.prompt_template.endswith(".jinja")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig:
-    """Data that is not trained on; what evaluation and validation have in common."""
+    """Data that is not trained on: the fields that evaluation and validation share."""
 
     path: str = ""
     """Held-out data set, written like `data.path`, split test if it names none; empty takes that of `data.path`."""
@@ -247,9 +245,9 @@ class HeldOutConfig:
     section = ""  # of the config, for messages; without an annotation it is no field
 
     def held_out(self, data: DataConfig) -> list[Source]:
-        """`sets`, or `path` as the only one, or the training data's.
+        """Return `sets`, or else `path`, or else the test split of the training data.
 
-        Raises ValueError if none is named, or one is not written as it should be.
+        Raises ValueError if none of them is named, or one is not written as it should be.
         """
         if self.sets:
             sets = self.sets.items()
@@ -271,9 +269,9 @@ class EvaluationConfig(HeldOutConfig):
     section = "evaluation"
     interval: Interval = 0
     """Steps between evaluations; 0 never evaluates."""
-    num_prompts: Annotated[int, AtLeast(1)] = 256
+    num_prompts: Positive = 256
     """Held-out prompts per evaluation, of each set, always the same ones."""
-    num_samples: Annotated[int, AtLeast(0)] = 0
+    num_samples: Count = 0
     """Samples per prompt for pass@k, k = 1, 2, 4, ... up to it; 0 takes only the greedy completion."""
     temperature: Temperature = 1.0
     """Sampling temperature of these samples."""
@@ -286,11 +284,11 @@ class ValidationConfig(HeldOutConfig):
     section = "validation"
     interval: Interval = 0
     """Steps between validations; 0 never validates."""
-    num_examples: Annotated[int, AtLeast(1)] = 256
+    num_examples: Positive = 256
     """Held-out examples of each set: the first that can be used, always the same ones."""
 
 
-REWARD_MODEL = "reward_model"  # what the reward model's value is called among those of functions
+REWARD_MODEL = "reward_model"  # name of the reward model's value among those of the functions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,29 +299,29 @@ class RewardConfig:
     """Weights by name: a built-in of grpo/rewards/builtin.py or your own `path/file.py:function`; 0 measures only."""
     options: Table[Json] = field(default_factory=dict)
     """Keyword arguments of a reward function, by its name: `--reward.options overlong_penalty '{"tokens": 256}'`."""
-    num_workers: Annotated[int, AtLeast(1), Harmless] = 4
+    num_workers: Annotated[Positive, ResumeSafe] = 4
     """Processes that run the reward functions; where built-in ones and your own (or code_reward) meet, of each kind."""
-    timeout_seconds: Annotated[float, Above(0), Harmless] = 10.0
+    timeout_seconds: Annotated[AboveZero, ResumeSafe] = 10.0
     """Of a call, which then is ended, reward None; times the group's size for `@group_level`, once for `async def`."""
-    memory_gib: Annotated[float, Above(0), Harmless] = 4.0
+    memory_gib: Annotated[AboveZero, ResumeSafe] = 4.0
     """Address space of one such process."""
-    allow_without_landlock: Annotated[bool, Harmless] = False
+    allow_without_landlock: Annotated[bool, ResumeSafe] = False
     """Run code_reward also where its programs could open the files of this machine, as the kernel has no Landlock."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
     """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####."""
-    pass_value: Annotated[float, Harmless] = 1.0
+    pass_value: Annotated[float, ResumeSafe] = 1.0
     """What the first function, or the environment, must give a completion for it to pass (accuracy, pass@k)."""
     model: str = ""
     """A frozen reward model beside the functions: Hugging Face folder or hub name of a sequence classifier with one
     output, which scores prompt and completion in its own chat template, on the ranks of the reference. Empty: none."""
     model_weight: float = 1.0
     """Weight of its score beside those of `functions`; 0 measures only."""
-    environment: Annotated[tuple[str, ...], Harmless] = ()
+    environment: Annotated[tuple[str, ...], ResumeSafe] = ()
     """Environment variables that your own functions get on top of what Python needs, such as a judge's key."""
 
     @property
     def weights(self) -> dict[str, float]:
-        """Those of all functions by their names, the reward model's last."""
+        """Weight of each function by its name; the reward model's comes last."""
         return dict(self.functions) | ({REWARD_MODEL: self.model_weight} if self.model else {})
 
 
@@ -339,22 +337,22 @@ class EnvironmentConfig:
     """Several classes in place of `name`, by names of your own, which `data.environment_column` gives each row."""
     options: Table[Json] = field(default_factory=dict)
     """Keyword arguments of the class, or of each: `--environment.options high 100`."""
-    max_turns: Annotated[int, AtLeast(1)] = 8
+    max_turns: Positive = 8
     """Most turns of the model; calls in the last one are carried out and not answered."""
-    max_turn_tokens: Annotated[int, AtLeast(0)] = 0
+    max_turn_tokens: Count = 0
     """Longest turn in tokens; 0: what is left of `generator.max_completion_tokens`, which answers take from too."""
-    max_answer_tokens: Annotated[int, AtLeast(1)] = 512
+    max_answer_tokens: Positive = 512
     """Longest answer of a tool or environment in tokens; a longer one is cut in its middle, and says so."""
-    call_seconds: Annotated[float, Above(0), Below(math.inf), Harmless] = 10.0
+    call_seconds: Annotated[AboveZero, Below(math.inf), ResumeSafe] = 10.0
     """Most seconds in which a turn's calls are carried out; then the process is killed."""
-    reset_seconds: Annotated[float, Above(0), Below(math.inf), Harmless] = 60.0
+    reset_seconds: Annotated[AboveZero, Below(math.inf), ResumeSafe] = 60.0
     """Most seconds of a `reset`, which is tried once more in a fresh process."""
-    rollout_seconds: Annotated[float, AtLeast(0), Below(math.inf)] = 0.0
+    rollout_seconds: Annotated[NotNegative, Below(math.inf)] = 0.0
     """Seconds after which no further turn begins, and what was reached is scored; 0 is no limit."""
-    num_processes: Annotated[int, AtLeast(0), Harmless] = 0
+    num_processes: Annotated[Count, ResumeSafe] = 0
     """Processes of each engine replica for environments and tools; 0: one for each rollout that is decoded at once, at
     most 256. A rollout of a class keeps its process, so more of them wait."""
-    memory_gib: Annotated[float, Above(0), Harmless] = 1.0
+    memory_gib: Annotated[AboveZero, ResumeSafe] = 1.0
     """Address space of one such process, what your file imports included."""
     calls: Literal["auto", "hermes", "llama3_json", "tag", "fence"] = "auto"
     """How the model writes a call. hermes: JSON in <tool_call>..</tool_call>; llama3_json: JSON alone; tag:
@@ -364,7 +362,7 @@ class EnvironmentConfig:
     """Role of the message that answers a call; user: for chat templates that cannot write tool messages."""
     hung_reward: float | None = 0.0
     """Reward of a rollout whose environment computed past `call_seconds`; None leaves it out of the loss."""
-    answer_steps: Annotated[int, AtLeast(0)] = 0
+    answer_steps: Count = 0
     """The engine's steps after which an answer joins, the same number for fast and slow tools; 0: once it is there."""
     rounds: bool = False
     """Answers wait until no rollout samples, so that slow tools change nothing in what is sampled together."""
@@ -373,17 +371,20 @@ class EnvironmentConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether a rollout is a conversation."""
+        """True if a rollout is a conversation."""
         return bool(self.all_classes or self.tools)
 
     @property
     def all_classes(self) -> dict[str, str]:
-        """`classes`, or `name` as the only one, under an empty name; none where there are functions only."""
+        """Table of `classes`, or `name` alone under an empty key. Empty if there are only functions, or nothing."""
         return dict(self.classes) or ({"": self.name} if self.name else {})
 
     @property
     def reward_name(self) -> str:
-        """What the reward of the class is logged as: its name, of several `environment`; empty without a class."""
+        """Metric name of the environment's reward: the class name, or `environment` if there are several.
+
+        Empty without a class.
+        """
         return "environment" if self.classes else self.name.rpartition(":")[2]
 
 
@@ -393,22 +394,22 @@ class SamplingConfig:
 
     dynamic: bool = False
     """Drop groups whose rewards are all equal and sample other prompts until the step is full (DAPO)."""
-    max_rounds: Annotated[int, AtLeast(1)] = 4
+    max_rounds: Positive = 4
     """Most rounds of sampling in a step with `dynamic`; then the step goes on with the groups it has."""
-    carry_over: Annotated[int, AtLeast(0)] = 0
+    carry_over: Count = 0
     """So many more prompts than `prompts_per_step` are in flight, and groups that are not complete when a step is full
     go on in the next one, with newer weights. Needs `algorithm.importance_correction`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """How rewards become a gradient. A field that is None takes what the paper of `loss` uses (PAPER_DEFAULTS).
+    """How rewards become a gradient. A field that is None takes the value of the loss's paper (PAPER_DEFAULTS).
 
-    It stays None here, in the saved config too, so that another `loss` brings its own; a step computes with `resolved`.
+    It stays None in the saved config too, so that another `loss` brings its own values; a step uses `resolved`.
     """
 
     loss: str = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, sapo, dual_clip, dppo, reinforce, or your own `path/file.py:function`."""
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, reinforce, or your own `path/file.py:function`."""
     advantages: str | None = None
     """How a reward r becomes an advantage. group_std: (r - mean) / std of its group; group_mean: r - mean;
     batch_std: (r - mean) / std of all rewards of the step; rloo: r - mean of the others in its group;
@@ -421,22 +422,22 @@ class AlgorithmConfig:
     """How the losses of tokens become one number. token_mean: their mean over the whole update; sequence_mean: mean
     over sequences of the mean over a sequence's tokens; fixed_horizon: mean over sequences of the sum over a sequence's
     tokens / generator.max_completion_tokens; or your own `path/file.py:function`."""
-    clip_low: Annotated[float, AtLeast(0), AtMost(1)] | None = None
+    clip_low: Annotated[NotNegative, AtMost(1)] | None = None
     """The ratio is clipped from below at 1 - clip_low."""
-    clip_high: Annotated[float, AtLeast(0)] | None = None
+    clip_high: NotNegative | None = None
     """The ratio is clipped from above at 1 + clip_high."""
     loss_options: Table[Json] = field(default_factory=dict)
-    """Keyword arguments of the loss. dual_clip: `bound 3`; reinforce: `max_importance_weight 2`;
+    """Keyword arguments of the loss. reinforce: `max_importance_weight 2`;
     sapo: `temperature_positive 1 temperature_negative 1.05`; dppo: `divergence kl threshold 0.05`, or tv and 0.15;
     your own function: what it takes."""
-    kl_coef: Annotated[float, AtLeast(0)] = 0.0
+    kl_coef: NotNegative = 0.0
     """Weight of the KL to the reference; 0 leaves it out."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
     """Estimate of that KL per token, where d = log policy - log reference.
     k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d; k3_k2_gradient: the value of k3 with the gradient of k2."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL goes. loss: a token's is added to its loss; reward: a completion's sum is taken off its reward."""
-    distill_coef: Annotated[float, AtLeast(0)] = 0.0
+    distill_coef: NotNegative = 0.0
     """On-policy distillation: weight of log teacher - log policy in each token's advantage; 0 is none.
     Rewards may be left out (`--reward.functions` with nothing)."""
     teacher: Literal["reference", "policy"] = "reference"
@@ -447,14 +448,11 @@ class AlgorithmConfig:
     {question} is the message itself, another {name} a column that rewards get. Empty: what the policy reads."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
-    echo_coef: Annotated[float, AtLeast(0)] = 0.0
-    """ECHO: weight of the cross-entropy of what environment and tools answered, at temperature 1, the mean over such
-    tokens of an update; 0 leaves it out, the paper (arXiv:2605.24517) has 0.05."""
     mask_truncated: bool = False
     """Exclude truncated completions from the loss (DAPO's overlong filtering); the group still compares with them."""
-    num_mini_batches: Annotated[int, AtLeast(1)] = 1
+    num_mini_batches: Positive = 1
     """Mini-batches into which a step's groups are split, each one optimizer update."""
-    num_epochs: Annotated[int, AtLeast(1)] = 1
+    num_epochs: Positive = 1
     """Passes over a step's groups, so a step has `num_mini_batches` x `num_epochs` updates."""
     old_logprobs: Literal["policy", "generator"] | None = None
     """Denominator of the ratio. policy: the trainer's log-probs at the start of the step; generator: those sampled.
@@ -464,14 +462,14 @@ class AlgorithmConfig:
     none: no correction; truncate: a token's loss x min(w, high); mask_tokens: x w, or x 0 where w is not within low and
     high; mask_sequences: x 0 for all of a sequence whose geometric mean of w is not within low and high.
     None takes truncate if `old_logprobs` is policy, else none."""
-    importance_correction_low: Annotated[float, AtLeast(0)] = 0.5
+    importance_correction_low: NotNegative = 0.5
     """mask_tokens, mask_sequences: smallest w that is not masked."""
-    importance_correction_high: Annotated[float, Above(0)] = 2.0
+    importance_correction_high: AboveZero = 2.0
     """truncate: largest w a token gets; mask_tokens, mask_sequences: largest w that is not masked."""
 
     @property
     def resolved(self) -> "AlgorithmConfig":
-        """The algorithm with a value in place of each None. Raises ValueError if a slot has no such function."""
+        """Algorithm with a value in place of each None. Raises ValueError for a name that no built-in function has."""
         for slot, built_in in (("loss", PAPER_DEFAULTS), ("advantages", ADVANTAGES), ("aggregation", AGGREGATIONS)):
             name = getattr(self, slot)
             if name is not None and name not in built_in and ":" not in name:
@@ -479,14 +477,14 @@ class AlgorithmConfig:
                     f"algorithm.{slot}={name!r} is unknown; use {', '.join(built_in)}, or write your own as "
                     "path/file.py:function"
                 )
-        defaults = {"old_logprobs": "policy"} | PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS)
+        defaults: dict[str, Any] = {"old_logprobs": "policy"} | PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS)
         by_policy = (self.old_logprobs or defaults["old_logprobs"]) == "policy"
         defaults["importance_correction"] = "truncate" if by_policy else "none"
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
-# What a loss needs, in addition to its formula, to be the algorithm of its paper
-PAPER_DEFAULTS = {
+# Values that make a loss the algorithm of its paper
+PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
     "dr_grpo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2},
     "dapo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28},
@@ -494,12 +492,11 @@ PAPER_DEFAULTS = {
     # MiniMax-M1 has no lower bound and does not say its upper one; 1 + 4 is that of ScaleRL (arXiv:2510.13786)
     "cispo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
-    "dual_clip": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
     "reinforce": {"advantages": "group_mean", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
     "dppo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2}
     | {"old_logprobs": "generator"},
 }
-OWN_LOSS_DEFAULTS = PAPER_DEFAULTS["grpo"]  # of a loss from a user's file
+OWN_LOSS_DEFAULTS = PAPER_DEFAULTS["grpo"]  # for a loss from a user's file
 
 
 ADVANTAGES = ("group_std", "group_mean", "batch_std", "rloo", "gdpo", "maxrl", "return_to_go", "none")
@@ -513,7 +510,7 @@ class CheckpointConfig:
     interval: Interval = 0
     """Steps between checkpoints, after the last step too, so that `num_steps` saves once; 0 saves only a
     run that is stopped."""
-    keep: Annotated[int, AtLeast(1)] = 2
+    keep: Positive = 2
     """How many of the newest checkpoints are kept."""
     keep_best: str = ""
     """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
@@ -523,7 +520,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What a run shows and writes. Everything lands in the run folder."""
+    """Logs and samples. All of them are written into the run folder."""
 
     tensorboard: bool = True
     """Write TensorBoard event files to `RUN_DIR/tensorboard`."""
@@ -535,57 +532,60 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What both scripts need."""
+    """Fields of both scripts."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    evaluation: Annotated[EvaluationConfig, Harmless] = field(default_factory=EvaluationConfig)
-    checkpoint: Annotated[CheckpointConfig, Harmless] = field(default_factory=CheckpointConfig)
-    metrics: Annotated[MetricsConfig, Harmless] = field(default_factory=MetricsConfig)
+    evaluation: Annotated[EvaluationConfig, ResumeSafe] = field(default_factory=EvaluationConfig)
+    checkpoint: Annotated[CheckpointConfig, ResumeSafe] = field(default_factory=CheckpointConfig)
+    metrics: Annotated[MetricsConfig, ResumeSafe] = field(default_factory=MetricsConfig)
     seed: int = 0
-    """The order of the data, the sampling and a toy model's first weights follow from it."""
+    """The order of the data, the sampling and the first weights of a model from nothing follow from it."""
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
     allow_changes: bool = False
     """Resume although fields differ on which the result depends; they are shown in any case."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
-    deadline_minutes: Annotated[float, Above(0), Harmless] = 20.0
+    deadline_minutes: Annotated[AboveZero, ResumeSafe] = 20.0
     """How long no rank may begin a phase or a collective before the run ends with the name and stack of the one that
     hangs; three times as long while it starts, samples, scores or evaluates."""
-    dry_run: Annotated[bool, Harmless] = False
+    dry_run: Annotated[bool, ResumeSafe] = False
     """Check data, model, rewards, memory and disk as a start does, say what fits, and stop: nothing is written."""
-    gpus: Annotated[int, AtLeast(0), Harmless] = 0
+    gpus: Annotated[Count, ResumeSafe] = 0
     """With `dry_run`: judge for so many GPUs, over all nodes; 0 looks at this machine."""
-    gpu_gib: Annotated[float, Above(0), Harmless] = 80.0
+    gpu_gib: Annotated[AboveZero, ResumeSafe] = 80.0
     """With `gpus`: GiB of each."""
-    profile: Annotated[Interval, Harmless] = 0
+    profile: Annotated[Interval, ResumeSafe] = 0
     """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes torchrun must start."""
-        roles = self.roles
-        return roles.num_trainers + roles.num_reference_ranks + (0 if roles.colocated else roles.num_generators)
+        """Number of processes that torchrun must start."""
+        roles = self.roles  # type: ignore[attr-defined]
+        if roles.colocated:
+            return roles.num_trainers
+        return roles.num_trainers + roles.num_references + roles.num_generators
 
     @property
     def num_engines(self) -> int:
-        """vLLM engine replicas."""
-        return self.roles.num_engine_ranks // self.generator.tensor_parallel
+        """Number of vLLM engines."""
+        return self.roles.num_engine_ranks // self.generator.tensor_parallel  # type: ignore[attr-defined]
 
     @property
     def evaluation_completions(self) -> int:
-        """Most completions that an evaluation asks for at one time, of all engines."""
+        """Most completions that an evaluation asks all engines for at one time."""
         evaluation = self.evaluation
-        num_prompts = evaluation.num_prompts * max(1, len(evaluation.sets)) if evaluation.interval else 0
-        return num_prompts * max(1, evaluation.num_samples)
+        if not evaluation.interval:
+            return 0
+        return evaluation.num_prompts * max(1, len(evaluation.sets)) * max(1, evaluation.num_samples)
 
     @property
     def completions_at_once(self) -> int:
-        """Most completions that are asked for at one time, of all engines."""
+        """Most completions that the run asks all engines for at one time."""
         return self.evaluation_completions
 
 
@@ -593,34 +593,34 @@ class RunConfig:
 class GRPOConfig(RunConfig):
     """Everything `train_grpo.py` needs."""
 
-    roles: Annotated[RolesConfig, Harmless] = field(default_factory=RolesConfig)
+    roles: Annotated[RolesConfig, ResumeSafe] = field(default_factory=RolesConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    run_dir: Annotated[str, Harmless] = "runs/grpo"
+    run_dir: Annotated[str, ResumeSafe] = "runs/grpo"
     """Folder of the run: config, checkpoints, metrics, samples, exported model."""
-    num_steps: Annotated[int, AtLeast(1)] = 200
+    num_steps: Positive = 200
     """Steps in total; each samples one batch of completions and by default makes one optimizer update of it."""
-    prompts_per_step: Annotated[int, AtLeast(1)] = 32
+    prompts_per_step: Positive = 32
     """Prompts drawn for each step."""
-    group_size: Annotated[int, AtLeast(1)] = 8
+    group_size: Positive = 8
     """Completions per prompt."""
-    overlap_steps: Annotated[int, AtLeast(0), AtMost(1)] = 0
+    overlap_steps: Annotated[Count, AtMost(1)] = 0
     """At 1 generators sample the next step while the others train on this one, with weights one step older; at 0 they
     take turns. Split roles only; needs `algorithm.importance_correction`."""
-    sync_check_interval: Annotated[Interval, Harmless] = 20
+    sync_check_interval: Annotated[Interval, ResumeSafe] = 20
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
-    record: Annotated[bool, Harmless] = False
+    record: Annotated[bool, ResumeSafe] = False
     """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for grpo.replay."""
 
     @property
     def completions_per_step(self) -> int:
-        """Rollouts per optimizer step, over all generators."""
+        """Number of completions in one step, over all generators."""
         return self.prompts_per_step * self.group_size
 
     @property
     def completions_at_once(self) -> int:
-        """Most completions that are asked for at one time, in a step or an evaluation, of all engines."""
+        """Most completions that a step or an evaluation asks all engines for at one time."""
         num_groups = self.prompts_per_step + self.sampling.carry_over
         return max(num_groups * self.group_size, self.evaluation_completions)
 
@@ -631,45 +631,44 @@ class GRPOConfig(RunConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates in one step."""
+        """Number of optimizer updates in one step."""
         return self.algorithm.num_mini_batches * self.algorithm.num_epochs
 
     @property
     def has_lag(self) -> bool:
-        """Whether the generators' weights may be older than the policy at the start of a step."""
+        """True if the generators' weights may be older than the policy at the start of a step."""
         return self.overlap_steps > 0 or self.sampling.carry_over > 0
 
     @property
     def turns_earn(self) -> bool:
-        """Whether each turn of an episode has a reward and an advantage of its own."""
+        """True if each turn of an episode has a reward and an advantage of its own."""
         return self.algorithm.advantages == "return_to_go"
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weight of whatever gives a part of the reward: the environment, then the reward functions."""
+        """Weight of each part of the reward, by its name: first the environment's, then those of the functions."""
         of_class = {self.environment.reward_name: self.environment.weight} if self.environment.all_classes else {}
         return of_class | self.reward.weights
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any rank scores as the reference, or teacher."""
+        """True if the run needs log-probs of a reference or teacher."""
         return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
 
     @property
     def reference_has_model(self) -> bool:
-        """Whether the reference holds weights of its own, and is not the policy, as it is or without its adapters."""
+        """True if the reference has its own weights. False if it is the policy, or the policy with its adapters off."""
         return self.needs_reference and not self.reference_is_base and self.algorithm.teacher == "reference"
 
     @property
     def reference_tensor_parallel(self) -> int:
-        """Ranks that share each layer of the reference: as many as the trainer's, as far as its ranks allow."""
+        """Number of ranks that share each layer of the reference: the trainer's, or less if its ranks do not divide."""
         return math.gcd(self.roles.num_reference_ranks or self.roles.num_trainers, self.trainer.tensor_parallel)
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the reference is the policy without its adapters, and no model of its own."""
-        has_path = self.model.reference_path or self.model.teachers
-        return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not has_path
+        """True if the reference is the policy with its adapters off."""
+        return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not self.model.reference_path
 
     @property
     def largest_mismatch(self) -> float:
@@ -677,9 +676,9 @@ class GRPOConfig(RunConfig):
         return {"float32": 1e-3, "bfloat16": 0.1}[self.model.dtype]
 
 
-# Which tokens of an example are labels, see grpo/data/turns.py.
-TrainOn = Literal["all", "assistant", "assistant_and_tools", "last"]
-# What the columns of a row mean, see grpo/data/rows.py.
+# Tokens of an example that are labels, see grpo/data/turns.py
+TrainOn = Literal["all", "assistant", "last"]
+# Kinds of rows, by their columns, see grpo/data/rows.py
 RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 
 
@@ -687,16 +686,16 @@ RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 class SFTConfig(RunConfig):
     """Everything `train_sft.py` needs: supervised fine-tuning. Only evaluation reads `reward` and `generator`."""
 
-    reward: Annotated[RewardConfig, Harmless] = field(default_factory=RewardConfig)
-    generator: Annotated[GeneratorConfig, Harmless] = field(
+    reward: Annotated[RewardConfig, ResumeSafe] = field(default_factory=RewardConfig)
+    generator: Annotated[GeneratorConfig, ResumeSafe] = field(
         default_factory=partial(GeneratorConfig, gpu_memory_utilization=SHARED_GPU)
     )
-    validation: Annotated[ValidationConfig, Harmless] = field(default_factory=ValidationConfig)
-    run_dir: Annotated[str, Harmless] = "runs/sft"
+    validation: Annotated[ValidationConfig, ResumeSafe] = field(default_factory=ValidationConfig)
+    run_dir: Annotated[str, ResumeSafe] = "runs/sft"
     """Folder of the run."""
-    num_trainers: Annotated[int, AtLeast(1), Harmless] = 1
+    num_trainers: Annotated[Positive, ResumeSafe] = 1
     """Trainer ranks (all of torchrun's)."""
-    num_steps: Annotated[int, AtLeast(1)] = 100
+    num_steps: Positive = 100
     """Optimizer steps in total."""
     row_format: RowFormat = "auto"
     """What a row has. prompt_completion: `data.prompt_column` and `completion_column`; messages: a chat; alpaca:
@@ -704,17 +703,17 @@ class SFTConfig(RunConfig):
     completion_column: str = "completion"
     """Column that holds the answer to learn for `data.prompt_column`."""
     train_on: TrainOn = "assistant"
-    """Tokens that are labels. assistant: all assistant turns, with the token that ends each; assistant_and_tools: these
-    and what tools answered between them; last: the last assistant turn; all: every token, as always in plain text."""
+    """Tokens that are labels. assistant: all assistant turns, with the token that ends each; last: the last assistant
+    turn; all: every token, as always in plain text."""
     too_long: Literal["leave_out", "truncate"] = "leave_out"
     """Examples of more than `max_sequence_tokens`. leave_out: they are not drawn; truncate: their first tokens are."""
-    show: Annotated[int, AtLeast(0), Harmless] = 0
+    show: Annotated[Count, ResumeSafe] = 0
     """With `dry_run`: print so many of the first examples, labels in colour."""
-    stop_at_loss: Annotated[float, AtLeast(0), Harmless] = 0.0
+    stop_at_loss: Annotated[NotNegative, ResumeSafe] = 0.0
     """End early, with export, once the mean loss of the last 10 steps is below this; 0 runs all steps."""
-    sequences_per_step: Annotated[int, AtLeast(1)] = 128
+    sequences_per_step: Positive = 128
     """Examples per step."""
-    max_sequence_tokens: Annotated[int, AtLeast(1)] = 2048
+    max_sequence_tokens: Positive = 2048
     """Longest example in tokens."""
 
     needs_reference = reference_has_model = turns_earn = False  # without an annotation it is no field
@@ -722,7 +721,7 @@ class SFTConfig(RunConfig):
 
     @property
     def roles(self) -> RolesConfig:
-        """Every rank trains, and generates too if held-out prompts are completed between steps."""
+        """Roles of an SFT run: every rank trains, and generates too if held-out prompts are completed between steps."""
         evaluates = self.evaluation.interval > 0
         return RolesConfig(colocated=evaluates, num_trainers=self.num_trainers, num_references=0, num_generators=0)
 

@@ -1,27 +1,24 @@
-"""Recipe files and the command line -> a checked config, and back to the text of a recipe, which a run folder keeps."""
+"""A recipe file and the command line become a checked config; a config becomes the recipe that a run folder keeps."""
 
 import contextlib
 import dataclasses
-import difflib
 import io
-import itertools
 import json
 import math
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
 
 from grpo.config.checks import cautions, check_effects, validate
 from grpo.config.fields import OWN_LOSS_DEFAULTS, SHARED_GPU, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
-from grpo.config.user_files import cause_and_line, run_file
-from grpo.config.values import Harmless, check_fields, field_paths
+from grpo.config.user_files import cause_and_line, near_miss, run_file
+from grpo.config.values import ResumeSafe, check_fields, field_paths, settings
 
-# They were meant for one start, and would continue, delete or slow down the run that a saved config describes
-FOR_ONE_START = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
+# Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
+FOR_ONE_START: dict[str, Any] = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
 
 
 def load(
@@ -30,31 +27,36 @@ def load(
     arguments: list[str] | None = None,
     fit: Callable[[Config, Config], Config] | None = None,
 ) -> Config:
-    """Read `[RECIPE.py] [--field value ...]` into a checked config. Prints what differs and what follows.
+    """Read `[RECIPE.py] [--field value ...]` into a checked config. Print what differs from the recipe.
 
-    config_type: what the recipe may bind; of several, its flags are those of the one that it binds. fit: gets the
-    config as written and the recipe's, and returns the one that will run, which is then checked. Raises ValueError if
-    the recipe or a flag cannot be used or a check failed, SystemExit for `--help`, which tyro prints.
+    config_type: the type that the recipe must bind, or several types; flags are then those of the type that it binds.
+    fit: a function of the config as written and the recipe's, which returns the config that will run. Raises ValueError
+    if the recipe, a flag or the config cannot be used, and SystemExit for `--help`, which tyro prints.
     """
     import tyro  # not needed by code that gets its config as an object
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else default_recipe
-    default = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
-    check_flags(arguments, default)
-    is_first = os.environ.get("RANK", "0") == "0"  # help is wanted once, not once per rank
-    refused, shown = io.StringIO(), sys.stdout if is_first else io.StringIO()
+    recipe = default_recipe
+    if arguments and not arguments[0].startswith("-"):
+        recipe = arguments.pop(0)
+    default: Any = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
+    for word in arguments:
+        if word.endswith(".py") and os.path.isfile(word):  # which a flag of many words would take for one of them
+            raise ValueError(f"{word}: a recipe stands before the first flag, and there is only one")
+    is_first = os.environ.get("RANK", "0") == "0"  # help is printed once, not once per rank
+    help_text = sys.stdout if is_first else io.StringIO()
+    complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(refused), contextlib.redirect_stdout(shown):
-            written = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(help_text):
+            written: Any = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
     except SystemExit as stop:
         if not stop.code:
             raise
-        text = re.sub("[\u2500-\u257f]+|-{3,}", " ", refused.getvalue())  # without frame and rulers
-        _title, *lines = filter(None, map(str.strip, text.splitlines()))
-        message = " ".join(lines).partition(" For full helptext")[0]
-        raise ValueError(_of_a_table(message, arguments) or message) from None
-    config = fit(written, default) if fit else written
+        _title, _, text = complaint.getvalue().partition("\n")
+        text = re.sub("[\u2500-\u257f]+|-{3,}", " ", text)  # without frame and rulers
+        message = " ".join(text.split()).partition(" For full helptext")[0]
+        raise ValueError(f"{message}; write --field VALUE, for a switch --field or --no-field") from None
+    config: Any = fit(written, default) if fit else written
     validate(config)
     check_effects(config, default)
     if is_first:
@@ -64,64 +66,8 @@ def load(
     return config
 
 
-def _of_a_table(message: str, arguments: list[str]) -> str:
-    """Say what a table lacks that tyro's `message` is about; empty for other messages."""
-    parts = re.match(r"Error parsing (--\S+): Failed to parse key-value pairs.* \1 \[STR (\w+) ", message)
-    if not parts:
-        return ""
-    flag, kind = parts.groups()
-    name = arguments[arguments.index(flag) + 1] if flag in arguments else "NAME"
-    value = {"FLOAT": "1.0", "STR": "TEXT", "JSON": "VALUE"}[kind]
-    of_type = "a number" if kind == "FLOAT" else "a value"
-    return f"{flag} takes names, each with {of_type} behind it, and one is missing: such as {flag} {name} {value}"
-
-
-def check_flags(words: list[str], config: Config) -> None:
-    """Refuse a command line's first flag that `config` has no field for, and a field written as other tools do.
-
-    Raises ValueError that says which flag was meant. What stands behind a flag is left to tyro.
-    """
-    fields, switches = settings(config), {}
-    for path in (path for path, value in fields.items() if isinstance(value, bool)):
-        section, dot, name = path.rpartition(".")
-        pair = _flag(path), _flag(f"{section}{dot}no_{name}")
-        switches |= dict.fromkeys(pair, " or ".join(pair))
-    known, before = {"--help", *map(_flag, fields), *switches}, ""
-    for word in itertools.chain.from_iterable(w.split("=", 1) if w.startswith("--") else [w] for w in words):
-        flag = word.replace("_", "-") if re.fullmatch(r"--[A-Za-z][\w.-]*", word) else ""
-        path, equals, value = word.partition("=")
-        if flag and flag not in known:
-            near = " or ".join(map(_flag, _near_fields(word.removeprefix("--").replace("-", "_"), fields)))
-            raise ValueError(f"there is no flag {word}; " + (f"did you mean {near}?" if near else "--help lists all"))
-        if equals and path in fields:
-            raise ValueError(f"{word!r} is no flag; write {_flag(path)} {value}")
-        if word.endswith(".py") and os.path.isfile(word):
-            raise ValueError(f"{word}: a recipe stands before the first flag, and there is only one")
-        if before in switches and not word.startswith("-"):
-            raise ValueError(f"{before} takes no value; write {switches[before]}")
-        before = flag
-
-
-def settings(config: Any) -> dict[str, Any]:
-    """Return the value of each field that is no section, by its dotted path (`algorithm.kl_coef`)."""
-    values = {path: attrgetter(path)(config) for path in field_paths(config)}
-    return {path: value for path, value in values.items() if not dataclasses.is_dataclass(value)}
-
-
-def _flag(path: str) -> str:
-    return f"--{path.replace('_', '-')}"
-
-
-def _near_fields(path: str, fields: Iterable[str]) -> list[str]:
-    """The fields that may be meant by `path`: of its last name or of these initials (`lr`), else of a similar name."""
-    meant, names = path.rpartition(".")[2], {field: field.rpartition(".")[2] for field in fields}
-    same = [field for field, name in names.items() if meant in (name, "".join(part[0] for part in name.split("_")))]
-    close = difflib.get_close_matches(meant, names.values(), n=1)
-    return same or [field for field, name in names.items() if name in close]
-
-
 def as_json(word: str) -> Json:
-    """`{"tokens": 256}` -> a dict, `false` and `False` -> False, `3` -> 3; what is no JSON stays text."""
+    """Read a word as JSON: `{"tokens": 256}` is a dict, `false` and `False` are False. Other words stay text."""
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(word, word))
     except ValueError:
@@ -129,7 +75,7 @@ def as_json(word: str) -> Json:
 
 
 def _value_parsers():
-    """Tell tyro how to read a value that may be any JSON."""
+    """Return the registry by which tyro reads a value that may be any JSON."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -144,7 +90,7 @@ def _value_parsers():
     return registry
 
 
-def load_recipe(path: str, *config_types: type[Config]) -> Config:
+def load_recipe(path: str, *config_types: type) -> Any:
     """Run a recipe file and return the `config` it binds, which must be of one of the types.
 
     Raises ValueError if there is none, a field does not take its value, or a line raised, which the message names.
@@ -165,10 +111,10 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
     if not isinstance(config, config_types):
         names = " or ".join(config_type.__name__ for config_type in config_types)
         script = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}.get(type(config))
-        raise ValueError(
-            f"{path} must bind `config` to a {names}, it binds {type(config).__name__}"
-            + (f", which is for {script}" if script else "")
-        )
+        message = f"{path} must bind `config` to a {names}, it binds {type(config).__name__}"
+        if script:
+            message += f", which is for {script}"
+        raise ValueError(message)
     return config
 
 
@@ -178,29 +124,30 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
     `base` is a config, or a recipe file; a relative path starts in the folder of the file that calls. `changes` has new
     values by the dotted paths of their fields. Raises ValueError if there is no such field or recipe.
     """
-    if not dataclasses.is_dataclass(base):
+    config: Any = base
+    if isinstance(base, (str, os.PathLike)):
         caller = sys._getframe(1).f_globals.get("__file__", "")  # "" at an interactive prompt
-        base = load_recipe(os.path.join(os.path.dirname(caller), base), GRPOConfig, SFTConfig)
+        config = load_recipe(os.path.join(os.path.dirname(caller), base), GRPOConfig, SFTConfig)
     for path, value in changes.items():
-        if path not in (paths := list(field_paths(base))):
-            near = _near_fields(path, paths)
-            raise ValueError(f"there is no field {path}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        paths = list(field_paths(config))
+        if path not in paths:
+            raise ValueError(f"there is no field {path}{near_miss(path, paths)}")
         section, _, name = path.rpartition(".")
         if section:
-            value = dataclasses.replace(getattr(base, section), **{name: value})
-        base = dataclasses.replace(base, **{section or name: value})
-    return base
+            value = dataclasses.replace(getattr(config, section), **{name: value})
+        config = dataclasses.replace(config, **{section or name: value})
+    return config
 
 
 def for_one_process(config: Config, recipe: Config | None = None) -> Config:
-    """Return the config with all roles on one rank, which is what a script is without torchrun.
+    """Return the config with all roles on one rank, for a script that runs without torchrun.
 
-    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest. A part that a flag set
-    stays: it differs from the one in `recipe`. A config that needs one rank is returned as it is.
+    The engine's share of a GPU is lowered, because a trainer needs the rest, except if a flag changed the share in
+    `recipe`. A config that needs one rank is returned as it is.
     """
     if config.num_ranks == 1:
         return config
-    changes = {"trainer.tensor_parallel": 1, "trainer.data_replicas": 1, "generator.tensor_parallel": 1}
+    changes: dict[str, Any] = {"trainer.tensor_parallel": 1, "trainer.data_replicas": 1, "generator.tensor_parallel": 1}
     if isinstance(config, SFTConfig):
         return change(config, changes | {"num_trainers": 1})
     changes |= {"roles.colocated": True, "roles.num_trainers": 1, "roles.num_references": 0, "overlap_steps": 0}
@@ -211,65 +158,73 @@ def for_one_process(config: Config, recipe: Config | None = None) -> Config:
 
 
 def differences(config: Config, recipe: Config) -> list[str]:
-    """`num_steps = 2, not 170` for each field that has another value than in the recipe."""
+    """List the fields that differ from the recipe's, as `num_steps = 2, not 170`."""
     before = settings(recipe)
     return [f"{p} = {value!r}, not {before[p]!r}" for p, value in settings(config).items() if value != before[p]]
 
 
 def derived(config: Config) -> list[str]:
-    """Say what follows from the loss in fields that are None, and what is set to another value than would follow."""
+    """List the values that the loss gives to fields left at None, and those set to another value than the paper's."""
     if isinstance(config, SFTConfig):
         return []
-    resolved, paper = config.algorithm.resolved, AlgorithmConfig(loss=config.algorithm.loss).resolved
-    values = [f"{name}={getattr(resolved, name)!r}" for name, value in vars(config.algorithm).items() if value is None]
-    told = [f"from algorithm.loss={resolved.loss} follow {', '.join(values)}"] if values else []
-    own = [f"{n}={getattr(resolved, n)!r}" for n in OWN_LOSS_DEFAULTS if getattr(resolved, n) != getattr(paper, n)]
-    return told + ([f"set to another value than follows: {', '.join(own)}"] if own else [])
+    resolved = vars(config.algorithm.resolved)
+    paper = vars(AlgorithmConfig(loss=config.algorithm.loss).resolved)
+    lines = []
+    filled = [f"{name}={resolved[name]!r}" for name, value in vars(config.algorithm).items() if value is None]
+    if filled:
+        lines.append(f"from algorithm.loss={config.algorithm.loss} follow {', '.join(filled)}")
+    own = [f"{name}={resolved[name]!r}" for name in OWN_LOSS_DEFAULTS if resolved[name] != paper[name]]
+    if own:
+        lines.append(f"set to another value than follows: {', '.join(own)}")
+    return lines
 
 
 def as_recipe(config: GRPOConfig | SFTConfig) -> str:
     """Return the config as the text of a recipe file, without what is FOR_ONE_START.
 
-    What was left open (None) stays open, so that `runs/a/config.py --algorithm.loss dapo` is all of DAPO.
+    A field left at None stays None, so that `runs/a/config.py --algorithm.loss dapo` is all of DAPO.
     """
 
     def lines(value: Any, indent: str) -> str:
         if isinstance(value, dict):
             return f"{{{', '.join(f'{name!r}: {lines(entry, indent)}' for name, entry in value.items())}}}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
         if not dataclasses.is_dataclass(value):
-            return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)
-        entries = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        body = "".join(f"{indent}    {name}={lines(entry, indent + '    ')},\n" for name, entry in entries)
+            return repr(value)
+        body = "".join(f"{indent}    {name}={lines(entry, indent + '    ')},\n" for name, entry in vars(value).items())
         return f"c.{type(value).__name__}(\n{body}{indent})"
 
     return f"from grpo import config as c\n\nconfig = {lines(dataclasses.replace(config, **FOR_ONE_START), '')}\n"
 
 
 def written_fields(config: GRPOConfig | SFTConfig) -> dict[str, str]:
-    """Return each field by its dotted path, as Python writes its value; those for one start as in `as_recipe`."""
+    """Return each field by its dotted path, as Python writes its value; fields for one start as in `as_recipe`."""
     return {path: repr(value) for path, value in settings(dataclasses.replace(config, **FOR_ONE_START)).items()}
 
 
 def changes_since(before: dict[str, str], config: GRPOConfig | SFTConfig) -> dict[str, bool]:
-    """Return `path: old -> new` for what differs from the config of which `before` are the `written_fields`.
+    """Return `path: old -> new` for each field that differs from `before`, the `written_fields` of another config.
 
-    True where what the run samples or learns depends on that field.
+    The value is True if what the run samples or learns depends on the field.
     """
     now = written_fields(config)
-    return {
-        f"{path}: {old} -> {new}": path not in now or not is_harmless(path, config)
-        for path in dict.fromkeys([*now, *before])
-        if (old := before.get(path, "not there")) != (new := now.get(path, "not there"))
-    }
+    changes = {}
+    for path in dict.fromkeys([*now, *before]):
+        old = before.get(path, "not there")
+        new = now.get(path, "not there")
+        if old != new:
+            changes[f"{path}: {old} -> {new}"] = path not in now or not is_resume_safe(path, config)
+    return changes
 
 
-def is_harmless(path: str, config: GRPOConfig | SFTConfig) -> bool:
-    """Tell whether a run may go on with another value of that field and still be the same run."""
-    if path == "num_steps":  # the other schedules end where the steps do
+def is_resume_safe(path: str, config: GRPOConfig | SFTConfig) -> bool:
+    """Tell whether a run may continue with another value of that field and still be the same run."""
+    if path == "num_steps":  # other schedules end with the last step
         return config.trainer.schedule == "constant"
     section = config
     for name in path.split("."):
-        if Harmless in get_args(get_type_hints(type(section), include_extras=True)[name]):
+        if ResumeSafe in get_args(get_type_hints(type(section), include_extras=True)[name]):
             return True
         section = getattr(section, name)
     return False

@@ -15,10 +15,10 @@ from grpo.config.values import fits
 
 
 def load_function(spec: str, what: str) -> Callable:
-    """Return the function or class that `spec` (`path/file.py:function`) names; its file runs once for all of them.
+    """Return the function or class that `spec` (`path/file.py:function`) names. Its file runs only once.
 
-    Error messages begin with `what` the function is for, e.g. "loss". Raises ValueError if there is none such, or the
-    file raises when it runs, with the line and the cause.
+    Error messages begin with `what` the function is for, such as "loss". Raises ValueError if there is no such
+    function, or if the file raises when it runs; then with the line and the cause.
     """
     file, _, name = spec.rpartition(":")
     path = os.path.abspath(file)
@@ -33,49 +33,49 @@ def load_function(spec: str, what: str) -> Callable:
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        there = ", ".join(key for key in own if not key.startswith("_")) or "none"
-        raise ValueError(f"{what} file {file} has no function {name!r}; functions there: {there}")
+        public = ", ".join(key for key in own if not key.startswith("_")) or "none"
+        raise ValueError(f"{what} file {file} has no function {name!r}; functions there: {public}")
     return function
 
 
 def check_options(function: Callable, options: Mapping[str, Any], what: str, where: str, facts: Iterable = ()) -> None:
-    """Hold a function's options against its signature: they are its arguments with a default or behind a `*`.
+    """Compare options with a function's signature: they must be arguments with a default or behind a `*`.
 
-    Messages name the function as `what`, e.g. "loss grpo", and `where` the options come from, "algorithm.loss_options".
-    `facts` are arguments that the run fills in, which are not suggested. Raises ValueError for an unknown option, and
-    for a value of another type than its annotation, where that is bool, int, float or str.
+    Messages name the function as `what`, such as "loss grpo", and the field with the options as `where`. `facts` are
+    arguments that the run fills in; they are not suggested. Raises ValueError for an unknown option, and for a value of
+    another type than its annotation, if that is bool, int, float or str.
     """
     if not isinstance(options, Mapping):
         raise ValueError(f"{where} is {options!r}; write a table such as '{{\"tolerance\": 0.01}}'")
-    known = optional_arguments(function)
+    arguments = optional_arguments(function)
     for option, value in options.items():
-        if option not in known:
-            near = near_miss(option, [o for o in known if o not in facts])
+        if option not in arguments:
+            near = near_miss(option, [name for name in arguments if name not in facts])
             raise ValueError(
                 f"{what} has no option {option!r}{near}; its options (arguments with a default or behind a *) are: "
-                f"{', '.join(known) or 'none'}"
+                f"{', '.join(arguments) or 'none'}"
             )
-        kind = known[option].annotation
+        kind = arguments[option].annotation
         if kind in (bool, int, float, str) and not fits(value, kind):
             raise ValueError(f"{where}: {option} is {value!r} ({type(value).__name__}), not {kind.__name__}")
 
 
 def optional_arguments(function: Callable) -> dict[str, inspect.Parameter]:
-    """Return the arguments that have a default or stand behind a `*`."""
+    """Return a function's arguments that have a default or stand behind a `*`."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
 
 
 def near_miss(name: str, names: Iterable[str]) -> str:
-    """` (did you mean tokens?)`, or nothing."""
+    """Write ` (did you mean tokens?)` if one of the names is similar, else nothing."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def run_file(file: str) -> ModuleType:
-    """Run a Python file as a module, in place of that of an earlier run. Raises whatever the file raises.
+    """Run a Python file as a module, which replaces the module of an earlier run. Raises whatever the file raises.
 
-    It may import its neighbours: its folder is searched after all others, now and when a function of it imports.
+    The file may import its neighbours: its folder is searched last, now and whenever one of its functions imports.
     """
     folder = os.path.dirname(os.path.abspath(file))
     if folder not in sys.path:
@@ -93,14 +93,18 @@ def run_file(file: str) -> ModuleType:
 
 
 def cause_and_line(error: BaseException, file: str) -> str:
-    """`, line 12: KeyError: 'x'`: what a file raised while it ran, and in which of its lines, if in one."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == os.path.abspath(file)]
+    """Write what a file raised while it ran, and the line if it is one of the file's, as `, line 12: KeyError: 'x'`."""
+    path = os.path.abspath(file)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     words = str(error)
     if isinstance(error, SyntaxError):
-        words, lines = error.msg, [error.lineno] if error.filename == os.path.abspath(file) else lines
+        words = error.msg
+        if error.filename == path:
+            lines.append(error.lineno)
     if type(error) is not ValueError:
-        words = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    return f"{f', line {lines[-1]}' if lines else ''}: {' '.join(words.split())}"
+        words = f"{type(error).__name__}: {words}".removesuffix(": ")
+    line = f", line {lines[-1]}" if lines else ""
+    return f"{line}: {' '.join(words.split())}"
 
 
 def _module_name(file: str) -> str:

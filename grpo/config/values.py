@@ -1,7 +1,7 @@
-"""What a field of the config takes: its type, and bounds written at the field; and the text that names a data set.
+"""Types and bounds of the config's fields, and the text that names a data set.
 
-One loop holds a config against types and bounds. The bounds are our own four and not those of annotated_types, because
-they carry the words of the message.
+One loop compares a config with its types and bounds. The bounds are four of our own and not those of annotated_types,
+because they carry the words of the message.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """One bound of a number, as in `Annotated[int, AtLeast(1)]`. NaN is in no bound."""
+    """A bound of a number, as in `Annotated[int, AtLeast(1)]`. NaN is within no bound."""
 
     words: str
     holds: Callable[[float, float], bool]
@@ -30,16 +30,23 @@ AtMost = partial(Bound, "at most", operator.le)
 Below = partial(Bound, "below", operator.lt)
 
 
-class Harmless:
-    """Marks a field or section, as in `Annotated[int, AtLeast(1), Harmless]`, with which a run may change on resume.
+class ResumeSafe:
+    """A mark of a field or section, as in `Annotated[int, AtLeast(1), ResumeSafe]`, that a resume may change.
 
-    Neither samples nor gradients depend on it, except for the order in which floating point numbers are added (and,
-    with sampling.carry_over, for which groups are complete when a step ends); or it is measured besides.
+    Samples and gradients do not depend on it, except through the order in which floating point numbers are added and,
+    with sampling.carry_over, through which groups are complete when a step ends.
     """
 
 
-WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NoneType: "None"}
-WORDS |= {list: "a list", dict: "a dict"}
+WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "None",
+    list: "a list",
+    dict: "a dict",
+}
 
 
 def check_fields(config: Any, path: str = "") -> None:
@@ -53,11 +60,18 @@ def check_fields(config: Any, path: str = "") -> None:
 
 
 def field_paths(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all fields (`algorithm.kl_coef`), sections after their fields."""
+    """Yield the dotted paths of all fields (`algorithm.kl_coef`), each section behind its fields."""
     for field in dataclasses.fields(config):
-        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
             yield from field_paths(value, f"{prefix}{field.name}.")
         yield f"{prefix}{field.name}"
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """Return the value of each field that is not a section, by its dotted path (`algorithm.kl_coef`)."""
+    values = {path: operator.attrgetter(path)(config) for path in field_paths(config)}
+    return {path: value for path, value in values.items() if not dataclasses.is_dataclass(value)}
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -72,7 +86,7 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(fits(entry, parts[0]) for entry in value)
     if origin is MutableMapping:
-        return isinstance(value, dict) and all(fits(n, str) and fits(entry, parts[1]) for n, entry in value.items())
+        return isinstance(value, dict) and all(fits(name, str) and fits(x, parts[1]) for name, x in value.items())
     if kind in (int, float):  # True is an int to Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     if kind is str:  # a lone surrogate, which a command line in another encoding leaves, fits into no file; NUL no path
@@ -81,52 +95,58 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def _misfit(name: str, value: Any, kind: Any) -> str:
-    """Say what must be another: the value of a field, or of a tuple or table the first entry that does not fit."""
+    """Name the value that does not fit, and what it must be; for a tuple or table, its first wrong entry."""
     plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     parts = get_args(plain)
     if get_origin(plain) is tuple and isinstance(value, tuple):
         wrong = next(entry for entry in value if not fits(entry, parts[0]))
-        return f"{name} has {wrong!r}, which must be {_describe(parts[0])}"
+        return f"{name} has {wrong!r}, which must be {_words_of(parts[0])}"
     if get_origin(plain) is MutableMapping and isinstance(value, dict):
         for label, entry in value.items():
             if not fits(entry, parts[1]):
-                return f"{name} has {label} = {entry!r}, which must be {_describe(parts[1])}"
-    return f"{name}={value!r} must be {_describe(kind)}"
+                return f"{name} has {label} = {entry!r}, which must be {_words_of(parts[1])}"
+    return f"{name}={value!r} must be {_words_of(kind)}"
 
 
 def _bounds(parts: tuple) -> list[Bound]:
     return [part for part in parts if isinstance(part, Bound)]
 
 
-def _describe(kind: Any) -> str:
-    """`a whole number, at least 1`."""
+def _words_of(kind: Any) -> str:
+    """Write what a field takes, as `a whole number, at least 1`."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
         bounds = " and ".join(f"{bound.words} {bound.limit:g}" for bound in _bounds(parts))
-        return ", ".join(filter(None, (_describe(parts[0]), bounds)))
+        return ", ".join(filter(None, (_words_of(parts[0]), bounds)))
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin in (Union, UnionType):
-        return " or ".join(map(_describe, reversed(parts)))
+        return " or ".join(map(_words_of, reversed(parts)))
     if origin is tuple:
-        return f"a tuple, each entry {_describe(parts[0])}"
+        return f"a tuple, each entry {_words_of(parts[0])}"
     if origin is MutableMapping:
-        return f"a dict from names, each value {_describe(parts[1])}"
+        return f"a dict from names, each value {_words_of(parts[1])}"
     return WORDS.get(kind, f"an object of class {kind.__name__}")
 
 
-# ---- Where rows come from: `PATH[NAME]@REVISION:SPLIT`, of which only the path must be there
+# ---- Sources of rows: `PATH[NAME]@REVISION:SPLIT`, where only the path must be given
 
-# Suffix of a local file -> what reads it; a file with any other suffix has JSON lines.
+# Suffix of a local file -> its reader; a file with any other suffix has JSON lines.
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _SOURCE_PARTS = re.compile(
-    r"(?P<path>(?:toy:)?[^\[\]@:]+)(?:\[(?P<name>[^\[\]]*)\])?(?:@(?P<revision>[^\[\]@:]+))?(?::(?P<split>.+))?"
+    r"(?P<path>[^\[\]@:]+\.py:\w+|[^\[\]@:]+)"
+    r"(?:\[(?P<name>[^\[\]]*)\])?(?:@(?P<revision>[^\[\]@:]+))?(?::(?P<split>.+))?"
 )
+
+
+def names_function(path: str) -> bool:
+    """Say whether `path` is `path/file.py:function`, a function in a file of the user's."""
+    return re.search(r"\.py:\w+$", path) is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One data set, by the name that metrics and samples give it; that name is empty where there is only one."""
+    """A data set. Its label, by which metrics and samples name it, is empty if there is only one."""
 
     label: str
     path: str
@@ -137,13 +157,14 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """toy, folder, hub, or what a file holds: json, csv, parquet."""
-        if self.path.startswith("toy:") or self.path == "seeds":
-            return "toy"
-        if pathlib.Path(self.path).is_dir():
+        """Kind of source: function, folder, hub, or for a file its reader: json, csv, parquet."""
+        if names_function(self.path) or self.path.endswith(".py"):
+            return "function"
+        path = pathlib.Path(self.path)
+        if path.is_dir():
             return "folder"
-        suffix = pathlib.Path(self.path).suffix
-        return FILE_KINDS.get(suffix, "json") if suffix in FILE_KINDS or pathlib.Path(self.path).is_file() else "hub"
+        other = "json" if path.is_file() else "hub"
+        return FILE_KINDS.get(path.suffix, other)
 
     @property
     def is_file(self) -> bool:
@@ -151,9 +172,10 @@ class Source:
 
     @property
     def text(self) -> str:
-        """The source in full, as a config says it."""
+        """Source in full, as a config writes it."""
         name = f"[{self.name}]" if self.name else ""
-        return f"{self.path}{name}{'@' if self.revision else ''}{self.revision}:{self.split}"
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.path}{name}{revision}:{self.split}"
 
     @property
     def name_and_text(self) -> str:
@@ -161,10 +183,10 @@ class Source:
 
 
 def parse_source(spec: str, field: str, label: str = "", split: str = "train", weight: float = 1.0) -> Source:
-    """`openai/gsm8k[main]@v1:train[:5%]` as a Source; `split` is that of a text that leaves it open.
+    """Read a text such as `openai/gsm8k[main]@v1:train[:5%]` as a Source; `split` is for a text without one.
 
-    A text that is the path of a file or folder is that and nothing else. Raises ValueError, which names the config's
-    `field`, for a text of another form.
+    The path of an existing file or folder is taken as it is. Raises ValueError, which names the config's `field`, for a
+    text of another form.
     """
     if os.path.exists(spec):
         return Source(label, spec, split=split, weight=weight)

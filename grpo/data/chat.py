@@ -1,22 +1,17 @@
 """A model's tokenizer and its chat template, or the user's prompt template: messages in, text out, within bounds.
 
 A chat template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
-attribute of Python's, but loops may be nested, and texts and numbers grow without a bound. So it is tried before the
-run in a process of its own, on a text that it cannot know, and has a deadline for each row (encode.py).
+attribute of Python's, but loops can be nested and texts can grow without a bound. So each rendering of a row has a
+deadline and a limit of memory (`template_bounds`), and the template is tried on a random text before the run.
 """
 
 import contextlib
-import math
-import multiprocessing
 import pathlib
 import re
 import resource
 import secrets
 import signal
-import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
@@ -26,24 +21,24 @@ from grpo.text import reason_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Start and end among the characters of a text.
+# First and past-the-end place among the characters of a text.
 Span = tuple[int, int]
 
-# A template takes a millisecond.
+# Deadline of one rendering, in the CPU's time; a rendering takes about a millisecond
 TEMPLATE_SECONDS = 10
-# Memory that a template may take beyond what its process has.
+# Memory that one rendering may take beyond what its process has
 TEMPLATE_BYTES = 2**30
-# What a template may write around a short message: those of current models, with their advice on tools, stay below
-# 10,000.
+# Characters that a template may write around a short message. Templates of current models write fewer than 10,000, even
+# with their advice on tools.
 TEMPLATE_CHARACTERS = 1_000_000
-# What the operators of a template raise when a row is not what they expect.
-OF_OPERATORS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError)
+# What the operators of a template raise when a row is not what they expect
+OPERATOR_ERRORS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError)
 HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SYSTEM_ROLES = ("system", "developer")
 
 
 class Refused(BadRow):
-    """A row cannot be encoded, mostly because the chat template does not take its messages; the message says why."""
+    """The reason why a row cannot be encoded. Mostly the chat template does not take its messages."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -52,11 +47,12 @@ class Refused(BadRow):
 
 
 def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model folder, with the chat template of `data.prompt_template` if that is a file.
+    """Open the tokenizer of a model folder, with the chat template of `data.prompt_template` if that is a file.
 
-    Raises ValueError if there is no template or no EOS token, or its files cannot be used.
+    Raises ValueError if there is no template or no EOS token, or if a file cannot be read.
     """
-    tokenizer, own = open_tokenizer(folder), data.prompt_template if data else ""
+    tokenizer = open_tokenizer(folder)
+    own = data.prompt_template if data else ""
     if own and not data.is_text_template:
         try:
             tokenizer.chat_template = pathlib.Path(own).read_text(encoding="utf-8-sig")
@@ -77,10 +73,10 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
 
 
 def open_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer as tokenizer.json has it; no code that a folder brings is run. Raises ValueError if it cannot be.
+    """Open the tokenizer that tokenizer.json describes, without running any code from the folder.
 
-    AutoTokenizer would rebuild it after the name of a class, which is the wrong one where a Llama has another tokenizer
-    (R1-Distill): silently other tokens.
+    AutoTokenizer would rebuild it from the name of a class. That is the wrong class where a Llama has another tokenizer
+    (R1-Distill), and the tokens would be wrong without a message. Raises ValueError if it cannot be read.
     """
     import transformers
 
@@ -94,7 +90,7 @@ def open_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
 
 
 def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]]) -> list[str]:
-    """The texts of token ids, special tokens included; on all cores, if the tokenizer leaves blanks as they are."""
+    """Decode token ids, special tokens included. Uses all cores if the tokenizer leaves blanks as they are."""
     if not tokenizer.clean_up_tokenization_spaces:
         return tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=False)
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids in sequences]
@@ -106,7 +102,7 @@ def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]])
 
 
 def prompt_messages(data: DataConfig, prompt: str | list[Message]) -> list[Message]:
-    """A prompt as messages, behind `data.system_prompt` unless that is empty or they begin with a system message."""
+    """Return a prompt as messages, with `data.system_prompt` in front unless they bring a system message."""
     messages = as_messages(prompt)
     if not data.system_prompt or messages[0]["role"] in SYSTEM_ROLES:
         return messages
@@ -120,9 +116,9 @@ def render(
     opening: bool,
     tools: list[Any] | None = None,
 ) -> tuple[str, list[Span] | None]:
-    """What the template makes of messages, and the characters inside its generation markers (None without such).
+    """Write messages with the template; return the text and the spans inside its generation markers, None without any.
 
-    opening: with what begins an answer. A template that is a text writes the question, whatever follows it.
+    opening: add what begins an answer. A template that is a text writes the last question and nothing after it.
     Raises Refused if the template does not take the messages.
     """
     import jinja2
@@ -141,7 +137,7 @@ def render(
     arguments |= {"add_generation_prompt": opening, "return_assistant_tokens_mask": has_markers}
     try:
         texts, spans = render_jinja_template([messages], tools, chat_template=template, **arguments)
-    except (jinja2.TemplateError, *OF_OPERATORS) as error:
+    except (jinja2.TemplateError, *OPERATOR_ERRORS) as error:
         raise Refused(f"{template_name(tokenizer, data)} refuses it: {reason_of(error)}") from error
     return texts[0], spans[0] if has_markers else None
 
@@ -158,53 +154,49 @@ def check_one_question(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, m
 
 
 def template_name(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str:
-    """The template as a message names it."""
-    own = data.prompt_template
-    return f"data.prompt_template {own}" if own else f"the chat template of {tokenizer.name_or_path}"
+    """Name the template, for messages."""
+    if data.prompt_template:
+        return f"data.prompt_template {data.prompt_template}"
+    return f"the chat template of {tokenizer.name_or_path}"
 
 
-def check_template(
-    tokenizer: "PreTrainedTokenizerBase",
-    data: DataConfig,
-    seconds: float = TEMPLATE_SECONDS,
-    answered: bool = False,
-) -> None:
-    """Try the chat template on a short random message, in a process with bounds.
+def check_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, answered: bool = False) -> None:
+    """Try the chat template on a short random message. Call it in the main thread, see `template_bounds`.
 
-    answered: with an answer, which must be there too. Raises ValueError if it needs more than `seconds` of the CPU's
-    time, TEMPLATE_BYTES or TEMPLATE_CHARACTERS, or raises, or leaves the message out.
+    answered: the message has an answer, which must be written too. Raises ValueError if the template needs more than
+    TEMPLATE_SECONDS, TEMPLATE_BYTES or TEMPLATE_CHARACTERS, raises an error, or leaves the message out.
     """
     if data.is_text_template:  # nothing is run
         return
-    probe, name = f"What is {secrets.token_hex(4)}?", template_name(tokenizer, data)  # no template can know it
-    messages = prompt_messages(data, probe)
-    messages += [{"role": "assistant", "content": f"It is {secrets.token_hex(4)}."}] if answered else []
+    name = template_name(tokenizer, data)
     way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
+    question = f"What is {secrets.token_hex(4)}?"  # no template can know it
+    messages = prompt_messages(data, question)
+    if answered:
+        messages.append({"role": "assistant", "content": f"It is {secrets.token_hex(4)}."})
     try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # which starts at once
-            text = pool.submit(_render_within, seconds, tokenizer, data, messages, not answered).result()
-    except BrokenProcessPool as error:  # killed at its limit
-        raise ValueError(f"{name} was not done with one short message after {seconds:g} s; {way_out}") from error
+        with template_bounds(name):
+            text, _ = render(tokenizer, data, messages, opening=not answered)
     except Refused as error:
         raise ValueError(f"{error} (one short message, within {TEMPLATE_BYTES >> 30} GiB); {way_out}") from error
     if len(text) > TEMPLATE_CHARACTERS + len(data.system_prompt):
         raise ValueError(f"{name} makes {len(text)} characters of one short message; {way_out}")
-    if probe not in text:
-        raise ValueError(
-            f"{name} leaves the prompt out; write it as the content of `messages`"
-            + (", or as {{ question }}" if data.prompt_template else "")
-        )
+    if question not in text:
+        as_variable = ", or as {{ question }}" if data.prompt_template else ""
+        raise ValueError(f"{name} leaves the prompt out; write it as the content of `messages`{as_variable}")
     if messages[-1]["content"] not in text:
         raise ValueError(f"{name} leaves the assistant's answer out; {way_out}")
 
 
 def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tuple[str, list[str]]:
-    """(the <think> with which prompts end, empty without one; what a prompt is other than the config lets one expect).
+    """Return the `<think>` with which prompts end, or an empty text, and notes on prompts that would surprise a user.
 
-    Completions of such a prompt begin inside their thoughts.
+    Completions of a prompt that ends with `<think>` begin inside their thoughts.
     """
-    text, notes = render(tokenizer, data, prompt_messages(data, "?"), opening=True)[0], []
-    opened = found[0] if (found := re.search(r"<think>\s*\Z", text)) else ""
+    text, _ = render(tokenizer, data, prompt_messages(data, "?"), opening=True)
+    notes = []
+    ending = re.search(r"<think>\s*\Z", text)
+    opened = ending[0] if ending else ""
     if not data.is_text_template and " ".join(data.system_prompt.split()) not in " ".join(text.split()):
         notes.append(
             f"warning: {template_name(tokenizer, data)} drops data.system_prompt, so the model is not told what it "
@@ -220,21 +212,12 @@ def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tu
     return opened, notes
 
 
-def _render_within(
-    seconds: float, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, messages: list[Message], opening: bool
-) -> str:
-    """What the template makes of messages; ends this process after so many seconds of the CPU's time."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds),) * 2)
-    with template_bounds(template_name(tokenizer, data)):
-        return render(tokenizer, data, messages, opening)[0]
-
-
 @contextlib.contextmanager
 def template_bounds(what: str) -> Iterator[None]:
-    """Let the block take TEMPLATE_SECONDS, else ValueError, and TEMPLATE_BYTES more memory, else MemoryError.
+    """Limit the block to TEMPLATE_SECONDS, else ValueError, and to TEMPLATE_BYTES more memory, else MemoryError.
 
-    Call it in the main thread, which alone gets signals; the memory is that of all threads.
+    Call it in the main thread, which alone gets signals. Time and memory are those of all threads. `what` begins the
+    message. A single operation, such as a power of huge numbers, ends before the deadline is noticed.
     """
 
     def expired(*_: Any) -> None:
@@ -246,12 +229,14 @@ def template_bounds(what: str) -> Iterator[None]:
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     limit = pages * resource.getpagesize() + TEMPLATE_BYTES
-    handler = signal.signal(signal.SIGALRM, expired)
-    resource.setrlimit(resource.RLIMIT_AS, (limit if before == resource.RLIM_INFINITY else min(before, limit), hard))
-    signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+    if before != resource.RLIM_INFINITY:
+        limit = min(before, limit)
+    handler = signal.signal(signal.SIGPROF, expired)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (before, hard))
-        signal.signal(signal.SIGALRM, handler)
+        signal.signal(signal.SIGPROF, handler)

@@ -1,8 +1,8 @@
-"""Rows -> token ids, once: each row is read, rendered and tokenized, and what became of it is kept in a table.
+"""Rows -> token ids, once: each row is read, rendered and tokenized, and the result is kept in a table.
 
-The table is the library's (`datasets`): on disk, mapped into memory, made by several processes where there are many
-rows, and kept by a fingerprint of all that it follows from, so that the next start finds it. Rows that a user's own
-function made are encoded anew at each start: nobody can see what it depends on.
+The table is one of the library `datasets`: on disk, mapped into memory, made by several processes if there are many
+rows. Its name is a fingerprint of everything that it follows from, so that the next start finds it. With `data.row` it
+is made at each start, because nobody can see what a user's function depends on.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from grpo.config import DataConfig, SFTConfig, TrainOn
 from grpo.config.values import Source
 from grpo.data.chat import template_bounds, template_name
-from grpo.data.rows import BadRow, Example, Row, RowReader, choice_of, environment_of, kinds_of, teacher_prompt
+from grpo.data.rows import BadRow, Example, Row, RowReader, environment_of, kinds_of, teacher_prompt
 from grpo.data.sources import Rows
-from grpo.data.turns import Written, longest_token, tokenize, write_example, write_prompt
+from grpo.data.turns import Tokens, Written, longest_token, tokenize, write_example, write_prompt
 from grpo.text import printable
 from grpo.types import Prompt
 
@@ -30,66 +30,67 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-# Rows that are rendered and then tokenized together.
+# Rows that are rendered and then tokenized together
 BATCH_ROWS = 250
-# From so many rows on, one more process for each number of them, up to one per core and MOST_PROCESSES.
-ROWS_PER_PROCESS, MOST_PROCESSES = 10_000, 16
-# Rows up to this length are counted even where the limit is lower, so that a message can name a better limit.
+# One process for this number of rows, up to one per core and MAX_PROCESSES
+ROWS_PER_PROCESS = 10_000
+MAX_PROCESSES = 16
+# Rows up to this length are counted even if the limit is lower, so that a message can name a better limit.
 COUNTED_TOKENS = 4096
-# What decides about tokens besides this room's own code.
+# Libraries whose version is a part of the fingerprint
 LIBRARIES = ("datasets", "jinja2", "tokenizers", "transformers")
-# Whether tokenizers take all cores; the library turns it off for its processes.
+# The variable that says whether tokenizers use all cores; the library turns it off for its processes.
 PARALLEL = "TOKENIZERS_PARALLELISM"
 
 
-class Fate(enum.IntEnum):
+class RowStatus(enum.IntEnum):
     """What became of a row."""
 
     USED = 0
     DROPPED = 1
-    """`data.row` left it out, which was meant so."""
+    """`data.row` left it out on purpose."""
     BAD = 2
-    """It does not hold what it must, or the chat template does not take it."""
+    """A value is missing or of a wrong kind, or the chat template does not take the row."""
     TOO_LONG = 3
     UNLABELLED = 4
-    """No token of it is a label."""
+    """No token is a label."""
 
 
 @dataclasses.dataclass
 class Encoded:
-    """One row as tokens, or why it is none."""
+    """One row as tokens, or the reason why it has none."""
 
-    fate: int = Fate.USED
+    status: int = RowStatus.USED
     reason: str = ""
     """Why it is BAD."""
     num_tokens: int = 0
-    """All tokens of the row, also of one that is too long or was cut off; perhaps a lower bound there. Of a prompt that
-    a teacher reads otherwise, those of the longer one."""
+    """Tokens of the whole row, even if it is cut off; a lower bound if it is very long. If a teacher reads another
+    prompt, those of the longer one."""
     ids: list[int] = dataclasses.field(default_factory=list)
     teacher_ids: list[int] = dataclasses.field(default_factory=list)
-    """The prompt as its teacher reads it; empty if that is no other one."""
+    """The prompt that a teacher reads in place of it (`algorithm.teacher_template`), or empty."""
     mask: list[bool] = dataclasses.field(default_factory=list)
     """For each token whether it is a label; empty for prompts."""
     values: str = ""
     """JSON: [the prompt as the data has it, the columns that rewards get]; empty for chats."""
     kinds: str = ""
-    """The columns that rewards get with the kinds of their values, see `kinds_of`; empty for chats."""
+    """Names and kinds of the columns that rewards get, see `kinds_of`; empty for chats."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What the user should know about the row, told with the number of rows that it holds for."""
+    """Warnings, which are printed with the number of rows that have them."""
 
     @property
     def truncated(self) -> bool:
-        """Its end was cut off."""
+        """Whether its end was cut off."""
         return self.num_tokens > len(self.ids)
 
 
 def features() -> "datasets.Features":
-    """The columns of a table of encoded rows, which are the fields of Encoded."""
+    """Return the columns of a table of encoded rows: the fields of Encoded."""
     from datasets import Features, List, Value
 
     text = Value("large_string")
     return Features(
-        fate=Value("int8"),
+        status=Value("int8"),
         reason=text,
         num_tokens=Value("int64"),
         ids=List(Value("int32")),
@@ -103,92 +104,112 @@ def features() -> "datasets.Features":
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of rows: prompts with the columns that rewards get (GRPO), or examples with labels (SFT)."""
+    """What makes tokens of rows: prompts with the columns that rewards get (GRPO), or examples with labels (SFT)."""
 
     tokenizer: "PreTrainedTokenizerBase"
     data: DataConfig
     max_tokens: int
     train_on: TrainOn | None = None
-    """What the labels are; None makes prompts."""
+    """Which tokens are labels; None makes prompts."""
     truncates: bool = False
-    """Longer rows are cut off, and not left out."""
-    columns: tuple[str, ...] = ()
-    """What else of the config decides about tokens: what is looked for in a row, where `data` does not say it."""
+    """Cut longer rows off instead of leaving them out."""
+    sft_columns: tuple[str, ...] = ()
+    """Row format and completion column, which the fingerprint needs."""
     tools: Mapping[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Of each environment by its name, JSON schemas, for prompts whose rows bring none."""
+    """JSON schemas of each environment by its name, for prompts whose rows bring none."""
     teacher_template: str = ""
-    """What a teacher reads in place of the user's message; empty: the same."""
-    teachers: tuple[str, ...] = ()
-    """Names of which each prompt's row has one; empty: they need none."""
+    """The text that a teacher reads in place of the user's message; empty: the same message."""
     vocab_size: int | None = None
     """Tokens that the model has; None: those of the tokenizer."""
 
     @property
     def limit(self) -> str:
         """The limit with its field, as messages name it."""
-        return f"{'max_sequence_tokens' if self.train_on else 'data.max_prompt_tokens'}={self.max_tokens}"
+        field = "max_sequence_tokens" if self.train_on else "data.max_prompt_tokens"
+        return f"{field}={self.max_tokens}"
 
     def encode(self, rows: Sequence[Row], read: RowReader) -> list[Encoded]:
-        """What becomes of each row that `read` takes. Raises ValueError if the chat template does not end."""
-        found, written = [Encoded() for _ in rows], []
-        for encoded, row in zip(found, rows, strict=True):
+        """Read each row with `read`, write it with the template and tokenize it.
+
+        Raises ValueError if the chat template does not end.
+        """
+        results = []
+        texts_by_row = []
+        for row in rows:
+            encoded = Encoded()
+            texts = []
             try:
-                if (example := read(row)) is None:
-                    encoded.fate = Fate.DROPPED
+                example = read(row)
+                if example is None:
+                    encoded.status = RowStatus.DROPPED
                 else:
-                    written.append((encoded, self._write(example, encoded)))
+                    texts = self._write(example, encoded)
             except BadRow as error:
-                encoded.fate, encoded.reason = Fate.BAD, str(error)
-        tokens = tokenize(self.tokenizer, [text for _, texts in written for text in texts])
-        for encoded, texts in written:
-            (ids, mask), *teacher = itertools.islice(tokens, len(texts))
-            teacher_ids = teacher[0][0] if teacher else []
-            encoded.num_tokens = max(len(ids), len(teacher_ids))
-            if self.truncates:
-                ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
-            elif encoded.num_tokens > self.max_tokens:  # before labels are looked for: a huge text's may be cut off
-                encoded.fate = Fate.TOO_LONG
-                continue
-            if beyond := [token for token in (*ids, *teacher_ids) if token >= (self.vocab_size or token + 1)]:
-                text = self.tokenizer.convert_ids_to_tokens(beyond[0])
-                encoded.fate = Fate.BAD
-                encoded.reason = (
-                    f"token {text!r} ({beyond[0]}) is not among the model's vocab_size={self.vocab_size}; bring the "
-                    "tokenizer of this model, or give its embedding a row for each token"
-                )
-            elif self.train_on and not any(mask):
-                encoded.fate = Fate.UNLABELLED
-            else:
-                encoded.ids, encoded.mask, encoded.teacher_ids = ids, mask if self.train_on else [], teacher_ids
-        return found
+                encoded.status = RowStatus.BAD
+                encoded.reason = str(error)
+            results.append(encoded)
+            texts_by_row.append(texts)
+        tokens = tokenize(self.tokenizer, list(itertools.chain(*texts_by_row)))
+        for encoded, texts in zip(results, texts_by_row, strict=True):
+            if texts:
+                self._keep(encoded, next(tokens), next(tokens) if self.teacher_template else None)
+        return results
 
     def _write(self, example: Example, encoded: Encoded) -> list[Written]:
-        """What is to be tokenized, then the same for a teacher: of a very long text its beginning, which is more than
-        is drawn or counted.
+        """Write the text to be tokenized, then the one that a teacher reads, if that is another one.
 
-        What is kept of a prompt besides its tokens goes into `encoded`. Raises BadRow.
+        A very long text is cut where more tokens than are used or counted lie behind it. A prompt's columns are kept in
+        `encoded`. Raises BadRow.
         """
-        bounds = template_bounds(template_name(self.tokenizer, self.data))
-        if self.train_on:
-            with bounds:
-                written = [write_example(self.tokenizer, self.data, example, self.train_on)]
+        with template_bounds(template_name(self.tokenizer, self.data)):
+            if self.train_on:
+                texts = [write_example(self.tokenizer, self.data, example, self.train_on)]
+            else:
+                texts = self._write_prompts(example, encoded)
+        encoded.notes = list(texts[0].notes)
+        max_characters = (max(self.max_tokens, COUNTED_TOKENS) + 2) * longest_token(self.tokenizer)
+        return [text._replace(text=text.text[:max_characters]) for text in texts]
+
+    def _write_prompts(self, example: Example, encoded: Encoded) -> list[Written]:
+        encoded.values = _as_json([example.prompt, example.columns])
+        encoded.kinds = kinds_of(example.columns)
+        tools = None
+        if self.tools:
+            tools = self.tools[environment_of(example.columns, self.data, self.tools)]
+        prompts = [example.prompt]
+        if self.teacher_template:
+            prompts.append(teacher_prompt(example, self.teacher_template))
+        return [write_prompt(self.tokenizer, self.data, prompt, example.tools, tools) for prompt in prompts]
+
+    def _keep(self, encoded: Encoded, tokens: Tokens, teacher_tokens: Tokens | None = None) -> None:
+        """Fill `encoded` with the tokens of a row, or with the reason why they cannot be used."""
+        ids, mask = tokens
+        teacher_ids = teacher_tokens[0] if teacher_tokens else []
+        encoded.num_tokens = max(len(ids), len(teacher_ids))
+        if self.truncates:
+            ids = ids[: self.max_tokens]
+            mask = mask[: self.max_tokens]
+        elif encoded.num_tokens > self.max_tokens:  # before labels are looked for: a huge text's may be cut off
+            encoded.status = RowStatus.TOO_LONG
+            return
+        largest = max(ids + teacher_ids, default=0)
+        if self.vocab_size and largest >= self.vocab_size:
+            encoded.status = RowStatus.BAD
+            encoded.reason = (
+                f"token {self.tokenizer.convert_ids_to_tokens(largest)!r} ({largest}) is not among the model's "
+                f"vocab_size={self.vocab_size}; bring the tokenizer of this model, or give its embedding a row for "
+                "each token"
+            )
+        elif self.train_on and not any(mask):
+            encoded.status = RowStatus.UNLABELLED
         else:
-            encoded.values, encoded.kinds = _as_json([example.prompt, example.columns]), kinds_of(example.columns)
-            tools = self.tools[environment_of(example.columns, self.data, self.tools)] if self.tools else None
-            if self.teachers:
-                choice_of(example.columns, self.data.teacher_column, self.teachers, "model.teachers")
-            prompts = [example.prompt]
-            if self.teacher_template:
-                prompts.append(teacher_prompt(example, self.teacher_template))
-            with bounds:
-                written = [write_prompt(self.tokenizer, self.data, prompt, example.tools, tools) for prompt in prompts]
-        encoded.notes = [*written[0].notes]
-        most_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
-        most_characters = most_tokens * longest_token(self.tokenizer)
-        return [one._replace(text=one.text[:most_characters]) for one in written]
+            encoded.ids = ids
+            encoded.teacher_ids = teacher_ids
+            encoded.mask = mask if self.train_on else []
 
 
 def _as_json(values: list) -> str:
+    """Write values as JSON. Raises BadRow for one that JSON cannot hold."""
     try:
         return json.dumps(values)
     except (TypeError, ValueError, RecursionError) as error:
@@ -200,24 +221,28 @@ def prompt_encoder(
     data: DataConfig,
     tools: Mapping[str, list[dict[str, Any]]] | None = None,
     teacher_template: str = "",
-    teachers: tuple[str, ...] = (),
     vocab_size: int | None = None,
 ) -> Encoder:
-    """The encoder of GRPO's rows. tools: of each environment, by its name. teachers: names, of which a row has one."""
-    others = {"tools": tools or {}, "teacher_template": teacher_template, "teachers": teachers}
-    others |= {"vocab_size": vocab_size}
-    return Encoder(tokenizer, data, data.max_prompt_tokens, **others)
+    """Make the encoder of GRPO's rows. tools: the JSON schemas of each environment, by its name."""
+    return Encoder(
+        tokenizer,
+        data,
+        data.max_prompt_tokens,
+        tools=tools or {},
+        teacher_template=teacher_template,
+        vocab_size=vocab_size,
+    )
 
 
 def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, vocab_size: int | None = None) -> Encoder:
-    """The encoder of SFT's rows."""
+    """Make the encoder of SFT's rows."""
     return Encoder(
         tokenizer,
         config.data,
         config.max_sequence_tokens,
         config.train_on,
         truncates=config.too_long == "truncate",
-        columns=(config.row_format, config.completion_column),
+        sft_columns=(config.row_format, config.completion_column),
         vocab_size=vocab_size,
     )
 
@@ -228,20 +253,26 @@ def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, vocab_
 
 
 def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
-    """A table with an Encoded for each row: that of an earlier start, if it followed from the same in the same way.
+    """Make a table with an Encoded for each row, or find that of an earlier start with the same fingerprint.
 
     Raises ValueError for a line that is not a JSON object, and if the chat template does not end.
     """
     import datasets
 
-    table, is_own, fingerprint = rows.table, bool(encoder.data.row), _fingerprint(rows, encoder)
-    # of rows that lie in memory, such as a toy's, the library would keep nothing for the next start
-    folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "encoded"
-    folder.mkdir(parents=True, exist_ok=True)
-    num_processes = 1 if is_own else min(len(table) // ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), MOST_PROCESSES)
-    if num_processes > 1:
-        told = f"{len(table):,} rows of {rows.source.text}, encoded by {num_processes} processes or before"
-        print(printable(f"data: {told}"), flush=True)
+    table = rows.table
+    has_own_function = bool(encoder.data.row)
+    fingerprint = _fingerprint(rows, encoder)
+    cache_file = None
+    if not table.cache_files:  # the library keeps nothing for the next start if rows lie in memory
+        folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "encoded"
+        folder.mkdir(parents=True, exist_ok=True)
+        cache_file = str(folder / f"{fingerprint}.arrow")
+    num_processes = min(len(table) // ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), MAX_PROCESSES)
+    if num_processes <= 1 or has_own_function:
+        num_processes = None
+    else:
+        line = f"{len(table):,} rows of {rows.source.text}, encoded by {num_processes} processes or before"
+        print(printable(f"data: {line}"), flush=True)
     datasets.disable_progress_bars()
     try:
         return table.map(
@@ -251,36 +282,42 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
             with_indices=True,
             remove_columns=table.column_names,
             features=features(),
-            num_proc=num_processes if num_processes > 1 else None,
-            load_from_cache_file=not is_own,
-            cache_file_name=None if table.cache_files else str(folder / f"{fingerprint}.arrow"),
+            num_proc=num_processes,
+            load_from_cache_file=not has_own_function,
+            cache_file_name=cache_file,
             new_fingerprint=fingerprint,
         )
-    finally:  # the library leaves it off for code outside of Python, where tokenizers look
+    finally:  # the library leaves it off in the environment of the process, where tokenizers look
         value = os.environ.get(PARALLEL)
-        os.unsetenv(PARALLEL) if value is None else os.putenv(PARALLEL, value)
+        if value is None:
+            os.unsetenv(PARALLEL)
+        else:
+            os.putenv(PARALLEL, value)
 
 
 def _encode_batch(rows: Rows, encoder: Encoder, batch: dict[str, list], places: list[int]) -> dict[str, list]:
-    found = encoder.encode(rows.rows_of(batch, places[0]), rows.read)
-    return {name: [getattr(encoded, name) for encoded in found] for name in features()}
+    """Encode a batch of the table; the result is a batch of the encoded table."""
+    results = encoder.encode(rows.rows_of(batch, places[0]), rows.read)
+    return {name: [getattr(encoded, name) for encoded in results] for name in features()}
 
 
 def _fingerprint(rows: Rows, encoder: Encoder) -> str:
-    """A name for all that the encoded rows follow from."""
+    """Return a name for everything that the encoded rows follow from."""
     tokenizer = encoder.tokenizer
-    unused = {"path": "", "sources": {}, "weights": {}, "bad_rows": "refuse", "shuffle": True}
-    data = dataclasses.replace(encoder.data, **unused)
-    own_code = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
-    text = [
-        *(rows.table._fingerprint, rows.source.text),
-        repr((data, encoder.max_tokens, encoder.train_on, encoder.truncates, encoder.columns, encoder.tools)),
-        *(encoder.teacher_template, repr(encoder.teachers), repr(encoder.vocab_size)),
-        *(tokenizer.backend_tokenizer.to_str(), tokenizer.name_or_path, str(tokenizer.chat_template)),
-        *(repr(tokenizer.special_tokens_map), repr(tokenizer.init_kwargs)),
-        *(f"{name} {version(name)}" for name in LIBRARIES),
+    ignored = {"path": "", "sources": {}, "weights": {}, "bad_rows": "refuse", "shuffle": True}
+    facts = [
+        rows.table._fingerprint,
+        rows.source.text,
+        dataclasses.replace(encoder, tokenizer=None, data=dataclasses.replace(encoder.data, **ignored)),
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.name_or_path,
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        tokenizer.init_kwargs,
+        [(name, version(name)) for name in LIBRARIES],
     ]
-    return hashlib.sha256(json.dumps(text).encode() + b"".join(own_code)).hexdigest()[:32]
+    own_code = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(repr(facts).encode() + b"".join(own_code)).hexdigest()[:32]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -290,7 +327,7 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedRows:
-    """The rows of a source as tokens, and which of them are drawn."""
+    """The rows of a source as tokens, and which of them can be drawn."""
 
     source: Source
     table: "datasets.Dataset"
@@ -298,13 +335,14 @@ class EncodedRows:
     usable: Sequence[int]
     """The rows that are drawn, in the order of the source."""
     left_out: str
-    """Why rows are left out, with how many."""
+    """Why rows are left out, and how many."""
 
     def get(self, row: int) -> Encoded:
+        """Return the encoded row with this index in the table."""
         return Encoded(**self.table[row])
 
 
 def as_prompt(encoded: Encoded, index: int, row: int, label: str) -> Prompt:
-    """A prompt as GRPO samples it. label: the name of its source or held-out set."""
+    """Make the prompt that GRPO samples. label: the name of its source or held-out set."""
     content, columns = json.loads(encoded.values)
     return Prompt(index, encoded.ids, columns, row, label, content, encoded.teacher_ids)

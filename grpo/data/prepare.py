@@ -1,6 +1,6 @@
-"""Before a run: load the rows of every source, encode them once, keep those that can be used, say why others cannot.
+"""Load the rows of every source, encode them once, keep those that can be used, and say why others cannot.
 
-What is left out is told with numbers; where next to nothing would be left, the run is refused. Held-out rows, on which
+What is left out is printed with numbers. If next to nothing would be left, the run is refused. Held-out rows, on which
 GRPO is evaluated and SFT validated, go the same way.
 """
 
@@ -14,7 +14,16 @@ import numpy as np
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
 from grpo.config.values import Source
-from grpo.data.encode import Encoded, EncodedRows, Encoder, Fate, as_prompt, chat_encoder, encode_rows, prompt_encoder
+from grpo.data.encode import (
+    Encoded,
+    EncodedRows,
+    Encoder,
+    RowStatus,
+    as_prompt,
+    chat_encoder,
+    encode_rows,
+    prompt_encoder,
+)
 from grpo.data.rows import ABSENT, ChatColumns, chat_reader, detect_format, no_format, row_reader, value_at
 from grpo.data.sources import Rows, load_rows
 from grpo.text import printable
@@ -24,14 +33,16 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-# Rows that are looked at to list the columns there are, and to find out the format of a source.
+# First rows of a source, from which its columns and its format are found out
 LISTED_ROWS = 100
-# Reasons that a message gives, and rows that it lists for each.
+# Reasons that a message gives, and rows that it lists for each
 SHOWN_ROWS = 5
-# Left out: above the first share a warning, below the second share of rows that are left a refusal.
-LOUD_FRAC, LEAST_FRAC = 0.05, 0.01
-# The share of rows that a limit should be enough for.
-MOST_FRAC = 0.95
+# The line about a source is a warning if a larger share of rows is left out.
+WARNED_FRAC = 0.05
+# The run is refused if a smaller share of rows is left.
+MIN_FRAC = 0.01
+# The share of rows for which the line about a source says how many tokens they have at most
+LISTED_QUANTILE = 0.95
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -40,98 +51,89 @@ MOST_FRAC = 0.95
 
 
 def load_sources(data: DataConfig) -> list[Rows]:
-    """The rows of all sources of `data`; raises what `load_rows` raises, and ValueError if no row has a column."""
+    """Load the rows of all sources of `data`. Raises what `load_rows` raises, and ValueError if no row has a column."""
     return [_prompt_rows(source, data) for source in data.all_sources]
 
 
 def load_chat_sources(config: SFTConfig) -> list[Rows]:
-    """The rows of all sources for SFT, see `load_sources`; raises ValueError also if they have columns of no format."""
+    """Load the rows of all sources for SFT, see `load_sources`. Raises ValueError if their columns are no format."""
     return [_chat_rows(source, config) for source in config.data.all_sources]
 
 
 def _prompt_rows(source: Source, data: DataConfig) -> Rows:
-    rows = _narrowed(load_rows(source), data, [data.prompt_column, *data.reward_columns.values()])
+    """Load the rows of a source as prompts."""
+    rows = load_rows(source)
+    if not data.row:  # which gets all columns
+        paths = [data.prompt_column, *data.reward_columns.values()]
+        if data.tools_column:
+            paths.append(data.tools_column)
+        _check_columns(rows, paths)
+        rows = rows.narrowed(paths)
     return dataclasses.replace(rows, read=row_reader(data))
 
 
 def _chat_rows(source: Source, config: SFTConfig) -> Rows:
-    """The format of the rows, unless it is given, is that of the first rows for all of a source."""
-    rows, columns, row_format = load_rows(source), ChatColumns.of(config), config.row_format
+    """Load the rows of a source as chats. The first rows decide about the format, if none is configured."""
+    rows = load_rows(source)
+    columns = ChatColumns.of(config)
+    row_format = config.row_format
     if not config.data.row:
-        found = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
         if row_format == "auto":
-            row_format = found
+            row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
             if row_format is None:
                 raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
             needed = " and ".join(columns.of_format[row_format])
             print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
-        way_out = f"take --row-format {found}, which the columns fit, or " if found not in (None, row_format) else ""
-        flags = {columns.completion: "--completion-column"}
-        rows = _narrowed(
-            rows,
-            config.data,
-            columns.of_format[row_format],
-            ["input", "system", "history", columns.tools],
-            flags,
-            way_out,
-        )
+        paths = list(columns.of_format[row_format])
+        if config.data.tools_column:
+            paths.append(config.data.tools_column)
+        _check_columns(rows, paths)
+        rows = rows.narrowed([*paths, "input", "system", "history", columns.tools])
     return dataclasses.replace(rows, read=chat_reader(config, row_format))
 
 
-def _narrowed(
-    rows: Rows,
-    data: DataConfig,
-    paths: Sequence[str],
-    optional: Sequence[str] = (),
-    more_flags: Mapping[str, str] | None = None,
-    way_out: str = "",
-) -> Rows:
-    """The rows with these columns only; `data.row` gets all.
-
-    more_flags: of columns that `data` does not name. way_out: what may help besides. Raises ValueError if no row has
-    one of `paths`.
-    """
-    if data.row:
-        return rows
-    paths = [path for path in (*paths, data.tools_column) if path]
-    narrowed = rows.narrowed([*paths, *optional])
-    flags = {path: f"--data.{name.replace('_', '-')}" for name, path in vars(data).items() if name.endswith("_column")}
-    flags |= dict.fromkeys(data.columns.values(), "--data.columns") | dict(more_flags or {})
+def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
+    """Raise ValueError if no row has one of `paths`."""
+    narrowed = rows.narrowed(paths)
     for path in paths:
         if all(value_at(row, path, ABSENT) is ABSENT for row in narrowed):
             raise ValueError(
-                f"column {path!r} is missing in {rows.source.path}; columns there: {', '.join(_names(rows))}; "
-                + way_out
-                + (f"name one of them with {flags[path]}, or " if path in flags else "")
-                + "make other rows of them with --data.row"
+                f"column {path!r} is missing in {rows.source.path}; columns there: {', '.join(_names(rows))}; name one "
+                "of them with --data.prompt-column, --data.answer-column, --data.columns or another field of a column, "
+                "in SFT also --completion-column or --row-format, or make other rows of them with --data.row"
             )
-    return narrowed
 
 
 def _names(rows: Rows) -> list[str]:
-    """The columns of the first rows, entries of tables as paths."""
-    there: dict[str, None] = {}
+    """List the columns of the first rows; entries of tables are paths."""
+    names: dict[str, None] = {}  # a dict, because a set has no fixed order
     for row in itertools.islice(rows, LISTED_ROWS):
         for name, value in row.items():
-            there |= dict.fromkeys([f"{name}.{key}" for key in value] if isinstance(value, dict) else [str(name)])
-    return list(there)
+            if isinstance(value, dict):
+                names |= dict.fromkeys(f"{name}.{key}" for key in value)
+            else:
+                names[str(name)] = None
+    return list(names)
 
 
 def reward_columns(sources: list[Rows]) -> list[str] | None:
-    """The columns that the rewards get, as the first row of each source has them; None if no row gives any.
+    """Return the columns that rewards get, from the first row of each source; None if no row can be used.
 
     Raises ValueError if sources differ in them, which `data.row` may cause.
     """
-    firsts = {rows.source.path: next(rows.examples(), None) for rows in sources}
-    names = {path: list(first.columns) for path, first in firsts.items() if first}
+    names = {}
+    for rows in sources:
+        first = next(rows.examples(), None)
+        if first:
+            names[rows.source.path] = list(first.columns)
     if len(set(map(frozenset, names.values()))) > 1:
-        told = "; ".join(f"{', '.join(columns) or 'none'} for {path}" for path, columns in names.items())
-        raise ValueError(f"data.row gives the columns {told}; give the same for all sources")
+        listed = "; ".join(f"{', '.join(columns) or 'none'} for {path}" for path, columns in names.items())
+        raise ValueError(f"data.row gives the columns {listed}; give the same for all sources")
     return next(iter(names.values()), None)
 
 
 def texts_of(sources: list[Rows]) -> Iterator[str]:
-    """All texts of all rows that can be used, as they come."""
+    """Yield all texts of all rows that can be used."""
     return (text for rows in sources for example in rows.examples() for text in example.texts)
 
 
@@ -147,22 +149,20 @@ def usable_prompts(
     tools: Mapping[str, list[dict[str, Any]]] | None = None,
     vocab_size: int | None = None,
 ) -> list[EncodedRows]:
-    """The sources as prompts, without those that are too long; prints what is left.
+    """Encode the sources as prompts, and print how many rows can be used.
 
-    tools: of each environment, JSON schemas, which the chat template shows to the model. vocab_size: tokens that the
+    tools: the JSON schemas of each environment, which the chat template shows to the model. vocab_size: tokens that the
     model has; a row with another one cannot be used. Raises ValueError if rows cannot be used and `data.bad_rows` is
     refuse, or if next to nothing is left.
     """
-    encoder = prompt_encoder(
-        tokenizer, config.data, tools, config.algorithm.teacher_template, tuple(config.model.teachers), vocab_size
-    )
+    encoder = prompt_encoder(tokenizer, config.data, tools, config.algorithm.teacher_template, vocab_size)
     return _training_rows(sources, encoder, config.prompts_per_step)
 
 
 def usable_chats(
     sources: list[Rows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
 ) -> list[EncodedRows]:
-    """The sources as examples of SFT, see `usable_prompts`; left out are also those of which no token is a label."""
+    """Encode the sources as examples of SFT, see `usable_prompts`. Rows without a label are left out too."""
     return _training_rows(sources, chat_encoder(tokenizer, config, vocab_size), config.sequences_per_step)
 
 
@@ -173,131 +173,158 @@ def load_eval_prompts(
     tools: Mapping[str, list[dict[str, Any]]] | None = None,
     vocab_size: int | None = None,
 ) -> list[Prompt]:
-    """The first `evaluation.num_prompts` usable prompts of each held-out set, in its order; prints how many.
+    """Return the first `evaluation.num_prompts` usable prompts of each held-out set, and print how many there are.
 
-    Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Raises what `usable_prompts` does.
+    Prompt.index counts from 0 through all sets; Prompt.source is the set's name. Raises what `usable_prompts` raises.
     """
-    data = dataclasses.replace(data, teacher_column="")  # nobody teaches by them
-    prompts, encoder = [], prompt_encoder(tokenizer, data, tools, vocab_size=vocab_size)
+    encoder = prompt_encoder(tokenizer, data, tools, vocab_size=vocab_size)
+    prompts = []
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)
-        rows = _usable(_prompt_rows(source, data), encoder, "held out", evaluation.num_prompts)
-        prompts += [as_prompt(rows.get(row), n, row, source.label) for n, row in enumerate(rows.usable, len(prompts))]
+        rows = _encode_usable(_prompt_rows(source, data), encoder, max_rows=evaluation.num_prompts)
+        for row in rows.usable:
+            prompts.append(as_prompt(rows.get(row), len(prompts), row, source.label))
     return prompts
 
 
 def load_validation(
     config: SFTConfig, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
 ) -> dict[str, list[Encoded]]:
-    """Name of each held-out set (empty if there is one) -> the first `validation.num_examples` of its usable rows.
+    """Return the first `validation.num_examples` usable rows of each held-out set, and print how many there are.
 
-    It prints how many there are, and raises what `usable_chats` raises.
+    A set's name is empty if it is the only one. Raises what `usable_chats` raises.
     """
-    sets, validation, encoder = {}, config.validation, chat_encoder(tokenizer, config, vocab_size)
+    validation = config.validation
+    encoder = chat_encoder(tokenizer, config, vocab_size)
+    sets = {}
     for source in validation.held_out(config.data):
         _warn_of_training_data(source, config.data, validation.section)
-        rows = _usable(_chat_rows(source, config), encoder, "held out", validation.num_examples)
+        rows = _encode_usable(_chat_rows(source, config), encoder, max_rows=validation.num_examples)
         sets[source.label] = [rows.get(row) for row in rows.usable]
     return sets
 
 
-def _warn_of_training_data(source: Source, data: DataConfig, called: str) -> None:
-    """Warn of held-out rows that are trained on; two parts of one split were written by a user to keep them apart."""
+def _warn_of_training_data(source: Source, data: DataConfig, section: str) -> None:
+    """Warn of held-out rows that are trained on. Two different parts of one split are meant to be apart."""
     split, _, part = source.split.partition("[")
     for training in data.all_sources:
-        its_split, _, its_part = training.split.partition("[")
-        same_data = (source.path, source.name) == (training.path, training.name)
-        same_split = source.is_file or split == its_split
-        if same_data and same_split and (not part or not its_part or part == its_part):
-            print(f"warning: {called} uses the training data {source.path}; set {called}.path", flush=True)
+        training_split, _, training_part = training.split.partition("[")
+        is_same_data = (source.path, source.name) == (training.path, training.name)
+        is_same_split = source.is_file or split == training_split
+        if is_same_data and is_same_split and (not part or not training_part or part == training_part):
+            print(f"warning: {section} uses the training data {source.path}; set {section}.path", flush=True)
 
 
-def _training_rows(sources: list[Rows], encoder: Encoder, per_step: int) -> list[EncodedRows]:
-    """Each source encoded. per_step: rows that a step draws from all of them."""
-    share = per_step / sum(rows.source.weight for rows in sources)
-    found = [_usable(rows, encoder, "data", per_step=share * rows.source.weight) for rows in sources]
-    num_left = sum(len(rows.usable) for rows in found)
-    if num_left < per_step:
-        print(f"warning: a step of {per_step} rows takes each of {num_left} several times", flush=True)
-    return found
-
-
-def _usable(rows: Rows, encoder: Encoder, what: str, most: int | None = None, per_step: float = 0.0) -> EncodedRows:
-    """A source encoded, with its first `most` usable rows; prints a line about it, which begins with `what`.
-
-    per_step: rows of this source in a step, 0 for held-out rows. Raises ValueError if there are rows that cannot be
-    used and `data.bad_rows` is refuse, or if too few are left.
-    """
-    source, data, table = rows.source, encoder.data, encode_rows(rows, encoder)
-    fates, reasons = table.data.column("fate").to_numpy().copy(), table.data.column("reason")
-    bad = np.flatnonzero(fates == Fate.BAD).tolist()
-    odd = _odd_kinds(table)
-    fates[list(odd)] = Fate.BAD
-    if bad or odd:
-        _refuse_or_warn(odd | {row: reasons[row].as_py() for row in bad}, len(table), source, data)
-    counts = Counter(fates.tolist())
-    causes = {
-        Fate.DROPPED: f"left out by {data.row}",
-        Fate.BAD: "that cannot be used",
-        Fate.UNLABELLED: "without a token to learn",
-        Fate.TOO_LONG: f"longer than {encoder.limit}",
-    }
-    left_out = ", ".join(f"{counts[fate]:,} {why}" for fate, why in causes.items() if counts[fate])
-    usable = np.flatnonzero(fates == Fate.USED).tolist()
-    lengths = table.data.column("num_tokens").to_numpy()[np.isin(fates, (Fate.USED, Fate.TOO_LONG))]
-    sizes = ""
-    if len(lengths):
-        most_fit = np.quantile(lengths, MOST_FRAC, method="lower")
-        sizes = f"tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}, "
-        sizes += f"{MOST_FRAC:.0%} have at most {most_fit:,}"
-    num_wanted = len(table) - counts[Fate.DROPPED]  # those that `data.row` left out were meant so
-    if len(usable) < max(1, LEAST_FRAC * num_wanted):
-        told = f"{len(usable)} of {len(table)} rows of {source.path} are left: {left_out}"
-        raise ValueError("; ".join(filter(None, (told, sizes, "correct them, raise the limit or bring others"))))
-    num_cut = int((lengths > encoder.max_tokens).sum()) if encoder.truncates else 0
-    loud = "warning: " if len(usable) < (1 - LOUD_FRAC) * num_wanted else ""
-    parts = [
-        f"{loud}{what}: {len(usable[:most]):,} of {len(table):,} rows of {source.name_and_text}",
-        f"an epoch is {len(usable) / per_step:,.1f} steps" if per_step else "",
-        sizes,
-        f"left out: {left_out}" if left_out else "",
-        f"cut off: {num_cut:,} longer than {encoder.limit}" if num_cut else "",
+def _training_rows(sources: list[Rows], encoder: Encoder, rows_per_step: int) -> list[EncodedRows]:
+    """Encode each source. rows_per_step: rows that a step draws from all of them."""
+    total_weight = sum(rows.source.weight for rows in sources)
+    encoded = [
+        _encode_usable(rows, encoder, rows_per_step=rows_per_step / total_weight * rows.source.weight)
+        for rows in sources
     ]
-    print(printable("; ".join(filter(None, parts))), flush=True)
+    num_usable = sum(len(rows.usable) for rows in encoded)
+    if num_usable < rows_per_step:
+        print(f"warning: a step of {rows_per_step} rows takes each of {num_usable} several times", flush=True)
+    return encoded
+
+
+def _encode_usable(
+    rows: Rows, encoder: Encoder, max_rows: int | None = None, rows_per_step: float = 0.0
+) -> EncodedRows:
+    """Encode a source, keep its first `max_rows` usable rows, and print a line about it.
+
+    rows_per_step: rows of this source in a step, 0 for held-out rows. Raises ValueError if there are rows that cannot
+    be used and `data.bad_rows` is refuse, or if too few are left.
+    """
+    source = rows.source
+    table = encode_rows(rows, encoder)
+    statuses = table.data.column("status").to_numpy().copy()
+    reasons = table.data.column("reason")
+    bad_rows = {row: reasons[row].as_py() for row in np.flatnonzero(statuses == RowStatus.BAD).tolist()}
+    bad_rows |= _odd_kinds(table)
+    statuses[list(bad_rows)] = RowStatus.BAD
+    if bad_rows:
+        _refuse_or_warn(bad_rows, len(table), source, encoder.data)
+    counts = Counter(statuses.tolist())
+    causes = {
+        RowStatus.DROPPED: f"left out by {encoder.data.row}",
+        RowStatus.BAD: "that cannot be used",
+        RowStatus.UNLABELLED: "without a token to learn",
+        RowStatus.TOO_LONG: f"longer than {encoder.limit}",
+    }
+    left_out = ", ".join(f"{counts[status]:,} {cause}" for status, cause in causes.items() if counts[status])
+    usable = np.flatnonzero(statuses == RowStatus.USED).tolist()
+    lengths = table.data.column("num_tokens").to_numpy()
+    lengths = lengths[np.isin(statuses, (RowStatus.USED, RowStatus.TOO_LONG))]
+    sizes = _describe_lengths(lengths)
+    num_considered = len(table) - counts[RowStatus.DROPPED]  # `data.row` left the others out on purpose
+    if len(usable) < max(1, MIN_FRAC * num_considered):
+        remaining = f"{len(usable)} of {len(table)} rows of {source.path} are left: {left_out}"
+        raise ValueError("; ".join(filter(None, (remaining, sizes, "correct them, raise the limit or bring others"))))
+    name = "data" if max_rows is None else "held out"
+    if len(usable) < (1 - WARNED_FRAC) * num_considered:
+        name = f"warning: {name}"
+    parts = [f"{name}: {len(usable[:max_rows]):,} of {len(table):,} rows of {source.name_and_text}"]
+    if rows_per_step:
+        parts.append(f"an epoch is {len(usable) / rows_per_step:,.1f} steps")
+    if sizes:
+        parts.append(sizes)
+    if left_out:
+        parts.append(f"left out: {left_out}")
+    num_cut = int((lengths > encoder.max_tokens).sum())
+    if encoder.truncates and num_cut:
+        parts.append(f"cut off: {num_cut:,} longer than {encoder.limit}")
+    print(printable("; ".join(parts)), flush=True)
     notes = table.data.column("notes").take(usable).to_pylist()
     for note, count in Counter(itertools.chain(*notes)).items():
         print(printable(f"warning: {count:,} of {len(usable):,} rows of {source.name_and_text} {note}"), flush=True)
-    return EncodedRows(source, table, usable[:most], left_out)
+    return EncodedRows(source, table, usable[:max_rows], left_out)
+
+
+def _describe_lengths(lengths: np.ndarray) -> str:
+    """Say how many tokens the rows have; nothing if there are none."""
+    if not len(lengths):
+        return ""
+    quantile = np.quantile(lengths, LISTED_QUANTILE, method="lower")
+    return (
+        f"tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}, {LISTED_QUANTILE:.0%} have at "
+        f"most {quantile:,}"
+    )
 
 
 def _odd_kinds(table: "datasets.Dataset") -> dict[int, str]:
-    """Rows whose columns, or kinds of values in them, are others than in most rows -> why.
+    """Find rows whose columns or kinds of values differ from those of most rows, and say how.
 
-    A reward would meet them in the middle of a run.
+    A reward function would meet them in the middle of a run.
     """
     kinds = table.data.column("kinds").to_pylist()
-    usual = Counter(filter(None, kinds)).most_common(1)
+    counts = Counter(filter(None, kinds))  # rows that cannot be used have none
+    if not counts:
+        return {}
+    ((usual, _),) = counts.most_common(1)
     return {
-        row: f"its columns are {those}, and in most rows {usual[0][0]}"
-        for row, those in enumerate(kinds)
-        if those and those != usual[0][0]  # rows that cannot be used have none
+        row: f"its columns are {kind}, and in most rows {usual}"
+        for row, kind in enumerate(kinds)
+        if kind and kind != usual
     }
 
 
-def _refuse_or_warn(unusable: dict[int, str], num_rows: int, source: Source, data: DataConfig) -> None:
-    """Raise ValueError about rows that cannot be used (index -> why), or warn of them if `data.bad_rows` is skip."""
-    rows_by_reason: dict[str, list[int]] = {}
-    for row, why in sorted(unusable.items()):
-        rows_by_reason.setdefault(why, []).append(row + 1)
-    shown = [
-        f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:SHOWN_ROWS]))}{', ..' * (len(rows) > SHOWN_ROWS)}: {why}"
-        for why, rows in itertools.islice(rows_by_reason.items(), SHOWN_ROWS)
-    ]
-    more = ["and other reasons"] if len(rows_by_reason) > SHOWN_ROWS else []
-    told = (
-        f"{len(unusable)} of {num_rows} rows of {source.path} cannot be used: {'; '.join(shown + more)} (counted from "
-        "1, without blank lines)"
+def _refuse_or_warn(bad_rows: dict[int, str], num_rows: int, source: Source, data: DataConfig) -> None:
+    """Raise ValueError about rows that cannot be used (index -> reason), or warn of them if `data.bad_rows` is skip."""
+    numbers_by_reason: dict[str, list[int]] = {}
+    for row, reason in sorted(bad_rows.items()):
+        numbers_by_reason.setdefault(reason, []).append(row + 1)
+    reasons = []
+    for reason, numbers in itertools.islice(numbers_by_reason.items(), SHOWN_ROWS):
+        plural = "s" if len(numbers) > 1 else ""
+        more = ", .." if len(numbers) > SHOWN_ROWS else ""
+        reasons.append(f"row{plural} {', '.join(map(str, numbers[:SHOWN_ROWS]))}{more}: {reason}")
+    if len(numbers_by_reason) > SHOWN_ROWS:
+        reasons.append("and other reasons")
+    message = (
+        f"{len(bad_rows)} of {num_rows} rows of {source.path} cannot be used: {'; '.join(reasons)} (counted from 1, "
+        "without blank lines)"
     )
     if data.bad_rows == "refuse":
-        raise ValueError(f"{told}; correct them, name other columns, or leave them out with --data.bad-rows skip")
-    print(printable(f"warning: {told}; they are left out"), flush=True)
+        raise ValueError(f"{message}; correct them, name other columns, or leave them out with --data.bad-rows skip")
+    print(printable(f"warning: {message}; they are left out"), flush=True)

@@ -5,7 +5,7 @@ experts hides behind the products of long rows, and no rank waits for another wh
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -142,7 +142,7 @@ class ShardedModel:
         count in the loss may have 0. Collective over the role's ranks.
         """
         logprobs_N = torch.zeros(batch.num_tokens)
-        packing = self.pack(replace(batch, observed_N=None), trainer)  # what was observed has no ratio and no KL
+        packing = self.pack(batch, trainer)
         # all forwards are launched before the first result is read, which waits for the device
         results = [(micro, self.logprobs(micro)[0]) for micro, _ in self.micro_batches(packing)]
         if self.tensor_parallel_rank == 0:
@@ -254,7 +254,7 @@ def build_model(
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
-    name = folder if model.path.startswith("toy:") else model.path
+    name = folder if model.is_built else model.path
     return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
 
 

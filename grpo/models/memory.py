@@ -129,7 +129,7 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
         parts["gradients before they are shared out"] = summed / trainer.tensor_parallel
     parts |= _of_a_forward(sizes, config, num_trainers, trainer.tensor_parallel, trains=True)
     if config.reference_has_model and not config.roles.num_reference_ranks:
-        parts["reference"] = config.model.num_frozen * dtype_bytes * sizes.parameters / num_trainers
+        parts["reference"] = dtype_bytes * sizes.parameters / num_trainers
     if sizes.reward_model and not config.roles.num_reference_ranks:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_trainers
     return _in_gib(parts)
@@ -138,14 +138,14 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
 def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     """Return the parts of the peak of a rank that only holds frozen models; GiB.
 
-    The reference, or each of `model.teachers`, is taken to be of the policy's size. One model computes at a time.
+    The reference is taken to be of the policy's size. One model computes at a time.
     """
     num_ranks = config.roles.num_reference_ranks
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
     parts = {}
     forwards = []
     if config.needs_reference:
-        parts["weights"] = config.model.num_frozen * dtype_bytes * sizes.parameters / num_ranks
+        parts["weights"] = dtype_bytes * sizes.parameters / num_ranks
         forwards.append(_of_a_forward(sizes, config, num_ranks, config.reference_tensor_parallel, trains=False))
     if sizes.reward_model:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_ranks

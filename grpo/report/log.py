@@ -1,6 +1,6 @@
-"""What a run shows and writes: TensorBoard, JSON lines, samples to read, the console. Rank 0 (the driver) only.
+"""The log of a run: JSON lines, samples to read, TensorBoard, Weights & Biases, the console. Rank 0 (the driver) only.
 
-A `step` is here always the number of optimizer steps finished: 0 is before the first one, `num_steps` after the last.
+A `step` is always the number of finished optimizer steps: 0 is before the first one, `num_steps` after the last.
 """
 
 import collections
@@ -16,11 +16,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import MetricsConfig
 from grpo.report.samples import completion_records, describe, finite_or_none, spread_by_reward
-from grpo.report.warnings import Watch
-from grpo.text import compact_duration, compact_number, printable, reason_of
+from grpo.report.warnings import CurveReader
+from grpo.text import compact_duration, compact_number, reason_of
 from grpo.types import Rollout
 
-# Metric and how the console line shows it, padded so that numbers of successive lines mostly line up.
+# How the console line shows metrics, padded so that numbers of successive lines mostly line up
 CONSOLE_COLUMNS = {
     "reward/mean": "reward {:<6}",
     "loss": "loss {:<6}",
@@ -32,19 +32,17 @@ CONSOLE_COLUMNS = {
     "tokens_per_second": "{} tok/s",
     "time/step": "{} s",
 }
-ETA_STEPS = 20  # smooth the time left, and forget compilation in the first ones
-NUM_SAMPLES = 4  # completions to read in samples.txt, of each step that writes any
-# Of the same completions in the table at Weights & Biases.
-WANDB_COLUMNS = ("prompt", "completion", "answer", "reward", "advantage", "mismatch", "num_tokens")
+ETA_STEPS = 20  # the time left is a mean over these, so that it is smooth and soon without compilation
+NUM_SAMPLES = 4  # completions to read, of each step that writes any
 
 
 class RunLog:
-    """Everything a run tells: files in the run folder and the console.
+    """The files that a run writes into its folder, and its lines on the console.
 
-    The files: `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones),
-    `samples.txt` (a few, to read) and `tensorboard/`. Opened with `start_step` 0 it starts them afresh, except that
-    samples.txt is only ever appended to. Above 0 it continues a run: what an aborted part had written beyond that step
-    is dropped from the .jsonl files and hidden in TensorBoard, so that no step counts twice.
+    The files are `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones),
+    `samples.txt` (a few, to read) and `tensorboard/`. With `start_step` 0 they start empty, except that samples.txt is
+    only ever appended to. Above 0 a run continues: what an aborted part wrote beyond that step is dropped from the
+    .jsonl files and hidden in TensorBoard, so that no step counts twice.
     """
 
     def __init__(
@@ -55,67 +53,73 @@ class RunLog:
         start_step: int = 0,
         whole_config: dict[str, Any] | None = None,
     ) -> None:
-        """whole_config: the run's, for its page at Weights & Biases."""
-        self.run_dir, self.num_steps = pathlib.Path(run_dir), num_steps
+        """Open the files. whole_config: the run's, for its page at Weights & Biases."""
+        self.run_dir = pathlib.Path(run_dir)
+        self.num_steps = num_steps
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
-        self.watch = Watch()
+        self.curve_reader = CurveReader()
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             if (self.run_dir / name).exists():
                 drop_steps_after(self.run_dir / name, start_step)
-        before = self.run_dir / "metrics.jsonl"
-        for line in before.read_text(encoding="utf-8").splitlines() if before.exists() else ():
-            self.watch.look(json.loads(line))  # what was said then is not said again
-        # TensorBoard hides what was written before at this step or later; before a fresh start that is everything.
-        first_step = start_step + 1 if start_step else 0
-        folder = str(self.run_dir / "tensorboard")
-        self.tensorboard = SummaryWriter(folder, purge_step=first_step) if config.tensorboard else None
+        if (self.run_dir / "metrics.jsonl").exists():
+            for line in (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+                self.curve_reader.look(json.loads(line))  # so that earlier warnings are not repeated
+        self.tensorboard = None
+        if config.tensorboard:
+            # TensorBoard hides what it has from this step on; at a fresh start that is everything
+            purge_step = start_step + 1 if start_step else 0
+            self.tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step)
         self.wandb = open_wandb(config.wandb_project, self.run_dir, start_step, whole_config)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one finished step everywhere; one call per step."""
         if "time/step" in metrics:
             self.step_seconds.append(metrics["time/step"])
-        shown = [text.format(compact_number(metrics[n])) for n, text in CONSOLE_COLUMNS.items() if n in metrics]
+        parts = [f"step {self._progress(step)}"]
+        for name, text in CONSOLE_COLUMNS.items():
+            if name in metrics:
+                parts.append(text.format(compact_number(metrics[name])))
         if self.step_seconds:
-            shown.append(f"eta {compact_duration(statistics.mean(self.step_seconds) * (self.num_steps - step))}")
-        self._record(step, metrics, ["  ".join([f"step {self._progress(step)}", *shown])])
+            seconds_left = statistics.mean(self.step_seconds) * (self.num_steps - step)
+            parts.append(f"eta {compact_duration(seconds_left)}")
+        self._record(step, metrics, ["  ".join(parts)])
 
     def log_held_out(self, step: int, metrics: dict[str, float]) -> None:
         """Record what the weights after `step` steps do on held-out data: `eval/accuracy`, `validation/loss`.
 
-        Of several held-out sets (`eval/SET/accuracy`), each has a line of its own on the console.
+        If there are several held-out sets (`eval/SET/accuracy`), each has its own line on the console.
         """
-        lines: dict[str, list[str]] = {}
+        lines: dict[str, str] = {}
         for name, value in metrics.items():
+            if name.endswith("_stderr"):
+                continue
             group, *held_out_set, short = name.split("/")
-            error = metrics.get(f"{name}_stderr")
-            number = compact_number(value) + (f" ± {compact_number(error)}" if error is not None else "")
-            if not name.endswith("_stderr"):
-                begin = "  ".join([f"{group} {self._progress(step)}", *held_out_set])
-                lines.setdefault(begin, [begin]).append(f"{short} {number}")
-        self._record(step, metrics, ["  ".join(parts) for parts in lines.values()])
+            start = "  ".join([f"{group} {self._progress(step)}", *held_out_set])
+            part = f"  {short} {compact_number(value)}"
+            if f"{name}_stderr" in metrics:
+                part += f" ± {compact_number(metrics[f'{name}_stderr'])}"
+            lines[start] = lines.get(start, start) + part
+        self._record(step, metrics, list(lines.values()))
 
     def completions(self, step: int, rollouts: list[Rollout], prompts: list[str]) -> None:
-        """Record a step's completions: all in completions.jsonl, NUM_SAMPLES to read in samples.txt and TensorBoard.
+        """Record a step's completions: all in completions.jsonl, NUM_SAMPLES as texts everywhere else.
 
         prompts[i] is the text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
         """
         records = completion_records(rollouts, prompts)
         self._append_records("completions.jsonl", [{"step": step, **record} for record in records])
-        chosen = spread_by_reward([r.reward for r in rollouts], NUM_SAMPLES)
-        samples = [describe(records[i], short=True) for i in chosen]
+        samples = [describe(record, short=True) for record in spread_by_reward(records, NUM_SAMPLES)]
         self._append("samples.txt", "\n\n".join([f"===== step {step} ".ljust(120, "="), *samples]) + "\n\n")
-        if self.tensorboard:  # indented, Markdown shows it as it is
+        if self.tensorboard:  # indented, because Markdown then shows it as it is
             text = "\n\n".join(samples).replace("\n", "\n    ")
             self.tensorboard.add_text("samples", f"    {text}", step)
             self.tensorboard.flush()
         if self.wandb:
             import wandb
 
-            rows = [records[i] | {"answer": str(records[i]["columns"].get("answer", ""))} for i in chosen]
-            data = [[printable(x) if isinstance(x := row[name], str) else x for name in WANDB_COLUMNS] for row in rows]
-            self.wandb.log({"step": step, "samples": wandb.Table(columns=[*WANDB_COLUMNS], data=data)})
+            table = wandb.Table(columns=["sample"], data=[[sample] for sample in samples])
+            self.wandb.log({"step": step, "samples": table})
 
     def evaluation_completions(
         self, step: int, kind: Literal["greedy", "sample"], rollouts: list[Rollout], prompts: list[str]
@@ -132,7 +136,7 @@ class RunLog:
             self.wandb.finish()
 
     def _record(self, step: int, metrics: dict[str, float], lines: list[str]) -> None:
-        """Write metrics, each file flushed, so that a run that dies has told all; print lines and warnings."""
+        """Write metrics and flush each file, so that a run that dies loses none; print lines and warnings."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: finite_or_none(value) for name, value in values.items()}
         self._append_records("metrics.jsonl", [{"step": step, "time": time.time(), **finite}])
@@ -142,7 +146,7 @@ class RunLog:
             self.tensorboard.flush()
         if self.wandb:
             self.wandb.log({"step": step, **values})
-        warnings = [f"warning: step {step}: {text}" for text in self.watch.look(metrics)]
+        warnings = [f"warning: step {step}: {text}" for text in self.curve_reader.look(metrics)]
         print("\n".join([*lines, *warnings]), flush=True)
 
     def _append_records(self, name: str, records: list[dict[str, Any]]) -> None:
@@ -162,10 +166,11 @@ class RunLog:
 def drop_steps_after(path: pathlib.Path, step: int) -> None:
     """Rewrite a JSON-lines file with only the lines up to `step`, atomically; with step 0 nothing stays.
 
-    A last line cut short by a dying process is dropped too, and with a warning what else cannot be read, such as NUL
-    bytes after a power loss: a damaged log must not keep a run from going on.
+    A last line that a dying process cut short is dropped too, and, with a warning, every line that cannot be read, such
+    as NUL bytes after a power loss: a damaged log must not keep a run from going on.
     """
-    num_damaged, new_path = 0, f"{path}.tmp"
+    num_damaged = 0
+    new_path = f"{path}.tmp"
     with open(path, "rb") as old, open(new_path, "wb") as new:
         for line in old if step else ():
             try:
@@ -181,10 +186,10 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
 
 
 def open_wandb(project: str, run_dir: pathlib.Path, start_step: int, config: dict[str, Any] | None) -> Any:
-    """Return a run of Weights & Biases, the same one again if it is resumed; None without a project.
+    """Open a run of Weights & Biases, or the earlier one again if this run is resumed. Returns None without a project.
 
-    With WANDB_MODE=offline everything stays in `RUN_DIR/wandb`, for `wandb sync` later. Raises ValueError if it cannot
-    log in.
+    With WANDB_MODE=offline everything stays in `RUN_DIR/wandb`, for `wandb sync` later. Raises ValueError if the login
+    fails.
     """
     if not project:
         return None
@@ -207,7 +212,7 @@ def open_wandb(project: str, run_dir: pathlib.Path, start_step: int, config: dic
     except wandb.Error as error:
         way_out = "log in with `wandb login`, set WANDB_MODE=offline to log into the run folder, or name no project"
         raise ValueError(f"metrics.wandb_project={project!r}: {reason_of(error)}; {way_out}") from error
-    # an axis of its own, because wandb drops what a resumed run repeats on its built-in one
+    # not wandb's built-in axis, on which it drops what a resumed run repeats
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run

@@ -1,4 +1,4 @@
-"""What a person reads: completions as records and as text, why reward functions failed, examples of SFT in colour."""
+"""Texts that a person reads: completions, reasons of failed reward functions, examples of SFT in colour."""
 
 import collections
 import itertools
@@ -21,19 +21,18 @@ if TYPE_CHECKING:
     from grpo.data.encode import Encoded
 
 SAMPLE_CHARACTERS = 600  # of prompts and their columns (an answer, test cases, ...) in samples
-QUOTED_CHARACTERS = 200  # of what is quoted of a failed reward function, in one line
-NUM_REASONS = 3
-QUOTED_END = 40  # of a completion without an answer
+QUOTED_CHARACTERS = 200  # of a quotation in one line
+NUM_REASONS = 3  # most frequent ones of a failed reward function
+END_CHARACTERS = 40  # quoted from the end of a completion without an answer
 ANSWER_FORMS = {"answer_tag": "<answer>..</answer>", "boxed": "\\boxed{}", "hashes": "a line behind ####"}
 
 
 def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict[str, Any]]:
-    """What the .jsonl files tell about each completion, except step and kind; None where there is no finite number.
+    """Return what the .jsonl files say about each completion, except step and kind; None for what is not finite.
 
-    Texts are whole and as they are (JSON escapes what acts on a terminal), except that JSON takes no lone surrogates.
-    `columns` are those that the reward functions got, so that a completion can be scored again. An episode is told
-    without its seconds, which differ between two runs of the same; `earlier` are (version, tokens) of the pieces before
-    the last one.
+    Texts are whole and unchanged (JSON escapes what acts on a terminal), except that JSON takes no lone surrogates.
+    `columns` are those that the reward functions got, so that a completion can be scored again. An episode is without
+    its seconds, which differ between two equal runs. `earlier` has (version, tokens) of the pieces before the last one.
     """
     records = []
     for rollout, prompt in zip(rollouts, prompts, strict=True):
@@ -63,40 +62,48 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
     return records
 
 
-def spread_by_reward(rewards: list[float | None], count: int) -> list[int]:
-    """At most `count` positions at even distances in the ranking by reward, best first, worst (or None) last."""
-    ranked = sorted(range(len(rewards)), key=lambda i: -math.inf if rewards[i] is None else rewards[i], reverse=True)
+def spread_by_reward(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return up to `count` records at even distances in the ranking by reward, best first, worst (or None) last."""
+    ranked = sorted(records, key=lambda record: (record["reward"] is not None, record["reward"]), reverse=True)
     count = min(count, len(ranked))
     return [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -> str:
-    """A completion's record as readable, printable text: a line of numbers, failures, prompt, columns, completion.
+    """Return a completion's record as printable text: a line of numbers, failures, prompt, columns, completion.
 
-    turns: of an episode, in place of the completion its turns one by one, with their tokens and what answered them.
-    short: cut a long prompt to SAMPLE_CHARACTERS, as columns are in any case. A column that the prompt shows is left
-    out, except `answer`.
+    turns: show the turns of an episode instead of its completion, with their tokens and the environment's answers.
+    short: cut a long prompt to SAMPLE_CHARACTERS, as columns always are. A column that the prompt shows is left out,
+    except `answer`.
     """
     prompt = record["prompt"]
-    columns = {name: x for name, x in record["columns"].items() if name == "answer" or not _is_in(x, prompt)}
-    numbers = [("reward", record["reward"]), *record["rewards"].items()]
-    numbers += [(name, record[name]) for name in ("advantage", "mismatch")]
-    facts = [f"{name} {'none' if value is None else compact_number(value)}" for name, value in numbers]
-    facts += [f"{name} {record[name]}" for name in ("row", "source", "kind") if name in record]
-    lines = [
-        f"--- {' | '.join(facts)} | {record['num_tokens']} tokens, finish reason {record['finish_reason']}",
-        *(f"{name} failed: {_one_line(reason)}" for name, reason in record["failures"].items()),
-        f"prompt: {shorten(prompt, SAMPLE_CHARACTERS) if short else prompt}",
-        *(f"{name}: {shorten(str(value), SAMPLE_CHARACTERS)}" for name, value in columns.items()),
-    ]
+    facts = []
+    numbers = {"reward": record["reward"], **record["rewards"]}
+    numbers |= {"advantage": record["advantage"], "mismatch": record["mismatch"]}
+    for name, value in numbers.items():
+        facts.append(f"{name} none" if value is None else f"{name} {compact_number(value)}")
+    for name in ("row", "source", "kind"):
+        if name in record:
+            facts.append(f"{name} {record[name]}")
+    facts.append(f"{record['num_tokens']} tokens, finish reason {record['finish_reason']}")
+    lines = ["--- " + " | ".join(facts)]
+    for name, reason in record["failures"].items():
+        lines.append(f"{name} failed: {_one_line(reason)}")
+    if short:
+        lines.append(f"prompt: {shorten(prompt, SAMPLE_CHARACTERS)}")
+    else:
+        lines.append(f"prompt: {prompt}")
+    for name, value in record["columns"].items():
+        if name == "answer" or not _is_in(value, prompt):
+            lines.append(f"{name}: {shorten(str(value), SAMPLE_CHARACTERS)}")
     episode = record.get("episode")
     if turns and episode:
         for number, turn in enumerate(episode["turns"], start=1):
-            earned = f", then get_reward {turn['earned']:g}" if "earned" in turn else ""
-            lines += [
-                f"turn {number} ({turn['tokens']} tokens{earned}): {turn['text']}",
-                *(f"  <- {a}" for a in turn["answers"]),
-            ]
+            tokens = f"{turn['tokens']} tokens"
+            if "earned" in turn:
+                tokens += f", then get_reward {turn['earned']:g}"
+            lines.append(f"turn {number} ({tokens}): {turn['text']}")
+            lines += [f"  <- {answer}" for answer in turn["answers"]]
         lines.append(f"ended by {episode['ended_by']}")
     else:
         lines.append(f"completion: {record['completion']}")
@@ -104,21 +111,24 @@ def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -
 
 
 def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
-    """What to say if not one completion has an answer where rewards look for it: how three end, what they have."""
+    """Return a warning if no completion has an answer in the format: how three end, which formats they have instead."""
     texts = [rollout.answer for rollout in rollouts]
-    found = {form: sum(extract_answer(text, form) is not None for text in texts) for form in ANSWER_FORMS}
-    if found.pop(answer_format) or not texts:
+    counts = {form: sum(extract_answer(text, form) is not None for text in texts) for form in ANSWER_FORMS}
+    if counts[answer_format] or not texts:
         return ""
-    ends = ", ".join(repr(one_line(text)[-QUOTED_END:]) for text in texts[:: -(-len(texts) // 3)])
+    ends = ", ".join(repr(one_line(text)[-END_CHARACTERS:]) for text in texts[:: math.ceil(len(texts) / 3)])
     line = f"none of {len(texts)} completions has an answer in {ANSWER_FORMS[answer_format]}; they end like {ends}"
-    for form, count in found.items():
-        line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})" if count else ""
-    cut = sum(rollout.completion.truncated for rollout in rollouts)
-    return line + (f"; {cut} run out of tokens" if cut else "")
+    for form, count in counts.items():
+        if count:
+            line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})"
+    num_truncated = sum(rollout.completion.truncated for rollout in rollouts)
+    if num_truncated:
+        line += f"; {num_truncated} run out of tokens"
+    return line
 
 
 def unread_calls_line(rollouts: list[Rollout]) -> str:
-    """What to say if turns call tools in a style that is not read: how many, which style reads most, an example."""
+    """Return a warning if turns call tools in a style that is not read: how many, the style that reads most of them."""
     episodes = [r.completion.episode for r in rollouts if r.completion.episode]
     turns = [turn for episode in episodes for turn in episode["turns"]]
     styles = collections.Counter(turn["unread"] for turn in turns if "unread" in turn)
@@ -136,15 +146,16 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
 
 
 def failure_lines(rollouts: list[Rollout]) -> list[str]:
-    """A line for each reward function that failed: how often, its most frequent reasons, where first."""
+    """Return a line for each reward function that failed: how often, its most frequent reasons, a completion."""
     lines = []
     for function in dict.fromkeys(name for r in rollouts for name in r.failures):
         failed = [r for r in rollouts if function in r.failures]
-        reasons = collections.Counter(_one_line(r.failures[function]) for r in failed).most_common(NUM_REASONS)
-        told = ", ".join(f"{reason} ({count})" for reason, count in reasons)
-        first = repr(shorten(failed[0].text, QUOTED_CHARACTERS))
-        where = f"{len(failed)} of {len(rollouts)} completions"
-        lines.append(f"reward function {function} failed for {where}: {told}; first completion: {first}")
+        counts = collections.Counter(_one_line(r.failures[function]) for r in failed)
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in counts.most_common(NUM_REASONS))
+        lines.append(
+            f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {reasons}; "
+            f"first completion: {shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
+        )
     return lines
 
 
@@ -157,33 +168,38 @@ def show_examples(examples: "Iterable[Encoded]", tokenizer: "PreTrainedTokenizer
 
 
 def show_chat(example: "Encoded", tokenizer: "PreTrainedTokenizerBase") -> Text:
-    """Text of an example for rich's console, labels in bold green; a line break that is a label shows as ↵ too.
+    """Return an example as text for rich's console, with labels in bold green and ↵ at line breaks that are labels.
 
-    Special tokens are shown; what would act on a terminal is escaped.
+    Special tokens are shown; characters that would act on a terminal are escaped.
     """
-    shown, start, before = Text(), 0, ""
+    colored = Text()
+    end = 0
+    before = ""
     for is_label, run in itertools.groupby(example.mask):
-        start += len(list(run))
-        # From the beginning each time: some tokenizers drop a blank at the beginning of what they decode.
-        decoded = tokenizer.decode(example.ids[:start], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        end += len(list(run))
+        # from the first token each time, because some tokenizers drop a blank at the beginning of what they decode
+        decoded = tokenizer.decode(example.ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         piece = printable(decoded[len(before) :])
-        shown.append(piece.replace("\n", "↵\n") if is_label else piece, "bold green" if is_label else "dim")
+        if is_label:
+            colored.append(piece.replace("\n", "↵\n"), "bold green")
+        else:
+            colored.append(piece, "dim")
         before = decoded
-    return shown
+    return colored
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """The number, or None if it is not finite, for which JSON has no word."""
+    """Return the number, or None if it is not finite, which strict JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def _strict_json(value: Any) -> Any:
-    """What came as JSON, which Python lets hold NaN and infinities, with None in their place."""
+    """Return a JSON value with None in place of NaN and infinities, which Python allows in it."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def _is_in(value: Any, prompt: str) -> bool:
-    """Whether the prompt shows this value of a column anyway: a text, or messages."""
+    """Return whether the prompt shows this value of a column, a text or messages, anyway."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(x, dict) and _is_in(x.get("content"), prompt) for x in value)
     return isinstance(value, str) and without_surrogates(value.strip()) in prompt

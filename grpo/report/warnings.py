@@ -1,7 +1,7 @@
-"""What a person would see in the curves, said in one line each: nothing is learned, the reward is gamed, ...
+"""Warnings of what a person would see in the curves, one line each: nothing is learned, the reward is gamed, ...
 
-A rule is a pure function of the metrics so far, as lists by name with one entry per step (what was not finite is left
-out). It returns what to say, or nothing.
+A rule is a pure function of the metrics so far: a list by name with one entry per step, without values that are not
+finite. It returns the warning, or an empty text.
 """
 
 import collections
@@ -15,22 +15,22 @@ from grpo.text import compact_number
 
 History = dict[str, list[float]]
 
-WINDOW = 10  # steps; single ones are noisy
+WINDOW = 10  # steps that a mean is over, because a single step is noisy
 EQUAL_REWARD_STEPS = 3
 MIN_ENTROPY = 0.01  # nats
-MAX_TRUNCATED = 0.3
+MAX_TRUNCATED = 0.3  # share of completions
 ACCURACY_DROP = 0.03
 REWARD_DROP = 0.5  # of the rewards' standard deviation among completions: far more than two steps differ by chance
 MOVE_STEPS = 20
-LEAST_MOVE = 1e-6  # nats of KL to where the policy began; or what the learning rates add up to
+MIN_MOVE = 1e-6  # nats of KL to the start; or sum of the learning rates
 FLAT_STEPS = 50
-LEAST_RISE_ERRORS = 2.0  # standard errors by which a reward that rises is above its first window
-LEAST_ERRORS = 2.5  # standard errors by which an accuracy must be below the best of several, a reward below its first
+RISE_ERRORS = 2.0  # standard errors that the last window of rewards is above the first one, if the reward rises
+DROP_ERRORS = 2.5  # standard errors that an accuracy is below the best of several, or a reward below the first one
 TOO_LARGE = "the updates are too large; lower trainer.learning_rate"
 
 
-def equal_rewards(history: History) -> str:
-    """No group has two different rewards, so nothing is learned. A teacher judges every token all the same."""
+def no_comparison(history: History) -> str:
+    """Warn that no group has two different rewards, so nothing is learned, unless a teacher judges every token."""
     shares = history["groups/zero_variance_frac"][-EQUAL_REWARD_STEPS:]
     if len(shares) < EQUAL_REWARD_STEPS or min(shares) < 1 or history["distill/reverse_kl"]:
         return ""
@@ -40,57 +40,65 @@ def equal_rewards(history: History) -> str:
     )
 
 
-def not_moved(history: History, least_steps: int = MOVE_STEPS) -> str:
-    """The policy is where it began: AdamW moves a weight by about the learning rate in a step, and there is no KL.
+def not_moved(history: History, min_steps: int = MOVE_STEPS) -> str:
+    """Warn that the policy is where it began: in a step AdamW moves a weight by about the learning rate.
 
-    least_steps: before, nothing is said about it. Rules that advise a lower learning rate ask earlier, and keep silent.
+    min_steps: no warning before. Rules that advise a lower learning rate ask with a lower number, and then keep silent.
     """
-    num_steps, rates = len(history["reward/mean"]), history["learning_rate"]
-    far = max(map(abs, history["kl"][-WINDOW:]), default=math.inf)  # without a reference it is not known
-    if min(num_steps, len(rates)) < least_steps or min(total := sum(rates), far) >= LEAST_MOVE:
+    num_steps = len(history["reward/mean"])
+    rates = history["learning_rate"]
+    kl = max(map(abs, history["kl"][-WINDOW:]), default=math.inf)  # without a reference it is not known
+    if min(num_steps, len(rates)) < min_steps or min(sum(rates), kl) >= MIN_MOVE:
         return ""
-    told = f"the learning rates add up to {total:.2g}" + (f", kl is {far:.2g}" if math.isfinite(far) else "")
-    return f"after {num_steps} steps the policy is where it began: {told}; raise trainer.learning_rate"
+    numbers = f"the learning rates add up to {sum(rates):.2g}"
+    if math.isfinite(kl):
+        numbers += f", kl is {kl:.2g}"
+    return f"after {num_steps} steps the policy is where it began: {numbers}; raise trainer.learning_rate"
 
 
 def collapse(history: History) -> str:
-    """The reward is far below what it was, whatever else has changed with it, and the policy has moved."""
-    rewards, spread = history["reward/mean"], max(history["reward/std"], default=0)
+    """Warn that the reward is far below what it was, whatever else has changed, and the policy has moved."""
+    rewards = history["reward/mean"]
+    spread = max(history["reward/std"], default=0)
     now = _recent(rewards)
     if now is None or not spread or not_moved(history, WINDOW):
         return ""
-    windows = (statistics.fmean(rewards[start : start + WINDOW]) for start in range(0, len(rewards) - WINDOW, WINDOW))
-    best = max([now, *windows])
-    # Large steps may spoil the policy within the first window, but a step of few completions may be high by chance.
-    # What two neighbours differ by says how much, whatever the trend.
+    starts = range(0, len(rewards) - WINDOW, WINDOW)
+    best = max([now, *(statistics.fmean(rewards[start : start + WINDOW]) for start in starts)])
+    # Large updates may spoil the policy within the first window. But the first step may be high by chance, if it has
+    # few completions; the differences between neighbours say by how much, whatever the trend.
     changes = [after - before for before, after in itertools.pairwise(rewards[-WINDOW:])]
     error = math.sqrt(statistics.fmean(change**2 for change in changes) / 2)
-    if rewards[0] - now > LEAST_ERRORS * error:
+    if rewards[0] - now > DROP_ERRORS * error:
         best = max(best, rewards[0])
     if best - now <= REWARD_DROP * spread:
         return ""
-    fell = f"the reward fell from {compact_number(best)} to {compact_number(now)}"
-    return f"{fell}: {TOO_LARGE}, and go on from a checkpoint of before"
+    return (
+        f"the reward fell from {compact_number(best)} to {compact_number(now)}: {TOO_LARGE}, and go on from an earlier "
+        "checkpoint"
+    )
 
 
 def no_rise(history: History) -> str:
-    """Rewards differ within groups, and what is learned from that does not show."""
+    """Warn that the reward does not rise, although rewards differ within groups."""
     rewards = history["reward/mean"]
-    if len(rewards) < FLAT_STEPS or not_moved(history) or equal_rewards(history) or collapse(history):
+    if len(rewards) < FLAT_STEPS or not_moved(history) or no_comparison(history) or collapse(history):
         return ""
-    first, last = rewards[:WINDOW], rewards[-WINDOW:]
+    first = rewards[:WINDOW]
+    last = rewards[-WINDOW:]
     error = math.hypot(statistics.stdev(first), statistics.stdev(last)) / math.sqrt(WINDOW)
-    if (rise := statistics.fmean(last) - statistics.fmean(first)) > LEAST_RISE_ERRORS * error:
+    rise = statistics.fmean(last) - statistics.fmean(first)
+    if rise > RISE_ERRORS * error:
         return ""
-    chance = f"in {len(rewards)} steps the reward has not risen by more than chance"
     return (
-        f"{chance} ({compact_number(rise)} ± {compact_number(error)}): it says little, or trainer.learning_rate is too "
-        "small; compare the best completions and the worst (python -m grpo.look RUN_DIR --worst)"
+        f"in {len(rewards)} steps the reward has not risen by more than chance ({compact_number(rise)} ± "
+        f"{compact_number(error)}): it says little, or trainer.learning_rate is too small; compare the best "
+        "completions and the worst (python -m grpo.look RUN_DIR --worst)"
     )
 
 
 def no_entropy(history: History) -> str:
-    """The policy samples the same again and again. In a supervised run this is no fault."""
+    """Warn that the policy samples the same again and again, which in a supervised run is no fault."""
     entropy = _recent(history["entropy"])
     if not history["reward/mean"] or entropy is None or entropy >= MIN_ENTROPY:
         return ""
@@ -103,19 +111,21 @@ def no_entropy(history: History) -> str:
 
 
 def truncation(history: History) -> str:
-    """Many completions are cut off, and what is cut off earns nothing. A policy that fell apart has no end either."""
+    """Warn that many completions are cut off and so earn nothing, unless the policy collapsed and finds no end."""
     share = _recent(history["completion/truncated_frac"])
     if share is None or share <= MAX_TRUNCATED or collapse(history):
         return ""
-    out = f"{share:.0%} of the completions run out of tokens"
-    return f"{out}: raise generator.max_completion_tokens, or teach the policy to be short (overlong_penalty)"
+    return (
+        f"{share:.0%} of the completions run out of tokens: raise generator.max_completion_tokens, or teach the policy "
+        "to be short (overlong_penalty)"
+    )
 
 
-RULES: tuple[Callable[[History], str], ...] = (equal_rewards, not_moved, collapse, no_rise, no_entropy, truncation)
+RULES: tuple[Callable[[History], str], ...] = (no_comparison, not_moved, collapse, no_rise, no_entropy, truncation)
 
 
 class Evaluation(NamedTuple):
-    """An accuracy on held-out prompts, its standard error, and the mean reward of the window of steps before."""
+    """An accuracy on held-out prompts, its standard error, and the mean reward over the window before it."""
 
     accuracy: float
     error: float
@@ -123,49 +133,53 @@ class Evaluation(NamedTuple):
 
 
 def lost_accuracy(evaluations: list[Evaluation]) -> str:
-    """The last accuracy is below the best one, by more than chance; whether the reward rose meanwhile says why."""
-    *before, now = evaluations
-    best = max(before, default=now)
-    if best.accuracy - now.accuracy < max(ACCURACY_DROP, LEAST_ERRORS * math.hypot(best.error, now.error)):
+    """Warn that the last accuracy is below the best one by more than chance; the reward since then says why."""
+    best = max(evaluations)
+    now = evaluations[-1]
+    if best.accuracy - now.accuracy < max(ACCURACY_DROP, DROP_ERRORS * math.hypot(best.error, now.error)):
         return ""
     fell = f"is {compact_number(now.accuracy)} and was {compact_number(best.accuracy)}"
     if now.reward > best.reward:
-        rose = f"the reward rose from {compact_number(best.reward)} to {compact_number(now.reward)}"
-        way_out = "read samples.txt, mend the reward, or export the best checkpoint (checkpoint.keep_best)"
-        return f"{fell}, while {rose}: the reward is being gamed or learned by heart; {way_out}"
-    more = "or raise trainer.warmup_steps or prompts_per_step"
-    return f"{fell}, and the reward did not rise either: {TOO_LARGE}, {more}"
+        return (
+            f"{fell}, while the reward rose from {compact_number(best.reward)} to {compact_number(now.reward)}: the "
+            "reward is being gamed or learned by heart; read samples.txt, mend the reward, or export the best "
+            "checkpoint (checkpoint.keep_best)"
+        )
+    return f"{fell}, and the reward did not rise either: {TOO_LARGE}, or raise trainer.warmup_steps or prompts_per_step"
 
 
-class Watch:
-    """The metrics so far, and what was said about them: each thing once, and again if it went away in between."""
+class CurveReader:
+    """The metrics so far, and the warnings about them: each once, and again only if it went away in between."""
 
     def __init__(self) -> None:
         self.history: History = collections.defaultdict(list)
         self.evaluations: dict[str, list[Evaluation]] = collections.defaultdict(list)
-        self._said: set[str] = set()
+        self._shown: set[str] = set()
 
     def look(self, metrics: dict[str, float | None]) -> list[str]:
-        """Take in metrics of a step or an evaluation (`eval/accuracy`, `eval/SET/accuracy`); returns what is new."""
+        """Take in metrics of a step or an evaluation (`eval/accuracy`, `eval/SET/accuracy`). Returns new warnings."""
         finite = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
         for name, value in finite.items():
             self.history[name].append(value)
-        found = {rule.__name__: rule(self.history) for rule in RULES}
+        warnings = {rule.__name__: rule(self.history) for rule in RULES}
         rewards = self.history["reward/mean"]
-        for name in (name for name in finite if name.startswith("eval/") and name.endswith("accuracy")):
-            seen = self.evaluations[name]
-            if seen and rewards and math.isnan(seen[0].reward):  # that before the first step
-                seen[0] = seen[0]._replace(reward=statistics.fmean(rewards[:WINDOW]))
+        for name in finite:
+            if not (name.startswith("eval/") and name.endswith("accuracy")):
+                continue
+            evaluations = self.evaluations[name]
+            if evaluations and rewards and math.isnan(evaluations[0].reward):  # made before the first step
+                evaluations[0] = evaluations[0]._replace(reward=statistics.fmean(rewards[:WINDOW]))
             reward = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
-            seen.append(Evaluation(finite[name], finite.get(f"{name}_stderr", 0.0), reward))
-            text = "" if not_moved(self.history, WINDOW) else lost_accuracy(seen)
-            found[name] = text and f"{name} {text}"
-        told = {name for name, text in found.items() if text}
-        new = [found[name] for name in found if name in told - self._said]
-        self._said = self._said - found.keys() | told
+            evaluations.append(Evaluation(finite[name], finite.get(f"{name}_stderr", 0.0), reward))
+            lost = lost_accuracy(evaluations)
+            if lost and not_moved(self.history, WINDOW):  # then the two accuracies differ by chance
+                lost = ""
+            warnings[name] = lost and f"{name} {lost}"
+        new = [text for name, text in warnings.items() if text and name not in self._shown]
+        self._shown = (self._shown - warnings.keys()) | {name for name, text in warnings.items() if text}
         return new
 
 
 def _recent(values: list[float]) -> float | None:
-    """The mean of the last window; None if there are not so many steps yet."""
+    """Return the mean of the last window; None if there are fewer steps."""
     return statistics.fmean(values[-WINDOW:]) if len(values) >= WINDOW else None

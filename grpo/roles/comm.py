@@ -1,14 +1,13 @@
-"""What the roles say to each other: decisions, prompts, completions over the bridge `control`, batches over `learners`.
+"""What the roles send each other: decisions, prompts, completions over the bridge `control`, batches over `learners`.
 
-Every function here is a collective over the bridge that it names: all ranks call it, in the same order. One over
-`learners` returns None at once on the other ranks, the generators. Ragged numbers travel as flat CPU tensors with their
-lengths, without padding. With `overlap_steps=1` nothing passes over `control` between `launch` and `land`: generators
-sample for the next step, while learners train and talk over `learners`.
+Every function here is a collective over the bridge that it names: all ranks call it, in the same order. A collective
+over `learners` returns None at once on the generators. Ragged numbers travel as flat CPU tensors with their lengths,
+without padding. With `overlap_steps=1` nothing passes over `control` between `start_sampling_ahead` and
+`finish_sampling_ahead`: generators sample for the next step, while learners train and talk over `learners`.
 """
 
 import contextlib
 import functools
-import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Piece, Requests, TrainBatch
 
 if TYPE_CHECKING:  # these load torchtitan
-    from grpo.roles.generator import Generator
+    from grpo.roles.engine.generator import Generator
     from grpo.roles.reference import Reference
 
 Method = TypeVar("Method", bound=Callable)
@@ -37,18 +36,19 @@ def broadcast(value: Any, group: ProcessGroup) -> Any:
 
 
 def on_driver(method: Method, to_all: bool = False, bridge: str = "control", scores: bool = False) -> Method:
-    """Make a method of an object that every rank holds one that only the driver runs; elsewhere it returns None.
+    """Make a method that every rank calls run on the driver alone; on the other ranks it returns None.
 
-    Collective over `self.roles.control`: every rank calls it, arguments count on the driver alone. If it raises there,
-    every rank stops: the driver with the exception, the others silently, so that one error is seen and no rank waits.
-    scores: the method may ask `self.reward_model`, for which the other learners compute their parts meanwhile.
+    Collective over `self.roles.control`; arguments count on the driver alone. If the method raises there, every rank
+    stops: the driver with the exception, the others silently, so that one error is printed and no rank waits. scores:
+    the method may ask `self.reward_model`, and the other learners compute their parts of its scores meanwhile.
     """
 
     @functools.wraps(method)
     def run(self, *arguments):
-        group, result = getattr(self.roles, bridge), None
+        group = getattr(self.roles, bridge)
         if group is None:
             return None
+        result = None
         reward_model = self.reward_model if scores else None
         if self.roles.is_driver:
             try:
@@ -59,10 +59,10 @@ def on_driver(method: Method, to_all: bool = False, bridge: str = "control", sco
                 raise
         elif reward_model:
             reward_model.answer()
-        failed, shown = broadcast((False, result if to_all else None), group)
+        failed, shared = broadcast((False, result if to_all else None), group)
         if failed:
             raise SystemExit(1)
-        return shown if to_all else result
+        return shared if to_all else result
 
     return run
 
@@ -79,7 +79,7 @@ def wait_for_all(roles: Roles) -> None:
 
 
 def gather_to_driver(value: Any, roles: Roles) -> list[Any] | None:
-    """Every rank's picklable value, in the order of the ranks; None except on the driver.
+    """Return every rank's picklable value on the driver, in the order of the ranks; None elsewhere.
 
     Collective over `roles.control`.
     """
@@ -89,19 +89,19 @@ def gather_to_driver(value: Any, roles: Roles) -> list[Any] | None:
 
 
 def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Completion] | None:
-    """Every replica's completions in the order of their `index`, on the driver; None elsewhere.
+    """Return every replica's completions on the driver, in the order of their `index`; None elsewhere.
 
     Collective over `roles.control`; ranks that are not the head of a replica pass None.
     """
     parts = gather_to_driver(flatten_completions(local or []), roles)
     if parts is None:
         return None
-    completions = [completion for part in parts for completion in unflatten_completions(*part)]
+    completions = [completion for tensors in parts for completion in unflatten_completions(*tensors)]
     return sorted(completions, key=lambda completion: completion.index)
 
 
 @dataclass(frozen=True, eq=False)
-class Ahead:
+class SampledAhead:
     """One rank's part of what is sampled ahead, and when, in seconds of the wall clock, which hosts have in common."""
 
     completions: list[Completion] | None
@@ -111,29 +111,37 @@ class Ahead:
     """When it had sampled; `began` on the learners, which do not wait."""
 
 
-def launch(requests: Requests | None, group_size: int, generator: "Generator | None") -> Ahead | None:
-    """Sample ahead on the generators; the learners go on at once. None if nothing is asked for."""
+def start_sampling_ahead(
+    requests: Requests | None, group_size: int, generator: "Generator | None"
+) -> SampledAhead | None:
+    """Sample ahead on the generators, while the learners go on at once. Returns None without requests."""
     if requests is None:
         return None
     began = time.time()
-    completions = generator.generate(requests, group_size) if generator else None
-    return Ahead(completions, began, time.time() if generator else began)
+    if generator is None:
+        return SampledAhead(None, began, began)
+    completions = generator.generate(requests, group_size)
+    return SampledAhead(completions, began, time.time())
 
 
-def land(ahead: Ahead | None, driver: Any, roles: Roles) -> None:
+def finish_sampling_ahead(ahead: SampledAhead | None, driver: Any, roles: Roles) -> None:
     """Bring what was sampled ahead to the driver, once it and the generators are done.
 
-    `driver` has a method `land_ahead(completions, seconds, overlap_seconds)` that runs on rank 0. Collective over
+    `driver` has a method `receive_ahead(completions, seconds, overlap_seconds)` that runs on rank 0. Collective over
     `roles.control`, if anything was sampled ahead.
     """
     if ahead is None:
         return
-    arrived, seconds, overlap = time.time(), 0.0, 0.0
+    arrived = time.time()
     completions = gather_completions(ahead.completions, roles)
-    if times := gather_to_driver((ahead.began, ahead.ended), roles):
-        began, ended = min(times[head][0] for head in roles.heads), max(times[head][1] for head in roles.heads)
-        seconds, overlap = ended - began, max(0.0, min(ended, arrived) - max(began, ahead.began))
-    driver.land_ahead(completions, seconds, overlap)
+    times = gather_to_driver((ahead.began, ahead.ended), roles)
+    seconds = overlap_seconds = 0.0
+    if times:
+        began = min(times[head][0] for head in roles.heads)
+        ended = max(times[head][1] for head in roles.heads)
+        seconds = ended - began
+        overlap_seconds = max(0.0, min(ended, arrived) - max(began, ahead.began))
+    driver.receive_ahead(completions, seconds, overlap_seconds)
 
 
 def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
@@ -141,66 +149,73 @@ def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
 
     Collective over `roles.learners`. Returns the batch on trainer and reference ranks, None on the others.
     """
-    tensors = broadcast_tensors([getattr(batch, f.name) for f in fields(batch)] if roles.is_driver else None, roles)
-    return TrainBatch(*tensors) if roles.learns else None
+    tensors = None
+    if roles.is_driver:
+        tensors = [getattr(batch, field.name) for field in fields(batch)]
+    tensors = broadcast_tensors(tensors, roles)
+    return TrainBatch(*tensors) if tensors else None
 
 
 def add_ref_logprobs(
-    batch: TrainBatch | None, reference: "Reference | None", roles: Roles, read: TrainBatch | None = None
+    batch: TrainBatch | None, reference: "Reference | None", roles: Roles, teacher_batch: TrainBatch | None = None
 ) -> TrainBatch | None:
     """Compute the reference's log-probs and join them into every learner's batch, if there is a reference.
 
-    read: what the reference reads, if not the batch: the same completions behind other prompts, so that the tokens that
-    count in the loss are the same in the same order. Collective over `roles.learners`: reference ranks pass theirs, the
-    others None. Each computes its part of those tokens and has 0 where others do, so that the sum over ranks is the
-    whole and exact.
+    teacher_batch: what a teacher reads instead of `batch`: the same completions after other prompts, so the tokens that
+    count in the loss are the same, in the same order. Collective over `roles.learners`: reference ranks pass their
+    reference, the others None. Each rank computes its part of those tokens and has 0 elsewhere, so the sum over ranks
+    is the whole and exact.
     """
     if not roles.has_reference or not roles.learns:
         return batch
-    read = read or batch
-    total_N = reference.logprobs(read) if reference else torch.zeros(read.num_tokens)
+    teacher_batch = teacher_batch or batch
+    total_N = reference.logprobs(teacher_batch) if reference else torch.zeros(teacher_batch.num_tokens)
     dist.all_reduce(total_N, group=roles.learners)
-    if read is not batch:
-        total_N = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask_N, total_N[read.loss_mask_N])
+    if teacher_batch is not batch:
+        total_N = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask_N, total_N[teacher_batch.loss_mask_N])
     return replace(batch, ref_logprobs_N=total_N)
 
 
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor | None] | None, roles: Roles
 ) -> Sequence[torch.Tensor | None] | None:
-    """Give every learner the driver's flat CPU tensors (and its Nones); None on the other ranks.
+    """Give every learner the driver's flat CPU tensors (and its Nones); returns None on the other ranks.
 
     Collective over `roles.learners`.
     """
     if not roles.learns:
         return None
-    specs = [None if t is None else (t.shape, t.dtype) for t in tensors] if roles.is_driver else None
-    specs = broadcast(specs, roles.learners)
+    layouts = None
+    if roles.is_driver:
+        layouts = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
+    layouts = broadcast(layouts, roles.learners)
     if not roles.is_driver:
-        tensors = [None if spec is None else torch.empty(spec[0], dtype=spec[1]) for spec in specs]
+        tensors = [layout and torch.empty(layout[0], dtype=layout[1]) for layout in layouts]
     for tensor in tensors:
         if tensor is not None and len(tensor):
-            dist.broadcast(tensor.view(torch.uint8), group_src=0, group=roles.learners)  # gloo knows not every dtype
+            # as bytes, since gloo does not know every dtype
+            dist.broadcast(tensor.view(torch.uint8), group_src=0, group=roles.learners)
     return tensors
 
 
 def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
-    """Completions as flat tensors: what is known of each and of its pieces as bytes of JSON; ids, loss mask, log-probs.
+    """Return completions as flat tensors: facts as bytes of JSON, then ids, loss mask and log-probs.
 
     So they go over the wire quickly, and into a checkpoint without pickles.
     """
-    pieces = [piece for completion in completions for piece in completion.pieces]
-    facts = [
-        {f.name: getattr(completion, f.name) for f in fields(completion)}
-        | {"pieces": [(p.num_tokens, p.version, p.logprobs_T is not None, p.observed) for p in completion.pieces]}
-        for completion in completions
-    ]
-    nothing = torch.empty(0)
+    facts = []
+    pieces = []
+    for completion in completions:
+        record = {field.name: getattr(completion, field.name) for field in fields(completion)}
+        record["pieces"] = [(p.num_tokens, p.version, p.logprobs_T is not None) for p in completion.pieces]
+        facts.append(record)
+        pieces += completion.pieces
+    empty = torch.empty(0)
     return [
         torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8),
-        torch.cat([nothing.long(), *(piece.ids_T for piece in pieces)]),
-        torch.cat([nothing.bool(), *(piece.loss_mask_T for piece in pieces)]),
-        torch.cat([nothing, *(completion.logprobs_T for completion in completions)]),
+        torch.cat([empty.long(), *(piece.ids_T for piece in pieces)]),
+        torch.cat([empty.bool(), *(piece.loss_mask_T for piece in pieces)]),
+        torch.cat([empty, *(completion.logprobs_T for completion in completions)]),
     ]
 
 
@@ -208,12 +223,15 @@ def unflatten_completions(
     facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
-    completions = json.loads(facts.numpy().tobytes())
-    pieces = [piece for completion in completions for piece in completion["pieces"]]
-    lengths = [num_tokens for num_tokens, *_ in pieces]
-    tokens = zip(pieces, ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), strict=True)
-    whole = (
-        Piece(ids_T, mask_T, logprobs_T if sampled else None, version, observed)
-        for (_, version, sampled, observed), ids_T, mask_T, logprobs_T in tokens
-    )
-    return [Completion(**c | {"pieces": tuple(itertools.islice(whole, len(c["pieces"])))}) for c in completions]
+    records = json.loads(facts.numpy().tobytes())
+    lengths = [num_tokens for record in records for num_tokens, *_ in record["pieces"]]
+    tokens = zip(ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), strict=True)
+    completions = []
+    for record in records:
+        pieces = []
+        for _, version, is_sampled in record["pieces"]:
+            ids_T, mask_T, logprobs_T = next(tokens)
+            pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version))
+        record["pieces"] = tuple(pieces)
+        completions.append(Completion(**record))
+    return completions

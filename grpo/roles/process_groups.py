@@ -1,23 +1,18 @@
 """Which rank does what, and the process groups that follow from it. The ONLY file that creates process groups.
 
-Every role is a world of its own: it has its own default process group, so torchtitan and vLLM each see exactly the
-ranks they expect. Roles talk over bridges, further groups built from torchrun's store: `control` over all ranks (CPU
-tensors, gloo), `learners` over trainers and references (gloo too) and `weights` from trainer rank 0 to every generator
-rank (NCCL on GPUs). All groups are created here, in one order, the bridges first.
-
     launcher rank   0 .. num_trainers-1   then references       then generators (replicas of tensor_parallel neighbours)
     default group   trainer               reference             one per replica
     control         every rank
     learners        every trainer and reference rank
     weights         rank 0                                      every generator rank
 
-What only learners need never waits for a generator. Colocated, every rank holds every role, one default group serves
-trainer and generator, and `learners` is `control`.
+Each role has its own default process group, so torchtitan and vLLM see exactly the ranks they expect. Three bridges
+join the roles. Colocated, every rank holds every role, one default group serves trainer and generator, `learners` is
+`control`, and there is no `weights`. PROCESS_GROUPS.md says why, and what a new kind of role has to do.
 """
 
 import collections
 import datetime
-import functools
 import gc
 import os
 import time
@@ -32,13 +27,14 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from grpo.config import RolesConfig
 
-# Between two looks of rank 0 for ranks that have started
+# Seconds between two looks of rank 0 for ranks that have started
 MEETING_SECONDS = 0.02
-# After which rank 0 says whom it waits for
+# Seconds after which rank 0 prints which ranks it waits for
 MEETING_NOTICE_SECONDS = 60
 # Timeout of a collective, in `deadline_minutes`: beyond the deadline of every phase, so that a hang is named first
 TIMEOUT_DEADLINES = 4
-SAVERS = "checkpoints"  # describes the group of the threads that write them
+# Description of the group whose threads write checkpoints
+SAVERS = "checkpoints"
 
 # Forwards that this rank's engine has begun, by the first rank of its replica; torch does not see what vLLM sends.
 engine_steps: collections.Counter[int] = collections.Counter()
@@ -46,11 +42,9 @@ engine_steps: collections.Counter[int] = collections.Counter()
 
 @dataclass(frozen=True)
 class Roles:
-    """What this rank does, and its groups. Ranks here are torchrun's launcher ranks."""
+    """The roles of this rank, and its groups. Ranks are torchrun's launcher ranks."""
 
     rank: int
-    name: str
-    """`trainer`, `reference`, `generator` or `colocated`; for messages, decisions ask the three flags."""
     device: torch.device
     control: ProcessGroup
     """Bridge over all ranks; gloo."""
@@ -58,9 +52,6 @@ class Roles:
     """Bridge over the ranks that train or hold frozen models, the driver first; gloo. None on the others."""
     weights: ProcessGroup | None
     """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
-    trains: bool
-    references: bool
-    generates: bool
     trainer_ranks: tuple[int, ...]
     reference_ranks: tuple[int, ...]
     """Ranks that hold a reference, a reward model or both; empty when neither is needed."""
@@ -69,7 +60,7 @@ class Roles:
     replicas: tuple[tuple[int, ...], ...]
     """Generator ranks, one tuple per vLLM engine."""
     store: Store
-    """Keys and values that all ranks share, of this start alone."""
+    """Keys and values that all ranks of this start share."""
 
     @property
     def is_driver(self) -> bool:
@@ -77,25 +68,47 @@ class Roles:
         return self.rank == 0
 
     @property
+    def trains(self) -> bool:
+        """True on ranks with a part of the policy."""
+        return self.rank in self.trainer_ranks
+
+    @property
+    def references(self) -> bool:
+        """True on ranks with a part of the reference or the reward model."""
+        return self.rank in self.reference_ranks
+
+    @property
     def learns(self) -> bool:
-        """Trainer and reference ranks, which get every batch."""
+        """True on trainer and reference ranks, which get every batch."""
         return self.trains or self.references
 
     @property
-    def replica(self) -> int | None:
-        """Index of this rank's engine replica, None on ranks that do not generate."""
-        return next((index for index, ranks in enumerate(self.replicas) if self.rank in ranks), None)
+    def generates(self) -> bool:
+        """True on ranks with a part of an engine."""
+        return bool(self.replica)
+
+    @property
+    def name(self) -> str:
+        """Role in messages and file names: `trainer`, `reference`, `generator` or `colocated`."""
+        if self.trains:
+            return "colocated" if self.generates else "trainer"
+        return "generator" if self.generates else "reference"
+
+    @property
+    def replica(self) -> tuple[int, ...]:
+        """Launcher ranks of this rank's engine; empty on ranks that do not generate."""
+        return next((ranks for ranks in self.replicas if self.rank in ranks), ())
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """First rank of each replica: the one that hands in the completions."""
+        """First rank of each replica, which hands in the completions."""
         return tuple(ranks[0] for ranks in self.replicas)
 
     @property
     def world(self) -> tuple[int, ...]:
-        """The ranks of this rank's default process group."""
-        worlds = (self.trainer_ranks, self.reference_ranks, *self.replicas)
-        return next(world for world in worlds if self.rank in world)
+        """Launcher ranks of this rank's default process group."""
+        worlds = (self.trainer_ranks, self.reference_ranks, self.replica)
+        return next(ranks for ranks in worlds if self.rank in ranks)
 
 
 def setup_roles(
@@ -117,71 +130,53 @@ def setup_roles(
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    soon = datetime.timedelta(minutes=deadline_minutes)
-    timeout = TIMEOUT_DEADLINES * soon
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    rank = int(os.environ["RANK"])
+    everyone = tuple(range(int(os.environ["WORLD_SIZE"])))
+    deadline = datetime.timedelta(minutes=deadline_minutes)
+    timeout = TIMEOUT_DEADLINES * deadline
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        backend = "cuda:nccl,cpu:gloo"
         torch.cuda.set_device(device)
-    backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # torchrun's own, no further port
     store.set_timeout(timeout)
-    store = meet(store, rank, world_size, soon)  # nobody is watched yet, see grpo/watch
+    store = meet(store, rank, len(everyone), deadline)  # nobody is watched yet, see grpo/watch
 
-    trainer_ranks, own_reference_ranks, generator_ranks = ranks_of_roles(layout, world_size)
-    learner_ranks = (*trainer_ranks, *own_reference_ranks)
-    if on_gpu and rank not in generator_ranks:  # vLLM decides for its own
+    trainer_ranks = learner_ranks = generator_ranks = everyone
+    if not layout.colocated:
+        num_learners = layout.num_trainers + layout.num_references
+        trainer_ranks = everyone[: layout.num_trainers]
+        learner_ranks = everyone[:num_learners]
+        generator_ranks = everyone[num_learners:]
+    reference_ranks = learner_ranks[len(trainer_ranks) :]
+    if not reference_ranks and (needs_reference or needs_reward_model):
+        reference_ranks = trainer_ranks
+    if device.type == "cuda" and rank not in generator_ranks:  # vLLM decides for its own
         _let_segments_grow()
 
-    bridge = functools.partial(_bridge, rank=rank, store=store, timeout=timeout)
-    control = bridge("control", range(world_size))
-    learners = bridge("learners", learner_ranks) if len(learner_ranks) < world_size else control
-    is_split = generator_ranks and 0 not in generator_ranks
-    reference_ranks = own_reference_ranks or (trainer_ranks if needs_reference or needs_reward_model else ())
-    trains, generates = rank in trainer_ranks, rank in generator_ranks
+    control = learners = _make_bridge("control", everyone, "gloo", rank, store, timeout)
+    if learner_ranks != everyone:
+        learners = _make_bridge("learners", learner_ranks, "gloo", rank, store, timeout)
+    weights = None
+    if generator_ranks and 0 not in generator_ranks:
+        weights = _make_bridge("weights", (0, *generator_ranks), backend, rank, store, timeout)
+    engine_starts = range(0, len(generator_ranks), engine_ranks)
     roles = Roles(
         rank=rank,
-        name="colocated" if layout.colocated else "trainer" if trains else "generator" if generates else "reference",
         device=device,
         control=control,
         learners=learners,
-        weights=bridge("weights", (0, *generator_ranks), backend) if is_split else None,
-        trains=trains,
-        references=rank in reference_ranks,
-        generates=generates,
+        weights=weights,
         trainer_ranks=trainer_ranks,
         reference_ranks=reference_ranks,
         has_reference=needs_reference,
-        replicas=tuple(generator_ranks[i : i + engine_ranks] for i in range(0, len(generator_ranks), engine_ranks)),
+        replicas=tuple(generator_ranks[start : start + engine_ranks] for start in engine_starts),
         store=store,
     )
     _join_own_world(roles, backend, timeout)
     return roles
-
-
-def ranks_of_roles(layout: RolesConfig, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """(Trainer ranks, ranks that are only a reference, generator ranks), as the picture above has them."""
-    everyone = tuple(range(world_size))
-    if layout.colocated:
-        return everyone, (), everyone
-    num_learners = layout.num_trainers + layout.num_references
-    return everyone[: layout.num_trainers], everyone[layout.num_trainers : num_learners], everyone[num_learners:]
-
-
-def _join_own_world(roles: Roles, backend: str, timeout: datetime.timedelta) -> None:
-    """Make the default process group of this rank's role. Collective over the role's ranks.
-
-    Without a `device_id`: torch 2.13 would split the groups of TP and of replicas off this one, and crashes there
-    because the bridges were made before it.
-    """
-    own_rank, own_size = roles.world.index(roles.rank), len(roles.world)
-    os.environ.update(RANK=str(own_rank), WORLD_SIZE=str(own_size))
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # so that nothing meets on torchrun's own store by env://
-    own_store = PrefixStore(f"world/{roles.world[0]}", roles.store)
-    dist.init_process_group(backend, store=own_store, rank=own_rank, world_size=own_size, timeout=timeout)
-    if roles.device.type == "cuda":  # NCCL connects here, before an engine changes its environment
-        dist.barrier(device_ids=[roles.device.index])
 
 
 def setup_trainers() -> Roles:
@@ -191,67 +186,44 @@ def setup_trainers() -> Roles:
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> PrefixStore:
-    """The launcher's store under a prefix that only the processes of this start know. Collective over all ranks.
+    """Return the launcher's store under a prefix that only the ranks of this start know. Collective over all ranks.
 
-    torchrun's store outlives a restart with all that is in it. So rank 0 draws a name and tells it to each rank that
-    says hello, with a word that only this process knows: what an earlier start left there answers nobody.
+    torchrun's store outlives a restart, with all its keys. So each rank posts a random word, and rank 0 answers under
+    that word with a fresh prefix. What an earlier start left in the store matches no word of this one.
 
     Raises TimeoutError on rank 0 that names the ranks that did not come.
     """
     if rank != 0:
         word = uuid.uuid4().hex
         store.set(f"hello/{rank}", word)
-        name = store.get(f"welcome/{word}").decode()
-        store.set(f"{name}/came/{rank}", "")
-        return PrefixStore(name, store)
-    name, start, notice = uuid.uuid4().hex, time.monotonic(), MEETING_NOTICE_SECONDS
-    while missing := [other for other in range(1, world_size) if not store.check([f"{name}/came/{other}"])]:
+        prefix = store.get(f"welcome/{word}").decode()
+        store.set(f"{prefix}/came/{rank}", "")
+        return PrefixStore(prefix, store)
+    prefix = uuid.uuid4().hex
+    start = time.monotonic()
+    notice_seconds = MEETING_NOTICE_SECONDS
+    while missing := [other for other in range(1, world_size) if not store.check([f"{prefix}/came/{other}"])]:
         for other in missing:
             if store.check([f"hello/{other}"]):
-                store.set(f"welcome/{store.get(f'hello/{other}').decode()}", name)
-        waited, who = time.monotonic() - start, ", ".join(map(str, missing))
-        if waited > timeout.total_seconds():
-            raise TimeoutError(f"of {world_size} ranks, these did not start within {waited:.0f} s: {who}")
-        if waited > notice:
-            print(f"waiting for ranks that have not started, for {waited:.0f} s: {who}", flush=True)
-            notice = 2 * waited
+                word = store.get(f"hello/{other}").decode()
+                store.set(f"welcome/{word}", prefix)
+        seconds = time.monotonic() - start
+        names = ", ".join(map(str, missing))
+        if seconds > timeout.total_seconds():
+            raise TimeoutError(f"of {world_size} ranks, these did not start within {seconds:.0f} s: {names}")
+        if seconds > notice_seconds:
+            print(f"waiting for ranks that have not started, for {seconds:.0f} s: {names}", flush=True)
+            notice_seconds = 2 * seconds
         time.sleep(MEETING_SECONDS)
-    return PrefixStore(name, store)
+    return PrefixStore(prefix, store)
 
 
-_open_engines: list[Callable[[], None]] = []  # held until the process ends, or vLLM would close what Python frees
-
-
-def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:
-    """Leave together: wait for all, shut the engine down, destroy this rank's groups. Collective over `control`.
-
-    An engine of one rank, which shares no memory, ends with the process: closing it would take seconds.
-    """
-    dist.barrier(group=roles.control)
-    if close_engine is not None:
-        _open_engines.append(close_engine)
-        if len(roles.replicas[roles.replica]) > 1:
-            close_engine()
-        gc.unfreeze()  # vLLM froze its objects, which at the end of a notebook would be reported as leaked
-    if dist.is_initialized():  # an engine takes the default group with it
-        dist.destroy_process_group()
-
-
-def _let_segments_grow() -> None:
-    """Have torch's allocator extend what it took from the GPU, rather than free it all when a piece is too small.
-
-    Before anything is allocated there. A user's own setting of the allocator stays.
-    """
-    if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-
-
-def _bridge(
-    name: str, ranks: Sequence[int], backend: str = "gloo", *, rank: int, store: Store, timeout: datetime.timedelta
+def _make_bridge(
+    name: str, ranks: Sequence[int], backend: str, rank: int, store: Store, timeout: datetime.timedelta
 ) -> ProcessGroup | None:
-    """A group over launcher `ranks`, independent of any default group; group ranks are positions in `ranks`.
+    """Return a group over launcher `ranks`, independent of any default group; None on ranks that are not in it.
 
-    None on ranks that are not in it.
+    Its group ranks are positions in `ranks`.
     """
     if rank not in ranks:
         return None
@@ -265,43 +237,88 @@ def _bridge(
         timeout=timeout,
         group_desc=f"bridge_{name}",
     )
-    # torch.distributed's functions look ranks up here; with the identity, group ranks are what they take and give.
+    # torch.distributed's functions look ranks up here; with the identity, they take and return group ranks
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(len(ranks))}
     dist.barrier(group=group)  # connect now, before an engine starts
     return group
 
 
+def _join_own_world(roles: Roles, backend: str, timeout: datetime.timedelta) -> None:
+    """Make the default process group of this rank's role. Collective over the role's ranks.
+
+    Without a `device_id`: torch 2.13 would split the groups of TP and of replicas off this one, and crashes there
+    because the bridges were made before it.
+    """
+    rank = roles.world.index(roles.rank)
+    world_size = len(roles.world)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # so that nothing meets on torchrun's own store by env://
+    store = PrefixStore(f"world/{roles.world[0]}", roles.store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if roles.device.type == "cuda":  # NCCL connects here, before an engine changes its environment
+        dist.barrier(device_ids=[roles.device.index])
+
+
+def _let_segments_grow() -> None:
+    """Let torch's allocator extend what it took from the GPU, rather than free it all when a piece is too small.
+
+    It takes effect only before anything is allocated there. A user's own setting of the allocator stays.
+    """
+    if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+_open_engines: list[Callable[[], None]] = []  # held until the process ends, or vLLM would close what Python frees
+
+
+def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:
+    """Leave together: wait for all, shut the engine down, destroy this rank's groups. Collective over `control`.
+
+    An engine of one rank, which shares no memory, ends with the process: closing it would take seconds.
+    """
+    dist.barrier(group=roles.control)
+    if close_engine is not None:
+        _open_engines.append(close_engine)
+        if len(roles.replica) > 1:
+            close_engine()
+        gc.unfreeze()  # vLLM froze its objects, which at the end of a notebook would be reported as leaked
+    if dist.is_initialized():  # an engine takes the default group with it
+        dist.destroy_process_group()
+
+
 def make_savers_group(deadline_minutes: float) -> ProcessGroup:
     """Make the group in which threads of the role's ranks write checkpoints. Collective over the role.
 
-    It is apart, so that their collectives do not meet those of training.
+    A group of their own keeps their collectives apart from those of training.
     """
     timeout = datetime.timedelta(minutes=TIMEOUT_DEADLINES * deadline_minutes)
     return dist.new_group(backend="gloo", timeout=timeout, group_desc=SAVERS)
 
 
 def collectives_entered(roles: Roles, is_saving: bool) -> dict[str, int]:
-    """Collectives that this rank has begun, as torch counts them, by group, under names that its members share.
+    """Return how many collectives this rank has begun in each group, as torch counts them.
 
-    A rank with fewer than another one of the group keeps it waiting. May be called from any thread. is_saving: the
-    rank waits for its thread that writes a checkpoint, so the thread's collectives count.
+    A rank with a lower count than another rank of the group keeps it waiting. Groups have names that their members
+    share. May be called from any thread. is_saving: the rank waits for its thread that writes a checkpoint, so the
+    thread's collectives count; otherwise they keep nobody waiting.
     """
     bridges = [group for group in (roles.control, roles.learners, roles.weights) if group is not None]
-    entered, first = {group.group_name: _begun(group) for group in bridges}, roles.world[0]
-    entered[f"{first}/groups made"] = distributed_c10d._world.group_count  # which waits for all ranks of the world too
+    counts = {group.group_name: _collectives_of(group) for group in bridges}
+    world = roles.world[0]
+    counts[f"{world}/groups made"] = distributed_c10d._world.group_count  # making one waits for all ranks of the world
     for group in list(distributed_c10d._world.pg_map):  # a copy, because another thread may add groups
-        ranks = distributed_c10d._world.pg_group_ranks.get(group)
-        if group.group_desc == SAVERS and not is_saving:
-            continue  # a thread keeps nobody waiting until a rank waits for it
-        if group not in bridges and ranks and len(ranks) > 1:
+        ranks = distributed_c10d._world.pg_group_ranks.get(group, ())
+        is_waited_for = is_saving or group.group_desc != SAVERS
+        if is_waited_for and group not in bridges and len(ranks) > 1:
             # torch's names are counted in each process: groups of other ranks may have the same
-            entered[f"{first}/{group.group_name}/{','.join(map(str, ranks))}"] = _begun(group)
-    if roles.generates and len(ranks := roles.replicas[roles.replica]) > 1:
-        entered[f"engine/{ranks[0]}"] = engine_steps[ranks[0]]
-    return entered
+            counts[f"{world}/{group.group_name}/{','.join(map(str, ranks))}"] = _collectives_of(group)
+    if len(roles.replica) > 1:
+        head = roles.replica[0]
+        counts[f"engine/{head}"] = engine_steps[head]
+    return counts
 
 
-def _begun(group: ProcessGroup) -> int:
-    """Collectives of all backends of a group, for CPU and GPU; torchtitan's groups of one rank have a fake one."""
+def _collectives_of(group: ProcessGroup) -> int:
+    """Return the collectives of all backends of a group, for CPU and GPU, without the fake one of one-rank groups."""
     backends = {group._get_backend(device) for device in group._device_types}
     return sum(backend._get_sequence_number_for_group() for backend in backends if backend.name() != "fake")

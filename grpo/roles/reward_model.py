@@ -1,8 +1,8 @@
 """The reward model: a frozen sequence classifier with one output on the reference ranks, and how it reads a rollout.
 
-It has a tokenizer and a chat template of its own, so conversations travel to it as its own tokens. The driver asks
-wherever it scores; the other learners answer meanwhile (`comm.on_driver`). Left out: several reward models, and tensor
-parallelism: the ranks share its weights by FSDP.
+It has its own tokenizer and chat template, so conversations travel to it as its own tokens. While the driver scores, it
+asks, and the other learners answer (`comm.on_driver`). Left out: several reward models, and tensor parallelism: the
+ranks share its weights by FSDP.
 """
 
 import contextlib
@@ -27,23 +27,27 @@ from grpo.types import Rollout, Sample, TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OWN_DATA = DataConfig(system_prompt="")  # its own chat template, and nothing of the run's section `data`
+OWN_DATA = DataConfig(system_prompt="")  # the run's section `data` is about the policy's prompts
 
 
 class RewardModel:
-    """The model, in parts over the reference ranks (or the trainer ranks, where there are no others).
+    """The model, in parts over the reference ranks (else the trainer ranks).
 
-    Every learner holds one, without a part where it is no such rank.
+    Every learner holds this object; on ranks without a part its `model` is None.
     """
 
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, folder: str, roles: Roles):
         """Load `folder` in the compute dtype. Collective over the reference ranks.
 
-        trainer: how rows are made and computed, which is the policy's way.
+        trainer: rows are made and computed as the policy's are.
         """
-        self.trainer, self.roles = trainer, roles
-        settings = {"device": roles.device, "tensor_parallel": 1, "frozen": True, "scores": True}
-        self.model = build_model(model, trainer, folder, **settings) if roles.references else None
+        self.trainer = trainer
+        self.roles = roles
+        self.model = None
+        if roles.references:
+            self.model = build_model(
+                model, trainer, folder, device=roles.device, tensor_parallel=1, frozen=True, scores=True
+            )
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
@@ -58,7 +62,7 @@ class RewardModel:
         if not sequences:
             return []
         broadcast(True, self.roles.learners)
-        # What is computed at a place belongs to the token behind it, so each sequence gets one more, which counts.
+        # a value is stored with the next token, so each sequence gets one more token, the only one that counts
         samples = [Sample(torch.tensor([*ids, 0]), torch.arange(len(ids) + 1) == len(ids)) for ids in sequences]
         return self._scores(make_batch(samples))
 
@@ -70,7 +74,7 @@ class RewardModel:
     def _scores(self, batch: TrainBatch | None) -> list[float]:
         batch = send_batch(batch, self.roles)
         total_N = self.model.token_logprobs(batch, self.trainer) if self.model else torch.zeros(batch.num_tokens)
-        dist.all_reduce(total_N, group=self.roles.learners)  # each has its part, and 0 where others do
+        dist.all_reduce(total_N, group=self.roles.learners)  # each rank has its part, and 0 elsewhere
         return total_N[batch.loss_mask_N].tolist()
 
 
@@ -80,18 +84,19 @@ class RewardModel:
 
 @dataclass(frozen=True)
 class RewardReader:
-    """A reward model's way to read conversations."""
+    """How the reward model reads conversations."""
 
     folder: str
     tokenizer: "PreTrainedTokenizerBase"
-    longest: int
-    """Tokens of a conversation that it takes."""
+    max_tokens: int
+    """Most tokens of a conversation."""
     pad_token_id: int | None
-    """Transformers scores at the last token that is another one."""
+    """Padding token. Transformers scores at the last token that is not padding."""
 
     def read(self, conversations: Sequence[list[Message]]) -> list[list[int] | str]:
-        """Token ids of each conversation as the model's own chat template writes it, or why it cannot be scored."""
-        texts, refused = [], {}
+        """Return each conversation's token ids, by the model's own chat template, or the reason it cannot be scored."""
+        texts = []
+        refused = {}
         for number, messages in enumerate(conversations):
             try:
                 texts.append(render(self.tokenizer, OWN_DATA, messages, opening=False)[0])
@@ -104,14 +109,14 @@ class RewardReader:
     def _cut(self, ids: list[int]) -> list[int] | str:
         while ids and ids[-1] == self.pad_token_id:
             ids = ids[:-1]
-        if 1 <= len(ids) <= self.longest:
+        if 1 <= len(ids) <= self.max_tokens:
             return ids
         limits = "its max_position_embeddings, trainer.micro_batch_tokens"
-        return f"not 1 to {self.longest} tokens of the reward model's ({limits})"
+        return f"not 1 to {self.max_tokens} tokens of the reward model's ({limits})"
 
 
 def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
-    """Check a reward model, folder or hub name, before anything of it is loaded.
+    """Check a reward model (a folder or hub name) before its weights are loaded.
 
     Raises FileNotFoundError or ValueError if the folder, its model, its tokenizer or chat template cannot be used.
     """
@@ -126,15 +131,15 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
     hf_folder.check_vocabulary(folder, tokenizer, scores=True)
     check_template(tokenizer, OWN_DATA, answered=True)
     hf = hf_folder.read_hf_config(folder, scores=True)
-    longest = min(hf.max_position_embeddings, trainer.micro_batch_tokens) - 1  # see `RewardModel.scores`
-    print(f"reward model {path}: reads up to {longest} tokens of its own", flush=True)
-    return RewardReader(folder, tokenizer, longest, hf.pad_token_id)
+    max_tokens = min(hf.max_position_embeddings, trainer.micro_batch_tokens) - 1  # `RewardModel.scores` adds one
+    print(f"reward model {path}: reads up to {max_tokens} tokens of its own", flush=True)
+    return RewardReader(folder, tokenizer, max_tokens, hf.pad_token_id)
 
 
 def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
-    """The prompt as the data has it with what the policy answered; of an episode, all its messages.
+    """Return the prompt's messages and the policy's answer; for an episode, all its messages.
 
-    opening: with which the completion begins, but is a part of the prompt.
+    opening: the end of the prompt that belongs to the answer, such as an opened `<think>`.
     """
     if rollout.completion.episode:
         return episode_columns([rollout])["messages"][0]

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.data.batches import predicted
+from grpo.metrics import StepMetrics
 from grpo.models.build import build_model, build_optimizer
-from grpo.roles.metrics import OF_OBSERVED, StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
 
-# What must be finite before a gradient is used, in the order in which one follows from the other.
+# What must be finite before a gradient is used, each after what can make it not finite
 MUST_BE_FINITE = ("reference", "old", "advantages", "policy", "loss", "gradient")
 
 # (micro-batch, logprobs_BT, entropy_BT) -> (its part of the update's loss, metrics: detached values [B, T])
@@ -27,7 +26,7 @@ Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 
 
 class Trainer:
-    """The trained model on the trainer ranks."""
+    """The policy and its optimizer on the trainer ranks."""
 
     def __init__(
         self, model: ModelConfig, trainer: TrainerConfig, folder: str, num_steps: int, roles: Roles, seed: int = 0
@@ -36,23 +35,26 @@ class Trainer:
 
         With LoRA, the adapters start from `seed`.
         """
-        self.config, self.roles = trainer, roles
+        self.config = trainer
+        self.roles = roles
         self.dtype = getattr(torch, model.dtype)
-        self.num_loss_tokens = 0  # behind the gradient at hand, and observed ones
+        self.num_loss_tokens = 0  # loss tokens that the gradient at hand comes from
         self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)  # 1 for what was not finite on this rank
-        sharding = {"device": roles.device, "tensor_parallel": trainer.tensor_parallel}
-        self.model = build_model(model, trainer, folder, **sharding, seed=seed)
+        self.model = build_model(
+            model, trainer, folder, device=roles.device, tensor_parallel=trainer.tensor_parallel, seed=seed
+        )
         self.optimizer, self.schedule = build_optimizer(self.model, trainer, num_steps)
         self._stateful = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
         if roles.is_driver:
             parameters = list(self.model.module.parameters())
-            trained = sum(p.numel() for p in parameters if p.requires_grad)
-            print(f"policy: {sum(p.numel() for p in parameters):,} parameters, {trained:,} trained", flush=True)
+            num_parameters = sum(parameter.numel() for parameter in parameters)
+            num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+            print(f"policy: {num_parameters:,} parameters, {num_trained:,} trained", flush=True)
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """The policy's log-probs of the tokens that count in the loss, float32 [N], CPU; of others it may be 0.
+        """Return the policy's log-probs of the tokens that count in the loss, float32 [N], on the CPU.
 
-        Collective over the trainer ranks.
+        At other tokens they may be 0. Collective over the trainer ranks.
         """
         logprobs_N = self.model.token_logprobs(batch, self.config).to(self.roles.device)
         if dist.get_world_size() > 1:
@@ -60,12 +62,12 @@ class Trainer:
         return logprobs_N.cpu()
 
     def forward_backward(self, batch: TrainBatch, objective: Objective, metrics: StepMetrics) -> None:
-        """Add the gradient of the objective over the whole batch, and what it measured to `metrics`.
+        """Add the objective's gradient over the whole batch to the model, and what it measured to `metrics`.
 
         Collective over the trainer ranks, which pass the same batch. Gradients add up until `optimizer_step`.
         """
-        fields = {"reference": batch.ref_logprobs_N, "old": batch.old_logprobs_N, "advantages": batch.advantages_N}
-        for name, values_N in fields.items():
+        inputs = {"reference": batch.ref_logprobs_N, "old": batch.old_logprobs_N, "advantages": batch.advantages_N}
+        for name, values_N in inputs.items():
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
         packing = self.model.pack(batch, self.config)
@@ -76,51 +78,52 @@ class Trainer:
             self._note("policy", ~logprobs_BT.detach().isfinite() & micro.loss_mask_BT)
             self._note("loss", ~loss.detach().isfinite())
             loss.backward()
-            measured |= {} if micro.observed_BT is None else {OF_OBSERVED: -logprobs_BT.detach()}
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         self.model.drop_copy()
         metrics.record(**packing.metrics())
-        self.num_loss_tokens += int(predicted(batch).sum())
-        metrics.reduce(self.model.data_ranks)  # the first to wait
+        self.num_loss_tokens += int(batch.loss_mask_N.sum())
+        metrics.reduce(self.model.data_ranks)  # waits for the device, unlike all before it
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip the gradient and update the weights. Collective over the trainer ranks.
 
-        A gradient in which no token counts changes nothing: neither weights nor the optimizer's moments. Nor does one
-        for which anything of MUST_BE_FINITE was not finite, on any rank: the update is skipped on all.
+        If no token counts, nothing changes: neither weights nor the optimizer's moments. If anything of MUST_BE_FINITE
+        was not finite on any rank, all ranks skip the update.
 
-        Returns `grad_norm`, before clipping, the `learning_rate`, `skipped_frac` (0 or 1) and, of a skipped update, the
-        first that was not finite, from which the others may follow, as `skipped/NAME` 1.
+        Returns `grad_norm` (before clipping), `learning_rate` and `skipped_frac` (0 or 1). A skipped update adds
+        `skipped/NAME` 1 for the first that was not finite, since the later ones may follow from it.
         """
         grad_norm = self.model.clip_gradients(self.config.max_grad_norm)
         self._note("gradient", torch.tensor(not math.isfinite(grad_norm)))
         if dist.get_world_size() > 1:
             dist.all_reduce(self._broken, dist.ReduceOp.MAX)
-        broken = [name for name, found in zip(MUST_BE_FINITE, self._broken.tolist(), strict=True) if found]
+        broken = [name for name, flag in zip(MUST_BE_FINITE, self._broken.tolist(), strict=True) if flag]
         learning_rate = self.optimizer.optimizers[0].param_groups[0]["lr"]
         if self.num_loss_tokens and not broken:
             self.optimizer.step()
         self.zero_gradient()
         if self.roles.device.type == "cuda":
             torch.cuda.synchronize()  # so that the step's time is its own
-        skipped = {"skipped_frac": float(bool(broken)), **{f"skipped/{name}": 1.0 for name in broken[:1]}}
-        return {"grad_norm": grad_norm, "learning_rate": learning_rate, **skipped}
+        metrics = {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_frac": float(bool(broken))}
+        if broken:
+            metrics[f"skipped/{broken[0]}"] = 1.0
+        return metrics
 
     def zero_gradient(self) -> None:
-        """Forget the gradient of the calls so far; its memory is free until the next one."""
+        """Forget the gradient so far and free its memory."""
         self.optimizer.zero_grad()
         self.num_loss_tokens = 0
         self._broken.zero_()
 
     def _note(self, name: str, broken: torch.Tensor) -> None:
-        """Remember that something was not finite, if any entry says so. Does not wait for a GPU."""
+        """Remember under `name` that something was not finite, if any entry is True. Does not wait for a GPU."""
         if broken.device.type == "cpu" and not broken.any():
             return
         index = MUST_BE_FINITE.index(name)
         self._broken[index] = torch.maximum(self._broken[index], broken.any().to(self._broken))
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""
+        """Return model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""
         return {name: part.state_dict() for name, part in self._stateful.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
 """New weights from the trainer ranks to every generator, tensor by tensor: versioned, under HF names.
 
-Whatever the sharding on either side, the trainers gather a full tensor in the compute dtype and rank 0 broadcasts it
-over the `weights` bridge; each generator rank loads its part by vLLM's own means. Colocated, every rank gathers and
-loads, and nothing is sent.
+Whatever the sharding on either side, the trainers gather a full tensor in the compute dtype, and rank 0 broadcasts it
+over the `weights` bridge; each generator rank loads its part through vLLM's own loader. Colocated, every rank gathers
+and loads, and nothing is sent.
 
-A sync check compares log-probs of the same tokens under the same weights. A step's batch need not be of these, so a few
-prompts are completed for it, right after a sync.
+A sync check compares log-probs of the same tokens under the same weights. Older weights may have sampled a step's
+batch, so the check completes a few prompts of its own, right after a sync.
 """
 
 import math
@@ -18,7 +18,7 @@ from grpo.data.batches import make_batch, sample_of
 from grpo.models.experts import by_expert
 from grpo.models.export import hf_tensors, stacked_shapes, stacked_tensors
 from grpo.roles.comm import broadcast, gather_completions, send_batch, wait_for_all
-from grpo.roles.generator import Generator
+from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Trainer
 from grpo.types import Prompt, Requests
@@ -40,21 +40,25 @@ def sync_weights(trainer: Trainer | None, generator: Generator | None, version: 
         tensors = hf_tensors(trainer.model, trainer.dtype)
     if generator:
         generator.load_weights(tensors, version)
-    for _ in tensors:  # on trainers that do not generate: gathering takes all of them
+    for _ in tensors:  # trainers that do not generate must gather every tensor too
         pass
-    wait_for_all(roles)  # done everywhere, so that the time of a sync is its own
+    wait_for_all(roles)  # so that the time of a sync is its own
 
 
 def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
-    """Rank 0's (HF name, full tensor) on every generator rank. Collective over `roles.weights`: iterate to the end.
+    """Yield rank 0's (HF name, full tensor) on every generator rank. Collective over `roles.weights`.
 
-    A layer's experts travel as one tensor: a broadcast for each of thousands would take longer than their bytes do.
+    Iterate to the end: every tensor is a broadcast. A layer's experts travel as one tensor, because thousands of
+    broadcasts would take longer than their bytes do.
     """
-    told = (stacked_shapes(trainer.model), trainer.dtype) if trainer else None
-    shapes, dtype = broadcast(told, roles.weights)
+    layout = (stacked_shapes(trainer.model), trainer.dtype) if trainer else None
+    shapes, dtype = broadcast(layout, roles.weights)
     gathered = stacked_tensors(trainer.model, dtype) if trainer else None
     for name, shape in shapes.items():
-        tensor = next(gathered)[1] if gathered else torch.empty(shape, dtype=dtype, device=roles.device)
+        if gathered:
+            _, tensor = next(gathered)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=roles.device)
         dist.broadcast(tensor, group_src=0, group=roles.weights)
         yield from by_expert(name, tensor)
 
@@ -62,11 +66,12 @@ def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, to
 def check_sync(
     prompts: list[Prompt], trainer: Trainer | None, generator: Generator | None, tolerance: float, roles: Roles
 ) -> None:
-    """Complete `prompts` once each and compare the log-probs of generator and trainer; leaves nothing behind.
+    """Complete `prompts` once each and compare the log-probs of generator and trainer. Leaves nothing behind.
 
     Without prompts no check is due. Collective over all ranks, while both hold the same version. Raises RuntimeError on
-    the trainers if they differ by more than `tolerance` (nats) on average. A difference that is not finite is the
-    policy's own, since other tokens are excluded, and no fault of the sync: the step's update will be skipped.
+    the trainers if they differ by more than `tolerance` (nats) on average. A difference that is not finite comes from
+    the policy, since tokens with such a log-prob of the generator are excluded. It is no fault of the sync: the step's
+    update will be skipped.
     """
     if not prompts:
         return
@@ -77,9 +82,10 @@ def check_sync(
     completions = gather_completions(completions, roles)
     batch = None
     if roles.is_driver:
-        batch = make_batch([sample_of(*pair) for pair in zip(prompts, completions, strict=True)])
+        pairs = zip(prompts, completions, strict=True)
+        batch = make_batch([sample_of(prompt, completion) for prompt, completion in pairs])
     batch = send_batch(batch, roles)
-    if trainer:  # without a gradient: rows of another length would make torch compile training for any length
+    if trainer:  # without a gradient, because rows of another length would make torch compile training for any length
         difference_N = (trainer.logprobs(batch) - batch.generator_logprobs_N)[batch.loss_mask_N].abs()
         if len(difference_N):
             check_distance(difference_N.mean().item(), difference_N.max().item(), tolerance)

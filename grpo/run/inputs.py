@@ -1,17 +1,23 @@
-"""What each script checks and reads before its first step, on rank 0. Bad input is refused here, before GPUs are used.
+"""What a script starts from: `Inputs`, checked and read on rank 0 before its first step.
 
-Every function raises ValueError or FileNotFoundError with the reason and the way out.
+Bad input is refused here, before GPUs are used. Each function raises ValueError or FileNotFoundError with the reason
+and the way out. A check that every run needs belongs in `open_run`.
 """
 
 import math
+import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
-from grpo.config.fields import RunConfig
+from grpo.config.fields import EvaluationConfig, RunConfig, ValidationConfig
 from grpo.config.user_files import near_miss
+from grpo.data import toy
+from grpo.data.chat import check_template, load_tokenizer
+from grpo.data.encode import Encoded
 from grpo.data.prepare import (
     load_chat_sources,
     load_eval_prompts,
@@ -26,94 +32,185 @@ from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import end_of_turn
 from grpo.environments.serving import serving_template
 from grpo.environments.tools import load_toolboxes
+from grpo.folder.checkpoint import open_run_folder
 from grpo.models import hf_folder
 from grpo.models.hf_folder import ChatForm
+from grpo.models.lora import adapted_places
 from grpo.report.rollout_metrics import evaluation_names
 from grpo.report.samples import show_examples
 from grpo.rewards.loading import load_functions, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS
-from grpo.roles.engine import check_engine
-from grpo.roles.episodes import call_style, turns_of
+from grpo.roles.engine.episodes import call_style, turns_of
+from grpo.roles.engine.vllm_engine import check_engine
 from grpo.run.scorer import Scorer
-from grpo.run.session import Session
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Stream = TypeVar("Stream")
+Stream = TypeVar("Stream", PromptStream, ChatStream)
 
 
-def read_grpo(session: Session) -> None:
-    """Open the session of a GRPO run, the prompts that it draws, the reference and the rewards."""
-    config: GRPOConfig = session.config
-    data, evaluates = config.data, config.evaluation.interval > 0
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts from. A field that the script does not need is empty."""
+
+    model_folder: str
+    tokenizer: "PreTrainedTokenizerBase | None"
+    checkpoint: pathlib.Path | None
+    """The checkpoint to continue from."""
+    saved_state: Mapping[str, Any]
+    """The driver's state in that checkpoint."""
+    step: int = 0
+    """The number of steps that were done when it was saved."""
+    stream: PromptStream | ChatStream | None = None
+    """What training draws from."""
+    reference_folder: str = ""
+    """Folder or hub name of the frozen model."""
+    eval_prompts: Sequence[Prompt] = ()
+    """The prompts that evaluation completes."""
+    scorer: Scorer | None = None
+    """Its reward processes have started."""
+    stop_token_ids: Sequence[int] = ()
+    """The tokens that end a completion."""
+    reward_model: str = ""
+    """Folder or hub name of the reward model."""
+    validation: Mapping[str, list[Encoded]] = field(default_factory=dict)
+    """The examples of each validation set, by its name."""
+    form: ChatForm = ChatForm()
+    """How the exported model writes chats."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens for which the model has a row in its embedding."""
+        return hf_folder.read_hf_config(self.model_folder).vocab_size
+
+    def for_all_ranks(self) -> "Inputs":
+        """Return the part that every rank needs, which is small and can be pickled."""
+        return replace(self, tokenizer=None, saved_state={}, stream=None, scorer=None, validation={})
+
+
+# ---- The inputs of each script. Its name stands in run.json; `build_dir` is the only place where a dry run may write.
+
+
+def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
+    """Read the prompts, references, held-out prompts and rewards of a GRPO run."""
+    data = config.data
     check_functions(config)
     try_algorithm(config.algorithm)
     sources = load_sources(data)
     if data.row:  # which columns it makes is known only now
         check_functions(config, reward_columns(sources))
-    # the columns of all rows of a source have the same types, which the encoder checks
+    # all rows of a source have columns of the same types, which the encoder checks
     first_rows = [next(rows.examples(), None) for rows in sources]
     try_rewards(config, [row.columns for row in first_rows if row])
-    read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
-    models = config.model.reference_path, *config.model.teachers.values(), config.reward.model
-    inputs = (*models, *(source.path for source in read))
-    session.open(inputs, math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel), texts_of(sources))
+    paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
+    inputs = open_run(config, script, build_dir, paths, texts_of(sources))
     if config.needs_reference:
-        session.reference_folders = reference_folders(session)
-    rows = usable_prompts(sources, config, session.tokenizer, tools_of(config), vocab_size_of(session))
-    session.stream = resumed_stream(partial(PromptStream, rows, config), session.saved_state, config.allow_changes)
-    if evaluates:
-        session.eval_prompts = held_out_prompts(session)
-    session.scorer = Scorer(config, session.model_folder, session.tokenizer)
-    check_generation(session)
-    session.form = learned_form(config, session.tokenizer)
+        inputs = replace(inputs, reference_folder=reference_folder(config, inputs))
+    rows = usable_prompts(sources, config, inputs.tokenizer, tool_schemas(config), inputs.vocab_size)
+    stream = resumed_stream(partial(PromptStream, rows, config), inputs.saved_state, config.allow_changes)
+    inputs = replace(inputs, stream=stream, form=learned_form(config, inputs.tokenizer))
+    if config.evaluation.interval:
+        inputs = replace(inputs, eval_prompts=held_out_prompts(config, inputs))
+    return with_scorer(config, inputs)
 
 
-def reference_folders(session: Session) -> list[str]:
-    """The folders of the frozen models: the reference's, or each teacher's, whose name stands in what is said of it."""
-    config = session.config
-    paths = {f"model.teachers has {name}: ": path for name, path in config.model.teachers.items()}
-    paths = paths or {"": config.model.reference_path}
-    for where, path in paths.items():
-        try:
-            if path or where:
-                folder = hf_folder.resolve_folder(path)
-                hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
-                hf_folder.check_reference(folder, session.model_folder, session.tokenizer)
-        except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"{where}{error}") from error
-    return [path or session.model_folder for path in paths.values()]
-
-
-def read_sft(session: Session) -> None:
-    """Open the session of a supervised run, the examples that it draws, and what it validates and evaluates on."""
-    config: SFTConfig = session.config
-    validates, evaluates = config.validation.interval > 0, config.evaluation.interval > 0
-    if evaluates:
+def read_sft(config: SFTConfig, script: str, build_dir: str = "") -> Inputs:
+    """Read the examples of a supervised run, and what it validates and evaluates on."""
+    if config.evaluation.interval:
         check_functions(config)
     sources = load_chat_sources(config)
-    read = [*config.data.all_sources, *(config.validation.held_out(config.data) if validates else [])]
-    read += config.evaluation.held_out(config.data) if evaluates else []
-    inputs = (config.reward.model, *(source.path for source in read))
-    session.open(inputs, config.trainer.tensor_parallel, texts_of(sources))
-    session.form = learned_form(config, session.tokenizer)
-    rows = usable_chats(sources, config, session.tokenizer, vocab_size_of(session))
-    session.stream = resumed_stream(partial(ChatStream, rows, config), session.saved_state, config.allow_changes)
+    paths = data_paths(config, config.validation, config.evaluation)
+    inputs = open_run(config, script, build_dir, paths, texts_of(sources))
+    form = learned_form(config, inputs.tokenizer)
+    rows = usable_chats(sources, config, inputs.tokenizer, inputs.vocab_size)
+    stream = resumed_stream(partial(ChatStream, rows, config), inputs.saved_state, config.allow_changes)
     if config.show:
-        show_examples(ChatStream(rows, config).draw(config.show), session.tokenizer)
-    session.validation = load_validation(config, session.tokenizer, vocab_size_of(session)) if validates else {}
-    if evaluates:
-        read_evaluation(session, session.form.end_token_ids)
+        show_examples(ChatStream(rows, config).draw(config.show), inputs.tokenizer)
+    inputs = replace(inputs, stream=stream, form=form)
+    if config.validation.interval:
+        inputs = replace(inputs, validation=load_validation(config, inputs.tokenizer, inputs.vocab_size))
+    if config.evaluation.interval:
+        inputs = read_evaluation(config, inputs)
+    return inputs
 
 
-def resumed_stream(make: Callable[[], Stream], state: dict[str, Any], allow_changes: bool) -> Stream:
-    """A stream of data at the place that a checkpoint's `state` has; a new one without any.
+def read_evaluation(config: RunConfig, inputs: Inputs) -> Inputs:
+    """Add the held-out prompts of a script that does not train by GRPO, and start the reward processes."""
+    data = config.data
+    longest = data.max_prompt_tokens + config.generator.max_completion_tokens
+    hf_folder.check_folder(inputs.model_folder, longest, config.generator.tensor_parallel)
+    try:
+        prompts = held_out_prompts(config, inputs)
+    except ValueError as error:
+        raise ValueError(
+            f"evaluation reads rows as GRPO does, prompts from data.prompt_column={data.prompt_column} and what "
+            f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
+        ) from error
+    return with_scorer(config, replace(inputs, eval_prompts=prompts))
 
-    With `allow_changes`, a place in other data is none, and theirs begin at their beginning. Raises ValueError else.
+
+# ---- Folders and streams
+
+
+def data_paths(config: RunConfig, *sections: EvaluationConfig | ValidationConfig) -> list[str]:
+    """Return the paths of the training data and of the held-out data that are used."""
+    sources = list(config.data.all_sources)
+    for section in sections:
+        if section.interval:
+            sources += section.held_out(config.data)
+    return [source.path for source in sources]
+
+
+def open_run(config: RunConfig, script: str, build_dir: str, paths: Sequence[str], texts: Iterable[str] = ()) -> Inputs:
+    """Check the run folder, find the checkpoint to continue from, and open the model's folder and tokenizer.
+
+    paths: folders, files and hub names that the run reads besides its model and reward model. For the other arguments
+    and for what raises ValueError see `open_run_folder` and `open_model_folder`.
     """
-    stream = make()
+    checkpoint, saved_state = open_run_folder(config, script, [config.model.path, config.reward.model, *paths])
+    folder, tokenizer = open_model_folder(config, texts, build_dir)
+    return Inputs(folder, tokenizer, checkpoint, saved_state, step=saved_state.get("step", 0))
+
+
+def open_model_folder(
+    config: RunConfig, texts: Iterable[str] = (), build_dir: str = ""
+) -> tuple[str, "PreTrainedTokenizerBase"]:
+    """Return the folder of `model.path` and its tokenizer, after trying its chat template.
+
+    If `model.path` names a function that builds a model, it builds in `build_dir`, by default the run folder, and gets
+    `texts`, those of the data, for its tokenizer. Raises ValueError if the folder, the model, its number of positions,
+    the tokenizer or the template cannot be used, if the tensor_parallel degrees do not divide the model, or if a layer
+    that should get an adapter is missing.
+    """
+    folder = toy.build_model(config.model.path, build_dir or config.run_dir, texts, config.seed)
+    folder = hf_folder.resolve_folder(folder)
+    tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
+    hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)
+    adapted_places(hf_folder.read_hf_config(folder), config.trainer)
+    tokenizer = load_tokenizer(folder, config.data)
+    hf_folder.check_vocabulary(folder, tokenizer)
+    check_template(tokenizer, config.data)
+    return folder, tokenizer
+
+
+def reference_folder(config: GRPOConfig, inputs: Inputs) -> str:
+    """Return the folder of the frozen model, checked: that of `model.reference_path`, or else the policy's."""
+    if not config.model.reference_path:
+        return inputs.model_folder
+    folder = hf_folder.resolve_folder(config.model.reference_path)
+    hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
+    hf_folder.check_reference(folder, inputs.model_folder, inputs.tokenizer)
+    return config.model.reference_path
+
+
+def resumed_stream(new_stream: Callable[[], Stream], state: Mapping[str, Any], allow_changes: bool) -> Stream:
+    """Return a new stream of data, at the place that the `state` of a checkpoint names, if there is one.
+
+    Raises ValueError if the place is one in other data; with `allow_changes` these begin at their beginning.
+    """
+    stream = new_stream()
     try:
         if state:
             stream.load_state_dict(state["data"])
@@ -121,50 +218,38 @@ def resumed_stream(make: Callable[[], Stream], state: dict[str, Any], allow_chan
         if not allow_changes:
             raise
         print(f"the data begin anew: {str(error).partition(';')[0]}", flush=True)
-        stream = make()  # some of its sources may have their place already
+        stream = new_stream()  # some sources of the first one may have their place already
     return stream
 
 
-def read_evaluation(session: Session, end_token_ids: Sequence[int] = ()) -> None:
-    """Read the held-out prompts of a session that trains by other rows or not at all; the reward processes start.
-
-    end_token_ids: further tokens that end an answer.
-    """
-    config, data, generator = session.config, session.config.data, session.config.generator
-    longest = data.max_prompt_tokens + generator.max_completion_tokens
-    hf_folder.check_folder(session.model_folder, longest, generator.tensor_parallel)
-    try:
-        session.eval_prompts = held_out_prompts(session)
-    except ValueError as error:
-        raise ValueError(
-            f"evaluation reads rows as GRPO does, prompts from data.prompt_column={data.prompt_column} and what "
-            f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
-        ) from error
-    session.scorer = Scorer(config, session.model_folder, session.tokenizer, end_token_ids)
-    check_generation(session)
+# ---- Held-out prompts and rewards
 
 
-def held_out_prompts(session: Session) -> list[Prompt]:
-    """The prompts that evaluation completes, with all columns that the reward functions need."""
-    config = session.config
-    tools, vocab_size = tools_of(config), vocab_size_of(session)
-    prompts = load_eval_prompts(config.data, config.evaluation, session.tokenizer, tools, vocab_size)
-    if config.data.row or config.data.teacher_column:
+def held_out_prompts(config: RunConfig, inputs: Inputs) -> list[Prompt]:
+    """Read the prompts that evaluation completes, with all columns that the reward functions need."""
+    tools = tool_schemas(config)
+    prompts = load_eval_prompts(config.data, config.evaluation, inputs.tokenizer, tools, inputs.vocab_size)
+    if config.data.row:
         check_functions(config, list(prompts[0].columns))
     try_rewards(config, [prompt.columns for prompt in prompts])
     return prompts
 
 
-def vocab_size_of(session: Session) -> int:
-    """The number of tokens that the session's model has a row for in its embedding."""
-    return hf_folder.read_hf_config(session.model_folder).vocab_size
+def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
+    """Start the reward processes, and refuse what would fail only when the engine starts or an evaluation ends."""
+    scorer = Scorer(config, inputs.model_folder, inputs.tokenizer, inputs.form.end_token_ids)
+    check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder))
+    if config.environment.enabled:
+        check_environment(config, inputs.tokenizer, scorer.stop_token_ids)
+    check_best(config, inputs.eval_prompts, scorer)
+    return replace(inputs, scorer=scorer, stop_token_ids=scorer.stop_token_ids, reward_model=config.reward.model)
 
 
-def check_functions(config: RunConfig, columns: list[str] | None = None) -> None:
+def check_functions(config: RunConfig, columns: Iterable[str] | None = None) -> None:
     """Load the reward functions once, so that one that cannot be called is refused before anything starts.
 
-    columns: those that the rows give; None, before they are read, takes those that `data` names. Which ones `data.row`
-    makes is known only from the rows.
+    columns: those that the rows have. Without them, before the rows are read, those that `data` names are taken; which
+    ones `data.row` makes is not known then.
     """
     if columns is None and not config.data.row:
         columns = config.data.reward_columns
@@ -174,41 +259,38 @@ def check_functions(config: RunConfig, columns: list[str] | None = None) -> None
 
 
 def try_rewards(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse rows, each the columns that rewards get, that a built-in reward function cannot read."""
+    """Refuse rows that a built-in reward function cannot read. Each row is the columns that rewards get."""
     functions = load_functions(config.reward, None, config.generator.max_completion_tokens)
     for columns in rows:
         try_built_ins(functions, columns)
 
 
-def tools_of(config: RunConfig) -> dict[str, list[dict[str, Any]]]:
-    """The tools of each environment as the chat template gets them, JSON schemas, by its name; none without one."""
-    toolboxes = load_toolboxes(config.environment) if config.environment.enabled else {}
-    return {name: toolbox.schemas for name, toolbox in toolboxes.items()}
+def check_best(config: RunConfig, prompts: Iterable[Prompt], scorer: Scorer) -> None:
+    """Refuse a `checkpoint.keep_best` that is not among the metrics of the held-out prompts."""
+    best = config.checkpoint.keep_best.removeprefix("eval/")
+    sets = list(dict.fromkeys(prompt.source for prompt in prompts))
+    names = evaluation_names(sets, config.evaluation.num_samples, bool(scorer.answer_format))
+    if best and best not in names:
+        raise ValueError(
+            f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, names)}: {', '.join(names)}"
+        )
 
 
-def check_generation(session: Session) -> None:
-    """Refuse an engine, an environment or a metric for the best checkpoint that would fail later."""
-    config = session.config
-    check_engine(config.generator, hf_folder.read_hf_config(session.model_folder))
-    check_environment(session)
-    if best := config.checkpoint.keep_best.removeprefix("eval/"):
-        sets = list(dict.fromkeys(prompt.source for prompt in session.eval_prompts))
-        names = evaluation_names(sets, config.evaluation.num_samples, bool(session.scorer.answer_format))
-        if best not in names:
-            raise ValueError(
-                f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, names)}: "
-                f"{', '.join(names)}"
-            )
+# ---- Environments, tools and the exported chat template
 
 
-def check_environment(session: Session) -> None:
-    """Refuse an environment whose class, functions or chat template cannot be used; tell what it is."""
-    config, tokenizer = session.config, session.tokenizer
+def tool_schemas(config: RunConfig) -> dict[str, list[dict[str, Any]]]:
+    """Return the JSON schemas of each environment's tools, as the chat template gets them, by its name."""
     if not config.environment.enabled:
-        return
+        return {}
+    return {name: toolbox.schemas for name, toolbox in load_toolboxes(config.environment).items()}
+
+
+def check_environment(config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int]) -> None:
+    """Refuse an environment whose class, functions or chat template cannot be used, and print what it is."""
     toolboxes = load_toolboxes(config.environment)
     style = call_style(tokenizer, config.environment, toolboxes)
-    turns = turns_of(tokenizer, config.environment, config.data, session.scorer.stop_token_ids, toolboxes)
+    turns = turns_of(tokenizer, config.environment, config.data, stop_token_ids, toolboxes)
     for name, toolbox in toolboxes.items():
         if not (toolbox.has_reward or config.reward.weights or config.algorithm.distill_coef):
             raise ValueError(
@@ -216,28 +298,35 @@ def check_environment(session: Session) -> None:
             )
         if not config.data.row:
             toolbox.check_columns(config.data.reward_columns)
-        calls = f" with the tools {', '.join(toolbox.tools)}, called as {style}" if toolbox.tools else ""
-        line = turns[name].line
-        print(f"environment {name or toolbox.name}{calls}{'; ' if line else ''}{line}", flush=True)
+        line = f"environment {name or toolbox.name}"
+        if toolbox.tools:
+            line += f" with the tools {', '.join(toolbox.tools)}, called as {style}"
+        if turns[name].line:
+            line += f"; {turns[name].line}"
+        print(line, flush=True)
 
 
 def learned_form(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> ChatForm:
-    """How a model that was trained with this config writes chats, where its folder does not say so already.
+    """Return how a model trained with this config writes chats, as far as its own folder does not say so.
 
-    With an environment it keeps what the model wrote in earlier turns, and tells if the run's template does not. A
-    template that reads `question`, which no one else passes, stays where it is.
+    A template that reads `question` is not exported, because nobody else passes that. With an environment the exported
+    template keeps all of the earlier turns, as training did; a line says if it cannot be made to.
     """
-    data, template, ends = config.data, tokenizer.chat_template, ()
-    is_own = data.prompt_template and not data.is_text_template and "question" not in template
+    template = ""
+    if config.data.prompt_template and not config.data.is_text_template and "question" not in tokenizer.chat_template:
+        template = tokenizer.chat_template
     if isinstance(config, SFTConfig):
-        end = end_of_turn(tokenizer, data)
-        ends = () if end is None else (end,)
-    elif config.environment.enabled and (keeping := serving_template(tokenizer, data)) != "":
-        template, is_own = keeping, keeping is not None
-        exported = "keeps them too" if is_own else "cannot be made to keep them: serve it with another one"
+        end = end_of_turn(tokenizer, config.data)
+        return ChatForm(template) if end is None else ChatForm(template, (end,))
+    serving = ""
+    if config.environment.enabled:
+        serving = serving_template(tokenizer, config.data)
+    if serving != "":
+        template = serving or ""
+        result = "keeps them too" if serving else "cannot be made to keep them: serve it with another one"
         print(
             "thoughts and all else of earlier turns stay as sampled, which the chat template would change; that of the "
-            f"exported model {exported}",
+            f"exported model {result}",
             flush=True,
         )
-    return ChatForm(template if is_own else "", ends)
+    return ChatForm(template)

@@ -8,9 +8,9 @@ import torch
 
 from grpo.data.batches import make_batch
 from grpo.data.encode import Encoded
+from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
-from grpo.roles.metrics import StepMetrics
 from grpo.run.session import Session, is_due
 from grpo.types import Sample, TrainBatch
 
@@ -30,37 +30,35 @@ class SFTDriver:
     """Examples, decisions and the log."""
 
     def __init__(self, session: Session):
-        """session: one that has started up; what it has read is on rank 0 alone."""
-        self.session, self.config, self.roles, self.timer = session, session.config, session.roles, session.timer
-        self.stream, self.validation = session.stream, session.validation
-        self.recent_losses = collections.deque(session.saved_state.get("recent_losses", []), maxlen=STOP_WINDOW)
-
-    @property
-    def validation_sets(self) -> list[str]:
-        """Names of the validation sets; one empty name if there is only one, none without validation."""
-        validation, data = self.config.validation, self.config.data
-        return [source.label for source in validation.held_out(data)] if validation.interval else []
+        """Take the examples of a session that has started up; they are on rank 0 alone."""
+        self.session = session
+        self.config = session.config
+        self.roles = session.roles
+        self.timer = session.timer
+        self.stream = session.inputs.stream
+        recent_losses = session.inputs.saved_state.get("recent_losses", [])
+        self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
 
     @on_driver
     def held_out_batch(self, name: str) -> TrainBatch:
-        """A validation set laid end to end."""
-        return batch_of(self.validation[name])
+        """Lay a validation set end to end."""
+        return batch_of(self.session.inputs.validation[name])
 
     @from_driver
     def ending(self, step: int) -> Literal["", "learned", "stopped"]:
-        """Why no step follows the `step`-th one: a low loss, or a request to stop; empty if another one follows."""
+        """Return why the run ends after `step` steps: a low loss, or a request to stop. Empty if it goes on."""
         if self._is_learned():
             return "learned"
         return "stopped" if self.session.is_stopped(step) else ""
 
     @on_driver
-    def next_batch(self) -> TrainBatch:
-        """The step's examples laid end to end; their labels count in the loss."""
-        return batch_of(self.session.stream.draw(self.config.sequences_per_step))
+    def next_batch(self, num_sequences: int) -> TrainBatch:
+        """Draw examples and lay them end to end. The loss counts their labels."""
+        return batch_of(self.stream.draw(num_sequences))
 
     @from_driver
     def due(self, step: int, measured: StepMetrics) -> Due:
-        """What follows the `step`-th step, of whose loss it depends whether that was the last one."""
+        """Decide what follows step number `step`. A low loss can make it the last one."""
         config = self.config
         self.recent_losses.append(measured.means()["loss"])
         is_last = step == config.num_steps or self._is_learned()
@@ -71,17 +69,17 @@ class SFTDriver:
         )
 
     def _is_learned(self) -> bool:
-        """Whether the mean loss of the last STOP_WINDOW steps is below `stop_at_loss`."""
+        """Return whether the mean loss of the last STOP_WINDOW steps is below `stop_at_loss`."""
         losses = self.recent_losses
         return len(losses) == STOP_WINDOW and sum(losses) / STOP_WINDOW < self.config.stop_at_loss
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold of the driver. On rank 0."""
+        """Return what a checkpoint must hold of the driver. On rank 0."""
         return {"data": self.stream.state_dict(), "recent_losses": list(self.recent_losses)}
 
     @on_driver
     def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:
-        """Log the `step`-th step; a metric of examples belongs here."""
+        """Log step number `step`. A metric of examples belongs here."""
         metrics = measured_metrics(measured, self.timer.close_step(), batch.num_tokens)
         if self.config.too_long == "truncate":
             metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
@@ -89,12 +87,12 @@ class SFTDriver:
 
     @on_driver
     def log_validation(self, step: int, losses: dict[str, float]) -> None:
-        """Log the loss of each validation set, and of several also their plain mean."""
+        """Log the loss of each validation set and, if there are several, their plain mean."""
         metrics = {f"validation/{name}/loss": loss for name, loss in losses.items() if name}
         metrics["validation/loss"] = sum(losses.values()) / len(losses)
         self.session.run_log.log_held_out(step, metrics)
 
 
 def batch_of(examples: list[Encoded]) -> TrainBatch:
-    """Examples laid end to end."""
+    """Lay examples end to end."""
     return make_batch([Sample(torch.tensor(e.ids), torch.tensor(e.mask), truncated=e.truncated) for e in examples])

@@ -1,8 +1,8 @@
 """How a rank ends: the rank that failed first prints one clear message, the others print nothing.
 
-When a rank dies, all others fail too, in the collective they were waiting in. Before they print their own error they
-wait a while, in which torchrun ends them. The message is left for torchrun too, whose report then shows it as the root
-cause. Left out: ranks that hang or are ended from outside (watchdog.py).
+When a rank dies, all others fail too, in the collective that they were waiting in. Before they print their own error
+they wait, until torchrun ends them. The message is left for torchrun too, whose report then shows it as the root cause.
+Left out: ranks that hang or are ended from outside (watchdog.py).
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from typing import NoReturn, TypeVar
 from grpo.roles.shared_memory import remove_shared_memory
 from grpo.text import printable
 
-# When the process began, nearly: the command line is read, and this imported, before torch is
+# About when the process began, since the command line is read, and this imported, before torch is
 BEGAN = time.perf_counter()
-# torchrun looks every 0.1 s for a dead rank and then gives the others 30 s to end
+# torchrun looks for a dead rank every 0.1 s and then gives the others 30 s to end
 FOLLOWER_PATIENCE_SECONDS = 15
 LOST_PEER = (
     "Connection closed by peer",
@@ -63,13 +63,14 @@ def set_place(*, role: str = "", phase: str = "") -> None:
     """Remember this rank's role and current phase."""
     here.role = role or here.role
     if phase:
-        here.phase, here.changes = phase, here.changes + 1
+        here.phase = phase
+        here.changes += 1
         here.in_steps |= phase in STEP_BEGINS_WITH
 
 
 @contextlib.contextmanager
 def refuse_bad_input() -> Iterator[None]:
-    """Turn a ValueError, a missing file or one that already exists into `BadInput`, in a block that checks input."""
+    """Turn a ValueError, a missing file or one that exists already into `BadInput`, in a block that checks input."""
     try:
         yield
     except (ValueError, FileNotFoundError, FileExistsError) as error:
@@ -77,31 +78,34 @@ def refuse_bad_input() -> Iterator[None]:
 
 
 def leave_for_launcher(line: str) -> None:
-    """Make `line` what torchrun's report shows as this rank's failure; nothing without torchrun."""
+    """Let torchrun's report show `line` as this rank's failure. Without torchrun, do nothing."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    # The root cause is the failure with the lowest time, in whole seconds. That of a rank which torchrun ended because
-    # of this one is read a moment later and must not be equal.
+    # torchrun takes the failure with the lowest time, in whole seconds, for the root cause. Ranks that it ends because
+    # of this one get a time that is a moment later, and must not get the same second.
     record = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}}
     with contextlib.suppress(OSError):  # a full disk; the line is on the screen
         pathlib.Path(path).write_text(json.dumps(record))
 
 
 def run_rank(main: Callable[[], Result]) -> Result:
-    """What `main` returns; if it fails, print one message and end the process with a non-zero exit code."""
-    rank = os.environ.get("RANK", "0")  # taken now, because roles rewrite it to the role's own
-    code, line, trace = 1, "", ""
+    """Return what `main` returns. If it fails, print one message and end the process with a non-zero exit code."""
+    rank = os.environ.get("RANK", "0")  # now, because each role rewrites it
+    code = 1
+    line = ""
+    trace = ""
     try:
         return main()
     except SystemExit as stop:  # it has said why
-        code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+        code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
         is_follower = bool(code) and rank != "0"
         if code and rank == "0":
             leave_for_launcher("rank 0 ended with the message above")
     except BadInput as error:
         is_follower = rank != "0"
-        line = "" if is_follower else f"error: {error}"
+        if not is_follower:
+            line = f"error: {error}"
     except BaseException as error:
         # torchrun ends a follower before it speaks; without torchrun nobody would
         is_follower = "TORCHELASTIC_RUN_ID" in os.environ and any(sign in str(error) for sign in LOST_PEER)
@@ -113,7 +117,7 @@ def run_rank(main: Callable[[], Result]) -> Result:
             trace = traceback.format_exc()
     here.ending = True
     if is_follower:
-        time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun ends all soon after the first exit, which has the message
+        time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun ends all soon after the first rank, which printed the message
     if line:
         line = printable(line)  # it may quote a completion
         leave_for_launcher(line)
@@ -122,20 +126,20 @@ def run_rank(main: Callable[[], Result]) -> Result:
 
 
 def run_script(main: Callable[[], None]) -> NoReturn:
-    """Run a whole script as `run_rank` does, and end the process."""
+    """Run a whole script like `run_rank`, and end the process."""
     run_rank(main)
     end_process(0)
 
 
 def end_process(code: int) -> NoReturn:
-    """End without destructors, which take seconds, and which print errors or hang where a group's peers are gone."""
+    """End without destructors. They take seconds, and print errors or hang where other ranks of a group are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     exit_now(code)
 
 
 def exit_now(code: int) -> NoReturn:
-    """End at once, from any thread; if that is a failure, without what engines would leave in memory."""
+    """End at once, from any thread. After a failure, first remove the shared memory that engines would leave."""
     if code:
         remove_shared_memory()
     os._exit(code)

@@ -1,13 +1,13 @@
-"""A thread on every rank: it tells the others where this rank is, hears stop signals, and ends what hangs.
+"""A thread on every rank that shows the others where this rank is, hears stop signals, and ends a run that hangs.
 
-Each second it puts the rank's place (role, phase, collectives begun) into the store that all ranks share; the loop
-itself does nothing for it. Rank 0's thread looks at all places and past the deadline of a phase ends the run with the
-name of the rank that hangs, which prints its stack, if it still can. Rank 1's thread does the same a little later, for
-a rank 0 that was stopped.
+Each second it puts the rank's place (role, phase, collectives begun) into the store that all ranks share. The loop
+itself does nothing for it. Rank 0's thread looks at all places. When nothing has happened for longer than the deadline
+of a phase, it ends the run with the name of the rank that hangs, and that rank prints its stack if it still can. Rank
+1's thread does the same a little later, in case rank 0 was stopped.
 
 Signals wake the thread at once, also while the main thread waits in a collective (stopping.py). SIGTERM means two
-things: stop, or that torchrun ends all ranks because one has failed. In the second case a rank's process is gone, or
-the store says that the run is over.
+things: a request to stop, or that torchrun ends all ranks because one has failed. In the second case a rank's process
+is gone, or the store says that the run is over.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from grpo.roles.process_groups import Roles, collectives_entered
 from grpo.watch import failures, stopping
 from grpo.watch.failures import here
 
-# Phases that load models, wait for vLLM or for reward functions, and how much longer they may take
+# Phases that load models, or wait for vLLM or reward functions, may take this many times longer
 LONG_PHASES = ("start", "startup", "generate", "reward", "evaluate")
 LONGER = 3
 TICK_SECONDS = 1.0
-ANSWER_SECONDS = 5.0  # a rank whose thread told no place for so long is stopped, gone or starved
-OWN_GAP_SECONDS = 10.0  # longer between two looks means that this process was stopped (Ctrl-Z, a machine that slept)
-SECOND_PATIENCE_SECONDS = 10.0  # rank 1 looks for a rank 0 that should have ended the run so long ago
+ANSWER_SECONDS = 5.0  # a rank that has shown no place for longer is stopped, gone or starved
+OWN_GAP_SECONDS = 10.0  # a longer time between two looks: this process was stopped (Ctrl-Z, a machine that slept)
+SECOND_PATIENCE_SECONDS = 10.0  # rank 1 ends a run that rank 0 should have ended this long ago
 STACK_SECONDS = 3.0  # for the ranks that hang to print their stacks, or for one that fails to print why
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which rank keeps the others waiting, out of what each one tells about itself
+# Which rank keeps the others waiting
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -56,7 +56,7 @@ class Place:
     entered: dict[str, int]
     """Collectives begun in each of its groups."""
     beat: float
-    """Another number each time the rank tells its place."""
+    """Another number each time the rank shows its place."""
     host: str
     pid: int
 
@@ -65,61 +65,70 @@ class Hang(NamedTuple):
     """Nothing has happened for longer than the deadline."""
 
     ranks: list[int]
-    """Those that the others wait for."""
+    """The ranks that the others wait for."""
     line: str
 
 
 def deadline_seconds(phase: str, deadline_minutes: float) -> float:
-    """Seconds for which nothing may happen in a phase."""
+    """Return for how long nothing may happen in a phase."""
     return 60 * deadline_minutes * (LONGER if phase in LONG_PHASES else 1)
 
 
-def awaited(places: Mapping[int, Place]) -> list[int]:
-    """The ranks that keep others waiting, while nothing moves.
+def ranks_behind(places: Mapping[int, Place]) -> list[int]:
+    """Return the ranks that keep others waiting, if nothing moves. Empty if nobody is behind.
 
-    In a group, whoever has begun fewer collectives than another member is awaited by it. A rank that waits in one group
-    itself is excused for its absence in the others. Empty if nobody is behind.
+    In a group, those that have begun the fewest collectives keep the others waiting. A rank that itself waits in one
+    group is excused for its absence in the others.
     """
-    behind, waiting = set(), set()
+    behind = set()
+    waiting = set()
     for group in {name for place in places.values() for name in place.entered}:
         begun = {rank: place.entered[group] for rank, place in places.items() if group in place.entered}
         fewest = min(begun.values())
-        waits = {rank for rank, number in begun.items() if number > fewest}
-        waiting |= waits
-        behind |= begun.keys() - waits if waits else set()
+        ahead = {rank for rank, number in begun.items() if number > fewest}
+        if ahead:
+            waiting |= ahead
+            behind |= begun.keys() - ahead
     return sorted(behind - waiting)
 
 
 class HangDetector:
-    """Looks at all places again and again, and finds when nothing has happened for too long."""
+    """Remembers the places of all ranks, and finds that nothing has happened for too long."""
 
     def __init__(self, deadline_minutes: float, patience: float = 0.0):
         """patience: seconds after the deadline, for a rank that only stands in for another."""
-        self.deadline_minutes, self.patience = deadline_minutes, patience
+        self.deadline_minutes = deadline_minutes
+        self.patience = patience
         self.places: dict[int, Place] = {}
-        self.answered: dict[int, float] = {}
-        self.moved = self.looked = float("-inf")
+        self.answered_at: dict[int, float] = {}
+        self.moved_at = float("-inf")
+        self.looked_at = float("-inf")
 
     def look(self, places: Mapping[int, Place], now: float) -> Hang | None:
-        """Who hangs, if anybody; `now` in seconds of a steady clock."""
-        if now - self.looked > OWN_GAP_SECONDS:  # nobody was watched meanwhile; the first look too
-            self.moved, self.answered = now, dict.fromkeys(places, now)
+        """Return who hangs, if anybody. `now`: seconds of a steady clock."""
+        if now - self.looked_at > OWN_GAP_SECONDS:  # the first look, or nobody was watched meanwhile
+            self.moved_at = now
+            self.answered_at = dict.fromkeys(places, now)
         for rank, place in places.items():
             before = self.places.get(rank)
             if before is None or place.beat != before.beat:
-                self.answered[rank] = now
-            if before is None or (place.changes, place.entered) != (before.changes, before.entered):
-                self.moved = now
-        self.places, self.looked, silent = dict(places), now, now - self.moved
-        mute = [rank for rank in sorted(places) if now - self.answered[rank] > ANSWER_SECONDS]
-        ranks = mute or awaited(places) or sorted(places)
-        limit = max((deadline_seconds(places[rank].phase, self.deadline_minutes) for rank in ranks), default=0.0)
-        if not ranks or silent <= limit + self.patience:
+                self.answered_at[rank] = now
+            if before is None or place.changes != before.changes or place.entered != before.entered:
+                self.moved_at = now
+        self.places = dict(places)
+        self.looked_at = now
+        silent_ranks = [rank for rank in sorted(places) if now - self.answered_at[rank] > ANSWER_SECONDS]
+        ranks = silent_ranks or ranks_behind(places) or sorted(places)
+        if not ranks:
             return None
-        does = "does not answer, last seen" if mute else "hangs"
-        told = (f"rank {rank} ({places[rank].role}) {does} in phase {places[rank].phase}" for rank in ranks)
-        why = f"nothing has happened for {silent:.0f} s, and deadline_minutes allows {limit:.0f} s here"
-        return Hang(ranks, f"error: {', '.join(told)}: {why}")
+        seconds = now - self.moved_at
+        limit = max(deadline_seconds(places[rank].phase, self.deadline_minutes) for rank in ranks)
+        if seconds <= limit + self.patience:
+            return None
+        does = "does not answer, last seen" if silent_ranks else "hangs"
+        descriptions = [f"rank {rank} ({places[rank].role}) {does} in phase {places[rank].phase}" for rank in ranks]
+        why = f"nothing has happened for {seconds:.0f} s, and deadline_minutes allows {limit:.0f} s here"
+        return Hang(ranks, f"error: {', '.join(descriptions)}: {why}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,7 +138,7 @@ class HangDetector:
 
 @contextlib.contextmanager
 def watched(roles: Roles, deadline_minutes: float) -> Iterator[None]:
-    """Watch this rank, and hear stop signals, while the `with` block runs. Every rank enters it."""
+    """Watch this rank and hear stop signals while the `with` block runs. Every rank enters it."""
     watchdog = Watchdog(roles, deadline_minutes)
     watchdog.start()
     try:
@@ -137,7 +146,7 @@ def watched(roles: Roles, deadline_minutes: float) -> Iterator[None]:
     except BaseException:
         here.ending = True
         with contextlib.suppress(DistNetworkError, DistStoreError):
-            watchdog.tell_end()
+            watchdog.announce_end()
         raise  # the thread goes on: torchrun's SIGTERM then ends this process wherever it is
     watchdog.close()
     if watchdog.asked == signal.SIGINT.name and not stopping.launched_by_torchrun():
@@ -145,38 +154,42 @@ def watched(roles: Roles, deadline_minutes: float) -> Iterator[None]:
 
 
 class Watchdog:
-    """The thread and what it knows. What the ranks tell each other in the store:
+    """The thread and what it knows. The ranks have these keys in the store:
 
-    `place/RANK`, each second; `asked`, a signal to stop that another rank than the driver got; `ended/RANK`, a count
-    that is above 0 when somebody has said why that rank ends; `over`, when a rank ends before the run does; `verdict`,
-    the `Hang` that ends it.
+    `place/RANK`, set each second; `asked`, the signal to stop that a rank other than the driver got; `ended/RANK`, a
+    count, above 0 when somebody has printed why that rank ends; `over`, set when a rank ends before the run does;
+    `verdict`, the `Hang` that ends the run.
     """
 
     def __init__(self, roles: Roles, deadline_minutes: float):
-        self.roles, self.host = roles, socket.gethostname()
+        self.roles = roles
+        self.host = socket.gethostname()
         self.store = PrefixStore("watch", roles.store.clone())  # another thread's wait would block its connection
         patience = SECOND_PATIENCE_SECONDS if roles.rank else 0.0
         self.detector = HangDetector(deadline_minutes, patience) if roles.rank <= 1 else None
         self.asked = ""
-        # A tick without a signal has gone by since one asked the run to stop; sooner, another one is the same request.
-        # No clock: on a busy machine this thread sees both late.
+        # True when a tick without a signal has gone by since one asked the run to stop. A signal before that belongs to
+        # the same request. A clock would not do, because on a busy machine this thread sees both late.
         self.is_quiet = False
-        self.closing, self.closed = threading.Event(), threading.Event()
-        self.stdout, self.stderr = sys.stdout, sys.stderr  # compilers of kernels turn them away for seconds
+        self.closing = threading.Event()
+        self.closed = threading.Event()
+        # compilers of kernels redirect sys.stdout and sys.stderr for seconds
+        self.stdout = sys.stdout
+        self.stderr = sys.stderr
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Listen to signals and begin to tell. On the main thread."""
+        """Start the thread, which hears signals from here on. On the main thread."""
         self.handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in stopping.STOP_SIGNALS}
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self.held = stopping.hold_signals()
         self.thread.start()
         stopping.is_watched.set()
-        for number in self.held:  # of a thread that was there before and does not block it, in a notebook
+        for number in self.held:  # for those that reach an older thread, which does not block them, in a notebook
             signal.signal(number, lambda number, _: signal.pthread_kill(self.thread.ident, number))
 
     def close(self) -> None:
-        """End the thread; in a script, signals from here on are without effect. On the main thread."""
+        """End the thread. In a script, signals have no effect from here on. On the main thread."""
         self.closing.set()
         for number in self.held:
             signal.pthread_kill(self.thread.ident, number)  # it ends at once, not after its tick
@@ -185,64 +198,69 @@ class Watchdog:
         self.thread.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
 
-    def tell_end(self, *others: int) -> None:
-        """Let all know that the run is over, and that it was said why this rank and these others end."""
-        for rank in {self.roles.rank, *others}:
+    def announce_end(self, *hanging_ranks: int) -> None:
+        """Tell all ranks that the run is over, and that somebody printed why this rank and `hanging_ranks` end."""
+        for rank in {self.roles.rank, *hanging_ranks}:
             self.store.add(f"ended/{rank}", 1)
         self.store.set("over", "")
 
     def _run(self) -> None:
+        """Look at the store and wait for a signal, each second until the run is closed."""
         try:
             while not self.closing.is_set():
-                self._tell_place()
+                self._show_place()
                 self._obey_verdict()
                 if self.roles.is_driver and self.store.check(["asked"]):
                     self._ask(self.store.get("asked").decode())
-                if self.detector and (hang := self.detector.look(places := self._places(), time.monotonic())):
-                    self._end(hang, places)
-                heard = signal.sigtimedwait(self.held, TICK_SECONDS)
-                if heard is None:
+                if self.detector:
+                    places = self._places()
+                    hang = self.detector.look(places, time.monotonic())
+                    if hang:
+                        self._end(hang, places)
+                received = signal.sigtimedwait(self.held, TICK_SECONDS)
+                if received is None:
                     self.is_quiet = bool(self.asked)
                 elif not self.closing.is_set():
-                    self._hear(signal.Signals(heard.si_signo))
+                    self._hear(signal.Signals(received.si_signo))
         except (DistNetworkError, DistStoreError):  # the process that holds the store is gone, and its ranks with it
             if not self.closing.is_set():
                 line = f"error: rank {self.roles.rank} lost the store of its launcher, in phase {here.phase}"
                 failures.leave_for_launcher(line)
-                if os.environ.get("LOCAL_RANK") == "0":  # one of each machine
+                if os.environ.get("LOCAL_RANK") == "0":  # one rank of each machine
                     print(line, file=self.stderr, flush=True)
                 failures.exit_now(1)
         finally:
             self.closed.wait()  # no signal can be sent to a thread that is gone
 
-    def _tell_place(self) -> None:
-        progress = here.changes, collectives_entered(self.roles, is_saving=here.phase == "save")
-        place = Place(here.role, here.phase, *progress, time.monotonic(), self.host, os.getpid())
+    def _show_place(self) -> None:
+        """Put this rank's place into the store."""
+        entered = collectives_entered(self.roles, is_saving=here.phase == "save")
+        place = Place(here.role, here.phase, here.changes, entered, time.monotonic(), self.host, os.getpid())
         self.store.set(f"place/{self.roles.rank}", json.dumps(asdict(place)))
 
     def _places(self) -> dict[int, Place]:
-        """Where the ranks are that have told it."""
-        known = [rank for rank in range(self.roles.control.size()) if self.store.check([f"place/{rank}"])]
-        values = self.store.multi_get([f"place/{rank}" for rank in known])
-        return {rank: Place(**json.loads(value)) for rank, value in zip(known, values, strict=True)}
+        """Return the places of the ranks that have shown theirs."""
+        ranks = [rank for rank in range(self.roles.control.size()) if self.store.check([f"place/{rank}"])]
+        values = self.store.multi_get([f"place/{rank}" for rank in ranks])
+        return {rank: Place(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
 
     # ---- ranks that hang ----------------------------------------------------------------------------------------
 
     def _end(self, hang: Hang, places: dict[int, Place]) -> None:
-        """Say which ranks hang, let them print their stacks, and end: torchrun then ends all others."""
+        """Print which ranks hang, let them print their stacks, and end this rank. torchrun then ends all others."""
         print(hang.line, file=self.stderr, flush=True)
-        self.tell_end(*hang.ranks)
+        self.announce_end(*hang.ranks)
         self.store.set("verdict", json.dumps(hang))
         self._obey_verdict()
         time.sleep(STACK_SECONDS)
         for rank in {*hang.ranks} - {self.roles.rank}:
-            if places[rank].host == self.host:  # if stopped, it would hear torchrun's SIGTERM only when continued
+            if places[rank].host == self.host:  # a stopped process would hear torchrun's SIGTERM only when continued
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(places[rank].pid, signal.SIGKILL)
         failures.exit_now(1)
 
     def _obey_verdict(self) -> None:
-        """Print this rank's stack if it is one that hangs. It does not end first: the verdict's line is the cause."""
+        """Print this rank's stack if it hangs. It goes on, so that the verdict's line stays the root cause."""
         if here.ending or not self.store.check(["verdict"]):
             return
         verdict = Hang(*json.loads(self.store.get("verdict")))
@@ -256,28 +274,31 @@ class Watchdog:
     # ---- signals ------------------------------------------------------------------------------------------------
 
     def _hear(self, number: signal.Signals) -> None:
-        """A stop, or torchrun's way of ending what is left."""
-        if self._is_over() or here.ending:  # in this order: the first to see it tells
+        """Obey a signal: end if torchrun ends what is left of a run, otherwise stop the run."""
+        if self._is_over() or here.ending:  # in this order, because the first to see it prints it
             if not stopping.launched_by_torchrun():
-                time.sleep(STACK_SECONDS)  # the main thread is about to say why, and ends
-            self.tell_end()
+                time.sleep(STACK_SECONDS)  # the main thread is about to print why, and ends
+            self.announce_end()
             failures.exit_now(1)
-        again = self.asked == signal.SIGINT.name and self.is_quiet
-        if here.in_steps and not again:
+        is_second = self.asked == signal.SIGINT.name and self.is_quiet
+        if here.in_steps and not is_second:
             self._ask(number.name)
             return
         if self.roles.is_driver:
-            how = "again: ended at once, without saving" if again else "before the first step: nothing to save"
-            print(line := f"{number.name} {how}", file=self.stderr, flush=True)
+            line = f"{number.name} before the first step: nothing to save"
+            if is_second:
+                line = f"{number.name} again: ended at once, without saving"
+            print(line, file=self.stderr, flush=True)
             stopping.ask_to_stop(number.name)
             stopping.repeat_behind_launcher(line)
-            self.tell_end()
-        else:  # torchrun ends all at the first exit; the driver has the last word
+            self.announce_end()
+        else:  # torchrun ends all at the first exit, which must be the driver's
             with contextlib.suppress(DistStoreError):
                 self.store.wait(["over"], datetime.timedelta(seconds=ANSWER_SECONDS))
         failures.exit_now(128 + number)
 
     def _ask(self, name: str) -> None:
+        """Ask the driver to stop the run, because of the signal `name`."""
         if self.asked:
             return
         self.asked = name
@@ -288,13 +309,15 @@ class Watchdog:
             self.store.set("asked", name)
 
     def _is_over(self) -> bool:
-        """Whether torchrun ends this rank because another one has ended; the first to see one that was killed tells."""
-        places = self._places()
-        here_too = {rank: place.pid for rank, place in places.items() if place.host == self.host}
-        gone = [rank for rank, pid in here_too.items() if not os.path.exists(f"/proc/{pid}")]  # waited for by torchrun
-        for rank in gone:
+        """Return whether another rank has ended, so that torchrun ends this one. The first to see it prints it."""
+        is_gone = False
+        for rank, place in self._places().items():
+            # torchrun has waited for a process that is gone
+            if place.host != self.host or os.path.exists(f"/proc/{place.pid}"):
+                continue
+            is_gone = True
             if self.store.add(f"ended/{rank}", 1) == 1:
-                line = f"error: rank {rank} ({places[rank].role}) was ended from outside in phase {places[rank].phase}"
+                line = f"error: rank {rank} ({place.role}) was ended from outside in phase {place.phase}"
                 hint = "torchrun's report has the signal; 9 is often the kernel's, out of memory (dmesg)"
                 print(f"{line}; {hint}", file=self.stderr, flush=True)
-        return bool(gone) or self.store.check(["over"])
+        return is_gone or self.store.check(["over"])

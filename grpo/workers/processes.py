@@ -4,12 +4,12 @@
     supervisor   one small program with a single thread (supervisor.py), which forks the workers and watches them
     workers      run what may loop, crash or allocate without end: a user's rewards and environments
 
-The supervisor is a program of its own because the owner, with CUDA, NCCL and gloo threads, must not fork, and a spawned
-worker would import torch and vLLM again. A call without memory, such as that of a reward, goes to any worker; one of a
-conversation, such as an episode, to the worker that had the others.
+The supervisor is a program of its own because the owner, with the threads of CUDA, NCCL and gloo, must not fork, and a
+spawned worker would import torch and vLLM again. A call without memory, such as that of a reward, goes to any worker.
+Those of a conversation, such as an episode, all go to the same worker.
 
-Nothing that a worker starts outlives the run. A worker is killed with its process group; what left the group and lost
-its parent becomes a child of the supervisor, the subreaper, and is killed as well.
+Nothing that a worker starts outlives the run. A worker is killed with its process group. A process that left the group
+and lost its parent becomes a child of the supervisor, which is their subreaper, and is killed as well.
 """
 
 import contextlib
@@ -31,16 +31,18 @@ from typing import Any
 
 from grpo.workers import kernel
 
-# For the supervisor to start, and for one process to load a user's files.
-START_SECONDS, LOAD_SECONDS = 60.0, 60.0
-# For the supervisor to end when its owner closes the connection.
+# Seconds for the supervisor to start
+START_SECONDS = 60.0
+# Seconds for one process to load a user's files
+LOAD_SECONDS = 60.0
+# Seconds for the supervisor to end when its owner closes the connection
 CLOSE_SECONDS = 60.0
-# Waited for outcomes at once; the supervisor has the deadlines.
+# Seconds between two looks for outcomes; the supervisor keeps the deadlines
 POLL_SECONDS = 1.0
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# What Python and its libraries need, and who they are run for. Proxies are left out: their addresses hold passwords.
+# What Python and its libraries need, and who the user is. Proxies are left out: their addresses hold passwords.
 _PASSED = re.compile(
     "PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_[A-Z]+|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON[A-Z]+|VIRTUAL_ENV|CONDA_PREFIX"
     "|(OMP|MKL|OPENBLAS)_[A-Z_]+|CUDA_VISIBLE_DEVICES|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE"
@@ -54,29 +56,45 @@ _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a worker; `number` comes back with its outcome."""
+    """One call of a worker."""
 
     number: int
+    """Comes back with the outcome."""
     arguments: bytes
     """A list, as JSON on one line."""
     seconds: float
-    """Most that it takes, from when a worker begins with it."""
+    """Its deadline, from when a worker begins with it."""
     num_values: int | None = None
-    """Its result is a list of so many rewards, see `plain_values`; None: any value of JSON."""
+    """Its result is a list of this many rewards, see `plain_values`. None: any value of JSON."""
     conversation: int | None = None
-    """Whose worker answers it, which the first of these calls gets and the last one `ends`; None: any worker."""
+    """All calls with this number go to one worker, from the first to the one that `ends` it. None: any worker."""
     ends: bool = False
 
     def as_line(self) -> bytes:
-        """What the supervisor reads: the other fields, then the arguments, which it hands on as they are."""
+        """Return it for the supervisor: the other fields, then the arguments, which it passes on as they are."""
         fields = vars(self) | {"arguments": None}
         return json.dumps(fields).encode() + b"\t" + self.arguments + b"\n"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the supervisor gets at its start."""
+
+    folder: str
+    """Its working folder."""
+    path: list[str]
+    """Becomes `sys.path`."""
+    load: Callable[[], Callable[..., Any]]
+    load_seconds: float
+    num_workers: int
+    memory_gib: float
+    loads_once: bool
 
 
 class Workers:
     """Worker processes behind one socket: calls go out and outcomes come in, in any order.
 
-    Start it on the main thread: the processes end with the thread that started them. What they print is lost.
+    Start it on the main thread, because the processes end with the thread that started them. What they print is lost.
     """
 
     def __init__(
@@ -88,14 +106,18 @@ class Workers:
         variables: Collection[str] = (),
         loads_once: bool = False,
     ):
-        """Start the supervisor; returns when workers have called `load`, and raises ValueError if that fails.
+        """Start the supervisor and return when workers have called `load`. Raises ValueError if that fails.
 
-        what: what is loaded, for messages. load: a function of a module, or a partial of one; it returns what is called
-        with the arguments of each call and returns values of JSON. memory_gib: address space of a worker. variables:
-        names of environment variables that workers get on top of what libraries need. loads_once: the supervisor loads
-        and forks workers when calls need them, in milliseconds; else each of them loads for itself at the start.
+        what: what is loaded, for messages. load: a function of a module, or a partial of one. It returns the function
+        that is called with the arguments of each call and returns values of JSON. memory_gib: address space of a
+        worker. variables: names of environment variables that workers get on top of what libraries need. loads_once:
+        the supervisor loads, and forks a worker in milliseconds when a call needs one. Otherwise each worker loads for
+        itself at the start.
         """
-        self.what, self.is_ready, self.num_open, self._inbox = what, False, 0, b""
+        self.what = what
+        self.is_ready = False
+        self.num_open = 0
+        self._inbox = b""
         passed = environment(variables)
         if "PYTHONPATH" in passed:  # the supervisor starts in another folder
             folders = map(os.path.abspath, passed["PYTHONPATH"].split(os.pathsep))
@@ -106,11 +128,12 @@ class Workers:
                 [sys.executable, "-m", "grpo.workers.supervisor", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=passed,  # from the start: what a process was started with stays readable in /proc
-                process_group=0,  # killed with the owner's group, it could not end what the workers started
+                env=passed,  # from the start, since /proc shows what a process was started with
+                process_group=0,  # if it were killed with the owner's group, it could not end what the workers started
                 cwd=ROOT,
             )
-        self._send(pickle.dumps((os.getcwd(), sys.path, LOAD_SECONDS, load, num_workers, memory_gib, loads_once)))
+        setup = Setup(os.getcwd(), sys.path, load, LOAD_SECONDS, num_workers, memory_gib, loads_once)
+        self._send(pickle.dumps(setup))
         seconds = START_SECONDS + LOAD_SECONDS
         if not self.poll(seconds):
             self.close()
@@ -118,7 +141,7 @@ class Workers:
         self.is_ready = True
 
     def submit(self, calls: list[Call]) -> None:
-        """Send calls, which wait for free workers; the supervisor reads at any time, so this never waits for one."""
+        """Send calls, which then wait for free workers. The supervisor always reads, so this does not wait."""
         self.num_open += len(calls)
         self._send(b"".join(call.as_line() for call in calls))
 
@@ -127,11 +150,12 @@ class Workers:
         self._send(json.dumps({"drop": True, "conversation": conversation}).encode() + b"\n")
 
     def poll(self, seconds: float = 0.0) -> list[dict[str, Any]]:
-        """Outcomes that are there, or the first ones within `seconds`.
+        """Return the outcomes that are there, or the first ones within `seconds`.
 
-        Each is `{call, value}` or `{call, failed, cause}`: why, in words, and raised by what was called, memory (it
-        reached the limit), late or busy (its time was over while it waited or computed), or died (its process ended, or
-        wrote what no worker writes). Raises RuntimeError if the supervisor is gone, or no worker can load any more.
+        Each is `{call, value}` or `{call, failed, cause}`: the reason in words, and a cause. raised: by what was
+        called. memory: it reached the limit. late, busy: its time was over while it waited, or computed. died: its
+        process ended, or wrote what no worker writes. Raises RuntimeError if the supervisor is gone, or if no worker
+        can load any more.
         """
         give_up_at = time.monotonic() + seconds
         while b"\n" not in self._inbox:
@@ -153,16 +177,17 @@ class Workers:
             self.close()
             kind = RuntimeError if self.is_ready else ValueError
             raise kind(f"the {self.what} cannot be loaded: {messages[-1]['unusable']}")
-        self.num_open -= self.is_ready * len(messages)
+        if self.is_ready:
+            self.num_open -= len(messages)
         return messages
 
     def collect(self) -> Iterator[dict[str, Any]]:
-        """Outcomes of all calls that were submitted, as they come; raises what `poll` raises."""
+        """Yield the outcomes of all calls that were submitted, as they come. Raises what `poll` raises."""
         while self.num_open:
             yield from self.poll(POLL_SECONDS)
 
     def close(self) -> None:
-        """End all processes and wait until they are gone; a second call does nothing."""
+        """End all processes and wait until they are gone. A second call does nothing."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # noticed even if a forked process holds a copy of this end
         self._socket.close()
@@ -173,13 +198,14 @@ class Workers:
             self.supervisor.wait()
 
     def _send(self, data: bytes) -> None:
+        """Send data to the supervisor, and wait until it is sent."""
         with contextlib.suppress(OSError):  # it ended; `poll` says why
             self._socket.settimeout(None)
             self._socket.sendall(data)
 
 
 def environment(names: Collection[str]) -> dict[str, str]:
-    """The environment variables that workers get: what Python and its libraries need, no secrets, and `names`."""
+    """Return the environment variables that workers get: what Python and libraries need, no secrets, and `names`."""
     for name in names:
         if name not in os.environ:
             raise ValueError(f"reward.environment names {name}, which is not set; export it or leave it out")
@@ -192,7 +218,7 @@ def environment(names: Collection[str]) -> dict[str, str]:
 
 
 def limit(memory_gib: float, parent: int) -> None:
-    """Make the calling process one that can be killed with all it started, and that cannot eat the machine."""
+    """Bound the memory of the calling process, and let it be killed with all that it starts, and with its parent."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -204,57 +230,61 @@ def limit(memory_gib: float, parent: int) -> None:
 
 
 def lower_limit(name: int, soft: int, hard: int | None = None) -> None:
-    """Set a limit of the calling process, or leave it where it is lower already."""
-    _, most = resource.getrlimit(name)
-    hard = soft if hard is None else hard
-    if most != resource.RLIM_INFINITY:
-        soft, hard = min(soft, most), min(hard, most)
+    """Set a limit of the calling process, except where it is lower already. The hard limit is `soft` by default."""
+    if hard is None:
+        hard = soft
+    _, highest = resource.getrlimit(name)
+    if highest != resource.RLIM_INFINITY:
+        soft = min(soft, highest)
+        hard = min(hard, highest)
     resource.setrlimit(name, (soft, hard))
 
 
 def kill(pid: int) -> None:
-    """SIGKILL for a child that was not waited for yet, and for the process group that it founded, if any."""
+    """Kill a child that was not waited for yet, and the process group that it founded, if any."""
     for send in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send(pid, signal.SIGKILL)
 
 
 def kill_children(spared: Collection[int] = ()) -> None:
-    """Kill this process's children, such as what left its worker's process group and lost its parent."""
+    """Kill this process's children, also those that left a worker's process group and lost their parent."""
     for pid in children() - set(spared):
         kill(pid)
 
 
 def children() -> set[int]:
-    """Process ids of this process's children, dead ones that were not waited for included."""
+    """Return the process ids of this process's children, including dead ones that were not waited for."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return set(map(int, file.read().split()))
+        text = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text()
     except FileNotFoundError:  # a kernel without this file
+        parent = str(os.getpid()).encode()
         pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-        return {pid for pid in pids if _stat(pid)[1:2] == [str(os.getpid()).encode()]}
+        return {pid for pid in pids if _stat(pid)[1:2] == [parent]}
+    return set(map(int, text.split()))
 
 
 def busy_seconds(pid: int) -> float:
-    """Seconds that a process and its children that have ended have computed, or its main thread has waited for a core.
+    """Return the seconds that a process and its dead children computed, and its main thread waited for a core.
 
     0 if it is gone.
     """
-    waited = 0
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
-        waited = int(file.read().split()[1])  # nanoseconds; some kernels have no such file
-    return sum(map(int, _stat(pid)[11:15])) / os.sysconf("SC_CLK_TCK") + waited / 1e9
+    waited = 0.0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:  # some kernels have no such file
+        waited = int(file.read().split()[1]) / 1e9
+    ticks = _stat(pid)[11:15]  # user and system time, its own and that of its children
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") + waited
 
 
 def _stat(pid: int) -> list[bytes]:
-    """What the kernel says of a process behind its command, which may hold blanks; nothing if it is gone."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()
+    """Return the fields of /proc/PID/stat after the command, which may hold blanks. Empty if the process is gone."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return []
 
 
 def remove(folder: str) -> None:
-    """Remove a folder, whatever was left there: a deep tree, or folders without rights."""
+    """Remove a folder with anything in it, also a deep tree, or folders without rights."""
     with contextlib.suppress(OSError, RecursionError):
         shutil.rmtree(folder)
         return

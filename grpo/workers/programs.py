@@ -1,14 +1,15 @@
 """Run a Python program that no person has read: what a policy wrote, to see whether it works.
 
-Each is a child of its caller, under the one lockdown (lockdown.py) from between fork and exec on: a fresh interpreter
-(`-I`: no user site, no PYTHON* variables) with an empty environment, its own empty folder, and limits on wall clock,
-CPU time, address space, file size, open files, threads and output.
+Each is a child of its caller and runs under the lockdown (lockdown.py): a fresh interpreter (`-I`: no user site, no
+PYTHON* variables) with an empty environment, an empty folder of its own, and limits on wall clock, CPU time, address
+space, files, threads and output.
 
-What this does not stop: using the memory limit in several programs at once; filling a disk until its folder is looked
-at again (LOOK_SECONDS); `stat` of a known name; bugs of the kernel in the calls that remain; side channels. If somebody
-who studies the machine writes programs, run the whole job in a container or virtual machine that has nothing to lose.
+What this does not stop: using the memory limit in several programs at once; filling a disk until the program's folder
+is looked at again (LOOK_SECONDS); `stat` of a known name; bugs of the kernel in the calls that remain; side channels.
+If somebody who studies the machine writes programs, run the whole job in a container or virtual machine that has
+nothing to lose.
 
-Call it from a small process, such as a worker: it forks. Linux on x86_64 or aarch64, standard library only.
+Call it from a small process, such as a worker, because it forks. Linux on x86_64 or aarch64, standard library only.
 """
 
 import contextlib
@@ -27,17 +28,19 @@ from typing import Literal
 
 from grpo.workers import kernel, lockdown, processes
 
-# All that a program finds in its environment besides what the loader needs: BLAS with one thread, not one per core.
+# All that a program finds in its environment besides what the loader needs: BLAS with one thread, not one per core
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-# Files and folders that a program may make; they are looked at this often, in seconds.
-MAX_FILES, LOOK_SECONDS = 4096, 0.2
-# For the program that shows at the start of a run that programs run: a loaded machine is slow.
+# Files and folders that a program may make
+MAX_FILES = 4096
+# Seconds between two looks at them
+LOOK_SECONDS = 0.2
+# For the program that shows at the start of a run that programs run; a loaded machine is slow
 TRIAL_SECONDS = 60.0
 
 
 class ProgramError(RuntimeError):
-    """The program could not be run; this says nothing about the program."""
+    """The program could not be run, which says nothing about the program."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ class Outcome:
     """How a program ended."""
 
     status: Literal["ok", "failed", "timeout", "killed", "output"]
-    """ok: exit code 0. failed: another one (so also an exception, MemoryError among them). timeout: wall clock or CPU
-    time. killed: any other signal, or too many files. output: it wrote more than allowed."""
+    """ok: exit code 0. failed: another exit code, such as after an exception, MemoryError included. timeout: wall clock
+    or CPU time. killed: another signal, or too many files. output: it wrote more than allowed."""
     stdout: str
-    """As UTF-8, what is not with replacement characters; what was read before it ended."""
+    """What was read before it ended. Bytes that are not UTF-8 become replacement characters."""
     stderr: str
 
 
@@ -57,18 +60,18 @@ class Limits:
     """What a program may use."""
 
     timeout_seconds: float
-    """Wall clock, the start of its interpreter included; CPU time a second more."""
+    """Wall clock, including the start of its interpreter. Its CPU time may be a second more."""
     memory_gib: float
     """Address space."""
     output_bytes: int = 1 << 20
-    """Of stdout and of stderr, each."""
+    """Each of stdout and stderr."""
     file_bytes: int = 64 << 20
-    """Of one file, and of all files together."""
+    """Each file, and all files together."""
     threads: int = 16
 
 
 def check_programs(allow_without_landlock: bool) -> str:
-    """One line on what programs run under here, tried out with one that prints 42.
+    """Try out a program that prints 42, and return one line on what programs run under here.
 
     Raises ValueError if none can be run, or only without Landlock and that is not allowed.
     """
@@ -85,62 +88,71 @@ def check_programs(allow_without_landlock: bool) -> str:
             "allows no Landlock (version 0 and not at least 1, of Linux 5.13); use another kernel or container or, if "
             "nothing here must stay private, set --reward.allow-without-landlock"
         )
-    # In a process of its own, since the caller may be large and have threads.
+    # in a process of its own, since the caller may be large and have threads
     command = [sys.executable, "-m", "grpo.workers.programs"]
     trial = subprocess.run(command, cwd=processes.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if trial.stdout != "42\n":
-        raise ValueError(f"a program that prints 42 does not run here: {(trial.stdout + trial.stderr).strip()[-2000:]}")
-    files = f"only its own and the interpreter's files (Landlock {version})" if version else "ALL FILES OF ITS USER"
-    other, _ = lockdown.identity()
-    another = "another user than root with the capability to read"
-    user = "this user" if os.geteuid() else "ROOT WITHOUT CAPABILITIES" if other is None else another
-    return f"programs run with: no network, {files}, threads but no processes, few system calls, {user}"
+        output = (trial.stdout + trial.stderr).strip()
+        raise ValueError(f"a program that prints 42 does not run here: {output[-2000:]}")
+    files = "ALL FILES OF ITS USER"
+    if version:
+        files = f"only its own and the interpreter's files (Landlock {version})"
+    return f"programs run with: no network, {files}, threads but no processes, few system calls"
 
 
 def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
-    """Run `code` as a program of its own, with `stdin` to read; returns when it has ended and its folder is gone.
+    """Run `code` as a program of its own, with `stdin` to read. Returns when it has ended and its folder is gone.
 
     It dies with the calling thread. Raises ProgramError if it could not be run.
     """
     deadline = time.monotonic() + limits.timeout_seconds
     folder = tempfile.mkdtemp(prefix="program-")
     lockdown.interpreter_places()  # looked up once, and not after each fork
-    pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, and why it could not be run
-    caller, program = os.getpid(), os.fork()
+    stdout, their_stdout = os.pipe()
+    stderr, their_stderr = os.pipe()
+    error, their_error = os.pipe()  # why it could not be run
+    caller = os.getpid()
+    program = os.fork()
     if program == 0:
         try:
-            _become_program(code, stdin, limits, folder, caller, [end for _, end in pipes])
+            _become_program(code, stdin, limits, folder, caller, their_stdout, their_stderr, their_error)
         except BaseException:
-            os.write(pipes[2][1], traceback.format_exc().encode())
+            os.write(their_error, traceback.format_exc().encode())
         finally:
             os._exit(1)
-    for _, end in pipes:
-        os.close(end)
-    written = {pipe: bytearray() for pipe, _ in pipes}
+    for pipe in (their_stdout, their_stderr, their_error):
+        os.close(pipe)
+    written = {stdout: bytearray(), stderr: bytearray(), error: bytearray()}
     try:
         status = _watch(program, written, folder, limits, deadline)
     finally:
         os.kill(program, signal.SIGKILL)  # it may have ended, but was not waited for
-        code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+        exit_code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
         for pipe in written:
             while _read_some(pipe, written[pipe], limits.output_bytes):
                 pass  # what it wrote to the last
             os.close(pipe)
         processes.remove(folder)
-    stdout, stderr, failure = (text.decode(errors="replace") for text in written.values())
-    if failure:
-        raise ProgramError(failure.strip()[-2000:])
-    how = "failed" if code > 0 else {0: "ok", -signal.SIGXCPU: "timeout"}.get(code, "killed")
-    return Outcome(status or how, stdout[: limits.output_bytes], stderr[: limits.output_bytes])
+    if written[error]:
+        raise ProgramError(written[error].decode(errors="replace").strip()[-2000:])
+    if status is None:
+        status = {0: "ok", -signal.SIGXCPU: "timeout"}.get(exit_code, "failed" if exit_code > 0 else "killed")
+    texts = [written[pipe].decode(errors="replace")[: limits.output_bytes] for pipe in (stdout, stderr)]
+    return Outcome(status, *texts)
 
 
-def _watch(program: int, written: dict[int, bytearray], folder: str, limits: Limits, deadline: float) -> str | None:
-    """Read from the pipes until the program has ended (None) or is to be ended: how."""
+def _watch(
+    program: int, written: dict[int, bytearray], folder: str, limits: Limits, deadline: float
+) -> Literal["timeout", "killed", "output"] | None:
+    """Read from the pipes until the program has ended, which is None, or must be ended, with the status returned."""
     look_at = time.monotonic() + LOOK_SECONDS
     with selectors.DefaultSelector() as selector:
         for pipe in written:
             selector.register(pipe, selectors.EVENT_READ)
-        while (now := time.monotonic()) < deadline:
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                return "timeout"
             if now >= look_at:
                 if _holds_too_much(program, folder, limits.file_bytes):
                     return "killed"
@@ -155,33 +167,37 @@ def _watch(program: int, written: dict[int, bytearray], folder: str, limits: Lim
                 return None
             else:
                 time.sleep(0.001)  # it is ending, or has closed its streams and goes on
-    return "timeout"
 
 
 def _read_some(pipe: int, written: bytearray, output_bytes: int) -> bool:
-    """Read what is there; a character beyond the limit the rest is thrown away. False at the end."""
+    """Read what is there and keep up to one byte beyond the limit. Returns False at the end."""
     chunk = os.read(pipe, 1 << 16)
     written += chunk[: max(0, output_bytes + 1 - len(written))]
     return bool(chunk)
 
 
 def _holds_too_much(program: int, folder: str, file_bytes: int) -> bool:
-    """More than `file_bytes` or MAX_FILES in all, or what cannot be counted: hidden, or deeper than a path can say.
+    """Return whether a program holds more than `file_bytes` or MAX_FILES, or what cannot be counted.
 
-    Open files without a name count too, where the caller may see them.
+    That is a folder without rights, or one that is deeper than a path can say. Open files without a name count where
+    the caller may see them.
     """
-    size, count, places, disk = 0, 0, [folder], os.stat(folder).st_dev
+    size = 0
+    count = 0
+    disk = os.stat(folder).st_dev
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{program}/fd"):
             with contextlib.suppress(OSError):
-                found = os.stat(f"/proc/{program}/fd/{name}")
-                size += found.st_blocks * 512 if found.st_dev == disk and not found.st_nlink else 0
+                file = os.stat(f"/proc/{program}/fd/{name}")
+                if file.st_dev == disk and not file.st_nlink:
+                    size += file.st_blocks * 512
+    places = [folder]
     while places:
         place = places.pop()
         try:
-            found = os.lstat(place)
-            size += found.st_blocks * 512
-            if stat.S_ISDIR(found.st_mode):
+            file = os.lstat(place)
+            size += file.st_blocks * 512
+            if stat.S_ISDIR(file.st_mode):
                 places += [f"{place}/{name}" for name in os.listdir(place)]
         except (FileNotFoundError, NotADirectoryError):
             continue  # removed or replaced meanwhile
@@ -197,7 +213,10 @@ def _holds_too_much(program: int, folder: str, file_bytes: int) -> bool:
 # Between fork and exec
 
 
-def _become_program(code: str, stdin: str, limits: Limits, folder: str, caller: int, outputs: list[int]) -> None:
+def _become_program(
+    code: str, stdin: str, limits: Limits, folder: str, caller: int, stdout: int, stderr: int, error: int
+) -> None:
+    """Replace this process by the program. Returns only by an exception."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)  # what the caller ignores would stay ignored
@@ -211,37 +230,41 @@ def _become_program(code: str, stdin: str, limits: Limits, folder: str, caller: 
             file.write(text.encode(errors="surrogatepass"))
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
     os.unlink("stdin")
-    for output, end in enumerate(outputs[:2], start=1):
-        os.dup2(end, output)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != outputs[2]:
+        if int(name) > 2 and int(name) != error:
             with contextlib.suppress(OSError):  # the one that listed them
                 os.close(int(name))
-    lower = processes.lower_limit
-    seconds, threads = int(limits.timeout_seconds) + 1, limits.threads + _num_other_tasks()
-    environment = {name: os.environ[name] for name in lockdown.LOADER_VARIABLES if name in os.environ} | ENVIRONMENT
+    environment = dict(ENVIRONMENT)
+    if lockdown.LOADER_VARIABLE in os.environ:
+        environment[lockdown.LOADER_VARIABLE] = os.environ[lockdown.LOADER_VARIABLE]
+    threads = limits.threads + _num_other_tasks()
     lockdown.lock(lockdown.interpreter_places(), (folder, *DEVICES), caller)
+    cpu_seconds = int(limits.timeout_seconds) + 1
+    lower = processes.lower_limit
     lower(resource.RLIMIT_CORE, 0)
-    lower(resource.RLIMIT_CPU, seconds, seconds + 1)  # SIGXCPU, then SIGKILL
+    lower(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)  # SIGXCPU, then SIGKILL
     lower(resource.RLIMIT_FSIZE, limits.file_bytes)
     lower(resource.RLIMIT_NOFILE, 64)
     lower(resource.RLIMIT_NPROC, threads)
-    # Last, since the caller may be larger than its programs may be.
+    # last, since the caller may be larger than its programs may be
     lower(resource.RLIMIT_AS, int(limits.memory_gib * 2**30))
     os.execve(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", "program.py"], environment)
 
 
 def _num_other_tasks() -> int:
-    """Tasks that the limit on threads counts with the program's: all of its user."""
-    user, _ = lockdown.identity()
-    if user not in (None, lockdown.NOBODY):
-        return 0  # it has not run before
-    user, count = os.geteuid() if user is None else user, 0
+    """Count the tasks that share the limit on threads with a program: all of its user's."""
+    if lockdown.new_user() is not None:
+        return 0  # the user is new
+    user = str(os.geteuid())
+    count = 0
     for process in filter(str.isdigit, os.listdir("/proc")):
         if int(process) != os.getpid():
             with contextlib.suppress(OSError), open(f"/proc/{process}/status") as status:  # it may have ended
                 fields = dict(line.split(":", 1) for line in status)
-                count += int(fields["Threads"]) if int(fields["Uid"].split()[0]) == user else 0
+                if fields["Uid"].split()[0] == user:
+                    count += int(fields["Threads"])
     return count
 
 

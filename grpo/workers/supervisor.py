@@ -1,13 +1,14 @@
-"""The supervisor: it forks worker processes, hands them calls, and ends the late ones with all that they left behind.
+"""The supervisor: it forks worker processes, hands them calls, and kills the late ones with all that they started.
 
     python -m grpo.workers.supervisor FD    (processes.Workers starts it; FD is its end of a socketpair)
 
 A call that loops, crashes, allocates without end or kills itself costs its own result and nothing else: it has a
-deadline and runs in a process that can be killed; what has not begun goes to another process. What a worker says is
+deadline and runs in a process that can be killed, and the calls behind it go to another process. What a worker says is
 checked, because a completion may have taken it over. The supervisor never waits for a worker or for its owner to read.
 
-From the owner: what `Workers` pickles; then lines, `Call.as_line` or `{drop, conversation}`. To the owner: lines of
-JSON, `{ready}` once, and for each call what `Workers.poll` returns; or `{unusable}`, why, and the supervisor ends.
+From the owner come a pickled `Setup`, then lines: `Call.as_line` or `{drop, conversation}`. To the owner go lines of
+JSON: `{ready}` once, and what `Workers.poll` returns for each call; or `{unusable}` with the reason, and the supervisor
+ends.
 """
 
 import contextlib
@@ -25,22 +26,22 @@ from collections import deque
 from typing import Any
 
 from grpo.workers import kernel, lockdown, processes
-from grpo.workers.processes import Call
-from grpo.workers.worker import LOAD, Peer, describe, work
+from grpo.workers.processes import Call, Setup
+from grpo.workers.worker import LOAD, Peer, describe_error, work
 
-# Share of its seconds that a late call must have computed in, or waited for a core, to be busy.
+# A late call is `busy` if it computed, or waited for a core, for this share of its seconds
 BUSY_FRAC = 0.2
-# Most calls without memory handed to a worker at once, so that a cheap one does not wait for a message each time.
+# A worker gets up to this many calls without memory at once, so that cheap ones do not wait for a message each
 CHUNK_CALLS = 32
-# Between two attempts to replace a worker while others are left that have loaded.
+# Seconds until a worker is replaced once more, where others have loaded
 RETRY_SECONDS = 2.0
-# How often dead children are looked for, in seconds. A closed socket tells sooner, unless a worker's child holds it.
+# Seconds between two looks for dead children. A closed socket is seen sooner, unless a worker's child holds it.
 LOOK_SECONDS = 0.05
-# For a worker that closed its socket to die, which usually tells more; then it is killed.
+# Seconds for a worker that closed its socket to die, since its end usually says more. Then it is killed.
 CLOSED_SECONDS = 1.0
-# For killed processes to be gone when the supervisor ends.
+# Seconds for killed processes to be gone when the supervisor ends
 END_SECONDS = 5.0
-# Most that a worker writes before a line ends; more comes from something that writes into the socket.
+# A worker that writes more than this before a line ends is not the one that writes
 LINE_BYTES = 2**18
 CLOSED = "the process closed its connection to its parent"
 INTRUDED = "the process wrote into its connection to its parent"
@@ -55,31 +56,34 @@ class Supervisor:
 
     def __init__(self, owner: socket.socket):
         with owner.makefile("rb") as reader:
-            folder, path, *settings = pickle.load(reader)
-        os.chdir(folder)
+            self.setup: Setup = pickle.load(reader)
+        os.chdir(self.setup.folder)
         lockdown.package_places()  # for good, before the owner's own folders are in sys.path
-        sys.path[:] = path
-        self.load_seconds, self.load, self.num_workers, self.memory_gib, self.loads_once = settings
+        sys.path[:] = self.setup.path
+        self.load = self.setup.load
         # temporary files end with this process, whichever worker was killed
         self.folder = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="grpo-workers-")
-        os.chmod(self.folder, 0o711)  # programs of root run as another user, in folders below it
         tempfile.tempdir = None
-        self.owner, self.workers, self.queue = Peer(owner), dict[int, Peer](), deque[Call]()
-        self.is_ready, self.was_busy, self.start_after = False, False, 0.0
+        self.owner = Peer(owner)
+        self.workers: dict[int, Peer] = {}
+        self.queue = deque[Call]()
+        self.is_ready = False
+        self.was_busy = False
+        self.start_after = 0.0
         self.selector = selectors.PollSelector()  # unlike epoll, it shares nothing with a forked worker
         self.selector.register(owner, selectors.EVENT_READ, self.owner)
 
     def run(self) -> None:
-        """Serve until the owner is gone; then nothing that was started is left."""
+        """Serve until the owner is gone. Then nothing that was started is left."""
         try:
-            if self.loads_once:
+            if self.setup.loads_once:
                 self._load()
             while True:
                 self._start_workers()
                 self._hand_out()
                 if not self.is_ready and not any(worker.is_loading for worker in self.workers.values()):
                     self.is_ready = True
-                    self._tell(ready=True)
+                    self._report(ready=True)
                 self._wait()
         except Finished:
             pass
@@ -87,113 +91,132 @@ class Supervisor:
             self._end_all()
 
     def _load(self) -> None:
-        """Load here; then loading costs a worker nothing."""
+        """Load here, so that it costs a worker nothing."""
         try:
             loaded = self.load()
         except BaseException as error:  # a user's file may raise anything
-            self._give_up(describe(error))
+            self._give_up(describe_error(error))
         self.load = lambda: loaded
 
     def _start_workers(self) -> None:
-        num_wanted = self.num_workers
-        if self.loads_once:
-            num_taken = sum(not (worker.is_free or worker.is_loading) for worker in self.workers.values())
-            num_wanted = min(num_wanted, num_taken + len(self.queue))
-        while len(self.workers) < num_wanted and time.monotonic() >= self.start_after:
+        """Start the missing workers: all at the beginning or, if they load once, as many as calls need."""
+        number = self.setup.num_workers
+        if self.setup.loads_once:
+            num_serving = sum(not (worker.is_free or worker.is_loading) for worker in self.workers.values())
+            number = min(number, num_serving + len(self.queue))
+        while len(self.workers) < number and time.monotonic() >= self.start_after:
             try:
                 self._start()
             except OSError as error:
                 self._failed_start(f"cannot start a process: {error}")
 
     def _hand_out(self) -> None:
-        """Give free workers what waits, in smaller chunks towards the end, so that none sits on a pile."""
-        for worker in list(self.workers.values()):
+        """Give waiting calls to free workers, in smaller chunks towards the end, so that all end at about one time."""
+        for worker in self.workers.values():
             if self.queue and worker.is_free:
-                number = max(1, min(CHUNK_CALLS, len(self.queue) // (4 * self.num_workers)))
                 worker.conversation = self.queue[0].conversation
-                number = number if worker.conversation is None else 1
+                number = 1
+                if worker.conversation is None:
+                    share = len(self.queue) // (4 * self.setup.num_workers)
+                    number = max(1, min(CHUNK_CALLS, share))
                 self._give(worker, [self.queue.popleft() for _ in range(number)])
 
     def _give(self, worker: Peer, calls: list[Call]) -> None:
+        """Send calls to a worker."""
         worker.calls += calls
         worker.busy_seconds = processes.busy_seconds(worker.pid)
         worker.begin_call()
         self._send(worker, b"".join(b"[%d, %s]\n" % (call.number, call.arguments) for call in calls))
 
     def _on_owner(self, line: bytearray) -> None:
-        """Take in a call, or that a conversation is given up."""
-        fields, _, arguments = line.partition(b"\t")
-        fields = json.loads(fields)
-        holder = [w for w in self.workers.values() if w.conversation == fields["conversation"] is not None]
+        """Take a call, or the end of a conversation that was given up."""
+        head, _, arguments = line.partition(b"\t")
+        fields = json.loads(head)
+        conversation = fields["conversation"]
+        holders = [worker for worker in self.workers.values() if worker.conversation == conversation is not None]
         if "drop" in fields:
-            for worker in holder:
+            for worker in holders:
                 worker.calls.clear()
                 self._end(worker, None)
             return
         call = Call(**fields | {"arguments": bytes(arguments)})
-        if holder and not holder[0].closed:
-            self._give(holder[0], [call])
+        if holders and not holders[0].closed:
+            self._give(holders[0], [call])
         else:
             self.queue.append(call)
 
     def _on_worker(self, worker: Peer, line: bytearray) -> None:
-        """Take in what became of the call that a worker runs."""
-        outcome = worker.outcome(line)
-        if outcome is None or (worker.is_loading and "failed" in outcome):
-            self._end(worker, outcome["failed"] if outcome else INTRUDED)
+        """Take the outcome of the call that a worker is at."""
+        outcome = worker.read_outcome(line)
+        if outcome is None:
+            self._end(worker, INTRUDED)
             return
-        if not worker.is_loading:
-            self._tell(call=worker.calls[0].number, **outcome)
+        has_failed = "failed" in outcome
+        if worker.is_loading:
+            if has_failed:
+                self._end(worker, outcome["failed"])
+                return
+        else:
+            self._report(call=worker.calls[0].number, **outcome)
         call = worker.calls.popleft()
         worker.begin_call()
         if call.ends:
             worker.conversation = None
-        # what filled the memory may still be there, and a conversation's object is not to be trusted after a failure
-        if outcome.get("cause") == "memory" or ("failed" in outcome and call.conversation is not None):
+        # what filled the memory may still be there, and after a failure a conversation's object cannot be trusted
+        if has_failed and (outcome["cause"] == "memory" or call.conversation is not None):
             self._end(worker, None)
 
-    def _tell(self, **message: Any) -> None:
-        # a user's code may say half a character, which JSON's escapes carry and no tokenizer, file or terminal takes
+    def _report(self, **message: Any) -> None:
+        """Put a message into the owner's outbox."""
+        # a user's code may return half a character, which JSON's escapes carry and no tokenizer, file or terminal takes
         self.owner.outbox += json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n"
 
     # -----------------------------------------------------------------------------------------------------------------
     # Workers begin and end
 
     def _start(self) -> None:
-        here, there = socket.socketpair()
-        supervisor, pid = os.getpid(), os.fork()
-        with there:
+        """Fork a worker, whose first call is to load."""
+        ours, theirs = socket.socketpair()
+        supervisor = os.getpid()
+        pid = os.fork()
+        with theirs:
             if pid == 0:
                 try:  # whatever happens, this process never returns into the supervisor's code
-                    for other in (here, *(peer.connection for peer in (self.owner, *self.workers.values()))):
-                        other.close()
-                    processes.limit(self.memory_gib, supervisor)
-                    work(self.load, there)
+                    ours.close()
+                    for peer in (self.owner, *self.workers.values()):
+                        peer.connection.close()
+                    processes.limit(self.setup.memory_gib, supervisor)
+                    work(self.load, theirs)
                 finally:
                     os._exit(1)
-        with contextlib.suppress(OSError):  # both do it, so that it is done before either goes on
+        with contextlib.suppress(OSError):  # both processes do it, so that it is done before either goes on
             os.setpgid(pid, pid)
-        worker = self.workers[pid] = Peer(here, pid)
-        self.selector.register(here, selectors.EVENT_READ, worker)
-        self._give(worker, [Call(LOAD, b"[]", self.load_seconds)])
+        worker = Peer(ours, pid)
+        self.workers[pid] = worker
+        self.selector.register(ours, selectors.EVENT_READ, worker)
+        self._give(worker, [Call(LOAD, b"[]", self.setup.load_seconds)])
 
     def _failed_start(self, reason: str) -> None:
-        """Go on with the workers that have loaded and try again later; without one, give up."""
-        if not (self.is_ready and any(not worker.is_loading for worker in self.workers.values())):
+        """Try again later if other workers have loaded. Else give up."""
+        if not self.is_ready or all(worker.is_loading for worker in self.workers.values()):
             self._give_up(reason)
         print(f"warning: a worker process cannot be replaced: {reason}", file=sys.stderr, flush=True)
         self.start_after = time.monotonic() + RETRY_SECONDS
 
     def _give_up(self, reason: str) -> None:
-        self._tell(unusable=reason)
+        """Report to the owner that no worker can be had, and finish."""
+        self._report(unusable=reason)
         with contextlib.suppress(OSError):
             self.owner.connection.setblocking(True)
             self.owner.connection.sendall(self.owner.outbox)
         raise Finished
 
     def _end(self, worker: Peer, reason: str | None) -> None:
-        """Kill a worker, or what a dead one left. What it runs failed for that reason; the rest goes to others."""
-        late = not worker.closed and time.monotonic() >= worker.deadline
+        """Kill a worker, or what a dead one left, and put the calls that it has not begun back into the queue.
+
+        The call that it is at failed for `reason`. None: it is at no call.
+        """
+        is_late = not worker.closed and time.monotonic() >= worker.deadline
         busy = processes.busy_seconds(worker.pid) - worker.busy_seconds  # it is not reaped yet
         processes.kill(worker.pid)
         del self.workers[worker.pid]
@@ -206,14 +229,17 @@ class Supervisor:
             return
         if worker.calls and reason is not None:
             call = worker.calls.popleft()
-            cause = "died" if not late else "busy" if busy >= BUSY_FRAC * call.seconds else "late"
-            self._tell(call=call.number, failed=reason, cause=cause)
+            cause = "died"
+            if is_late:
+                cause = "busy" if busy >= BUSY_FRAC * call.seconds else "late"
+            self._report(call=call.number, failed=reason, cause=cause)
         self.queue.extendleft(reversed(worker.calls))
 
     def _end_all(self) -> None:
+        """Kill children until none is left, at most for END_SECONDS, and remove all temporary files."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         give_up_at = time.monotonic() + END_SECONDS
-        with contextlib.suppress(ChildProcessError):
+        with contextlib.suppress(ChildProcessError):  # none is left
             while time.monotonic() < give_up_at:
                 processes.kill_children()
                 while os.waitpid(-1, os.WNOHANG)[0]:
@@ -225,25 +251,27 @@ class Supervisor:
     # What happens meanwhile
 
     def _wait(self) -> None:
-        """Wait for whatever comes first, for LOOK_SECONDS at most, and see to it."""
+        """Wait for what comes first, at most LOOK_SECONDS, and deal with it."""
         self._send(self.owner)
         next_deadline = min([worker.deadline for worker in self.workers.values()], default=math.inf)
-        for key, events in self.selector.select(max(0.0, min(next_deadline - time.monotonic(), LOOK_SECONDS))):
+        seconds = min(next_deadline - time.monotonic(), LOOK_SECONDS)
+        for key, events in self.selector.select(max(0.0, seconds)):
             if events & selectors.EVENT_WRITE and not key.data.closed:
                 self._send(key.data)
             if events & selectors.EVENT_READ:
                 self._read(key.data)
         self._reap()
         now = time.monotonic()
-        for worker in [worker for worker in self.workers.values() if worker.deadline <= now]:
-            self._end(worker, CLOSED if worker.closed else f"took longer than {worker.calls[0].seconds:g} s")
+        for worker in list(self.workers.values()):
+            if worker.deadline <= now:
+                self._end(worker, CLOSED if worker.closed else f"took longer than {worker.calls[0].seconds:g} s")
         is_busy = bool(self.queue) or not all(worker.is_free for worker in self.workers.values())
         if self.was_busy and not is_busy:
             processes.kill_children(self.workers.keys())
         self.was_busy = is_busy
 
     def _read(self, peer: Peer) -> None:
-        """Take in what has come; a worker may be gone from `workers` afterwards."""
+        """Take what has come. A worker may be gone from `workers` afterwards."""
         while not peer.closed:
             try:
                 data = peer.connection.recv(2**18)
@@ -252,10 +280,12 @@ class Supervisor:
             except OSError:
                 data = b""
             if not data:
-                self._closed(peer)
+                self._on_close(peer)
                 return
             peer.inbox += data
-            *lines, peer.inbox = peer.inbox.split(b"\n") if b"\n" in data else [peer.inbox]
+            lines = []
+            if b"\n" in data:
+                *lines, peer.inbox = peer.inbox.split(b"\n")
             for line in lines:
                 if peer is self.owner:
                     self._on_owner(line)
@@ -265,19 +295,22 @@ class Supervisor:
                 self._end(peer, INTRUDED)
 
     def _send(self, peer: Peer, data: bytes = b"") -> None:
-        """Send as much as the peer's socket takes now, the rest as soon as it takes more."""
+        """Send as much as the peer's socket takes now, and the rest as soon as it takes more."""
         peer.outbox += data
         try:
             del peer.outbox[: peer.connection.send(peer.outbox)]
         except BlockingIOError:
             pass
         except OSError:
-            self._closed(peer)
+            self._on_close(peer)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
+        events = selectors.EVENT_READ
+        if peer.outbox:
+            events |= selectors.EVENT_WRITE
         self.selector.modify(peer.connection, events, peer)
 
-    def _closed(self, peer: Peer) -> None:
+    def _on_close(self, peer: Peer) -> None:
+        """Give a worker that closed its connection a moment to die. Finish if it was the owner."""
         if peer is self.owner:
             raise Finished
         peer.closed = True
@@ -286,28 +319,31 @@ class Supervisor:
 
     def _reap(self) -> None:
         """Wait for all dead children, workers and others, and kill what they left."""
-        reaped = False
+        has_reaped = False
         with contextlib.suppress(ChildProcessError):
-            # look, do not take it yet: until then no other process gets its number
-            while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            while True:
+                # look first: until a child is waited for, no other process gets its number
+                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if dead is None:
+                    break
                 if dead.si_pid in self.workers:
                     self._read(self.workers[dead.si_pid])  # its last words say which call it was in
                 if dead.si_pid in self.workers:
                     how = "exited with code" if dead.si_code == os.CLD_EXITED else "was killed by signal"
                     self._end(self.workers[dead.si_pid], f"the process {how} {dead.si_status}")
                 os.waitpid(dead.si_pid, 0)
-                reaped = True
-        if reaped:
+                has_reaped = True
+        if has_reaped:
             processes.kill_children(self.workers.keys())
 
 
 def main() -> None:
-    """Be the supervisor that `Workers` started, until its owner is gone."""
-    # Ctrl-C is the owner's business, and so are the signals that ask a run to stop. SIGTERM is also what the kernel
-    # sends when the owner is gone; SIGKILL would not let this process end what the workers started.
+    """Serve the `Workers` that started this program until it is gone."""
     owner = os.getppid()
+    # Ctrl-C is the owner's business, and so are the other signals that ask a run to stop
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    # The kernel sends SIGTERM when the owner is gone. SIGKILL would not let this process end what the workers started.
     signal.signal(signal.SIGTERM, lambda *_: os.getppid() == owner or sys.exit(0))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the owner blocks some
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)

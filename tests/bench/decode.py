@@ -207,7 +207,7 @@ def one_round(
     options: argparse.Namespace,
 ) -> dict:
     """Prefill all sequences, then time steps in which each gets a token; they are ended in the middle."""
-    from grpo.roles.engine import sampling_params
+    from grpo.roles.engine.vllm_engine import sampling_params
 
     draw, loop, rate = random.Random(time.perf_counter()), generator.loop, copy_rate()
     num_prompt_tokens, began = context - options.steps // 2, time.perf_counter()
@@ -232,7 +232,6 @@ def one_round(
         loop.step()
     seconds, after = time.perf_counter() - began, sum(len(taken.ids) for taken in sampled.values())
     loop.end()
-    loop.settle()
     generator.forget_prefixes()
     floor = floor_bytes(generator, num_prompt_tokens * num_sequences + (before + after) / 2) / rate
     step = seconds * num_sequences / (after - before)

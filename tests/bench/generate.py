@@ -3,8 +3,8 @@
     python tests/bench/generate.py [--shape qwen3-0.6b] [--variants ours plain plain-nologprobs]
         [--prompts 32] [--group-size 8] [--tokens 256] [--rounds 5] [--gib 20] [--profile]
 
-`ours` is grpo/roles/generator.py; `plain` is vllm.LLM with log-probs as a user would call it, no seeds, prefix caching
-on; `plain-nologprobs` asks for none. Behind `/` may stand an argument of the engine in JSON: `ours/block_size=64`,
+`ours` is grpo/roles/engine/generator.py; `plain` is vllm.LLM with log-probs as a user would call it, no seeds, prefix
+caching on; `plain-nologprobs` asks for none. Behind `/` an argument of the engine in JSON: `ours/block_size=64`,
 `'ours/attention_config={"flash_attn_version": 2}'`. All sample every token up to the limit, so that the work is equal.
 A step of 0 rounds only starts the engine. With `--profile`, the Python functions of one more round by their own time
 (cProfile, which slows everything), and on a GPU the kernels of another.
@@ -98,7 +98,7 @@ def show_kernels(generate: Callable[[], int]) -> None:
 def start_generator(engine: dict[str, Any], options: argparse.Namespace):
     """A Generator as the loop has it, with these engine options, on this process alone."""
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig
-    from grpo.roles.generator import Generator
+    from grpo.roles.engine.generator import Generator
     from grpo.roles.process_groups import setup_roles
 
     folder = str(checkpoint(options.shape))

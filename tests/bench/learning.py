@@ -126,19 +126,20 @@ def plan(options: argparse.Namespace) -> list[Run]:
 
 
 def tiny_model() -> pathlib.Path:
+    from configs.examples import word_problem_rows
     from grpo.data import toy
 
-    return toy.make_model(RUNS / "tiny", toy.word_problems_tokenizer(), 0, {"num_hidden_layers": 2})
+    return toy.make_model(RUNS / "tiny", word_problem_rows.tokenizer(), 0, {"num_hidden_layers": 2})
 
 
 def tiny_data() -> list[Any]:
     """Flags for a few rows of the task, whose 40,000 take a while to read."""
-    from grpo.data import toy
+    from configs.examples import word_problem_rows
 
     file = RUNS / "tiny.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in toy.task_rows("word_problems", "test")[:100]))
-    return ["--data.path", file, "--evaluation.path", "toy:word_problems"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in word_problem_rows.word_problems("test")[:100]))
+    return ["--data.path", file, "--evaluation.path", "configs/examples/word_problem_rows.py:word_problems"]
 
 
 def work(runs: list[Run], options: argparse.Namespace, deadline: float) -> None:

@@ -30,9 +30,6 @@ from toy_runs import records
 RUNS_DIR = ROOT / "runs" / "real"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
 GSM8K = "--data.path {data}/train.jsonl --evaluation.path {data}/test.jsonl"
-TASKS = ("chain_sum", "basic_arithmetic", "simple_equations")
-REASONING_GYM = f"--data.sources {' '.join(f'{task} {{data}}/{task}_train.jsonl' for task in TASKS)}"
-REASONING_GYM += f" --evaluation.sets {' '.join(f'{task} {{data}}/{task}_test.jsonl' for task in TASKS)}"
 # Behind the run `sft`, whose model is --model
 AFTER_SFT = "--data.system-prompt= --reward.answer-format hashes --generator.max-completion-tokens 256"
 INTERVAL = 10  # steps in one line
@@ -52,7 +49,7 @@ class Run:
     recipe: str
     flags: str = ""
     data: str = GSM8K
-    """Flags for local rows; {data} is their folder."""
+    """Flags for local rows; {data} is their folder. Empty: the recipe's own rows, from a package."""
     expected: dict[int, tuple[float, float] | None] = field(default_factory=dict)
     """Step -> lowest and highest accuracy after it; None: not measured yet."""
     script: str = "train_grpo.py"
@@ -71,10 +68,10 @@ RUNS = {
         expected={0: START, 25: (0.30, 0.39), 50: (0.34, 0.43), 75: (0.36, 0.45), 100: None},
     ),
     "gsm8k_tool": Run("qwen2_5_coder_0_5b_gsm8k_tool.py", expected={0: None, 100: None}),
-    "programs": Run("qwen2_5_coder_0_5b_programs.py", expected={0: (0.40, 0.75), 60: None}),
+    "programs": Run("qwen2_5_coder_0_5b_programs.py", data="", expected={0: (0.40, 0.75), 60: None}),
     "reasoning_gym": Run(
         "qwen2_5_coder_0_5b_reasoning_gym.py",
-        data=REASONING_GYM,
+        data="",
         expected={0: None, 100: None},
     ),
     "gsm8k_1_5b": Run("qwen2_5_coder_1_5b_gsm8k.py", expected={0: None, 100: None}),

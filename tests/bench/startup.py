@@ -145,9 +145,9 @@ def rows_of_many_lengths(shape: str) -> None:
 
     from grpo.config import ModelConfig, TrainerConfig
     from grpo.data.batches import make_batch
+    from grpo.metrics import StepMetrics
     from grpo.models.build import ROW_MULTIPLE
     from grpo.models.hf_folder import read_hf_config
-    from grpo.roles.metrics import StepMetrics
     from grpo.roles.process_groups import setup_trainers
     from grpo.roles.trainer import Trainer
     from grpo.run.command_line import keep_caches

@@ -82,7 +82,7 @@ def measure(slots: int, options: argparse.Namespace) -> None:
 def forced_lengths(slots: int, options: argparse.Namespace):
     """A Generator of the loop whose completions end where `length_of` says."""
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
-    from grpo.roles.generator import Generator
+    from grpo.roles.engine.generator import Generator
     from grpo.roles.process_groups import setup_roles
 
     class ForcedLengths(Generator):
@@ -124,7 +124,7 @@ def length_of(index: int, options: argparse.Namespace) -> int:
 
 def asked_of(requests, options: argparse.Namespace) -> list[tuple[int, int]]:
     """(Index in the run, tokens that it has already) of each completion of the one replica, in the order they begin."""
-    from grpo.roles.generator import share_out
+    from grpo.roles.engine.generator import share_out
 
     [mine] = share_out(requests, options.group_size, 1)
     return [(r.index, len(r.begun)) for r in mine]
@@ -143,11 +143,11 @@ class Steps:
 
     def __init__(self, generator, variant: str, options: argparse.Namespace):
         from grpo.config import SamplingConfig
-        from grpo.run.flight import Flight
+        from grpo.run.groups import GroupBuffer
 
         self.generator, self.options = generator, options
         sampling = SamplingConfig(carry_over=options.carry_over if variant == "carried over" else 0)
-        self.flight = Flight(sampling, options.prompts, options.group_size)
+        self.buffer = GroupBuffer(sampling, options.prompts, options.group_size)
         self.num_drawn = 0
 
     def draw(self, count: int):
@@ -160,13 +160,13 @@ class Steps:
     def next(self):
         """(Seconds, tokens sampled, tokens for which there was room) of the next step."""
         options = self.options
-        requests = self.flight.ask(options.prompts, self.draw)
+        requests = self.buffer.ask(options.prompts, self.draw)
         began = time.perf_counter()
         completions = self.generator.generate(requests, options.group_size)
         seconds = time.perf_counter() - began
         self.generator.forget_prefixes()
-        self.flight.add(completions)
-        self.flight.take(options.prompts, lambda *_: [])
+        self.buffer.add(completions)
+        self.buffer.take(options.prompts, lambda *_: [])
         length_of = {completion.index: completion.num_tokens for completion in completions}
         lengths = [length_of.get(index, 0) for index, _ in asked_of(requests, options)]
         return seconds, sum(lengths), room_of(lengths, self.generator.config.max_num_seqs)

@@ -71,8 +71,8 @@ def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
 
     from grpo.config import ModelConfig, TrainerConfig
     from grpo.data.batches import make_batch
+    from grpo.metrics import StepMetrics
     from grpo.models.hf_folder import read_hf_config
-    from grpo.roles.metrics import StepMetrics
     from grpo.roles.process_groups import close_roles, setup_trainers
     from grpo.roles.trainer import Trainer
     from grpo.types import Sample

@@ -52,7 +52,7 @@ from grpo.config.user_files import load_function
 from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
 from grpo.data.streams import PromptStream
 from grpo.rewards.loading import load_functions
-from grpo.run.session import open_model_folder
+from grpo.run.inputs import open_model_folder
 
 DEFAULT_RECIPE = pathlib.Path(__file__).parent / "colocated.py"
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=float("inf"))
     options, rest = parser.parse_known_args()
     config = load(GRPOConfig, str(DEFAULT_RECIPE), rest)
-    folder, tokenizer = open_model_folder(config, 1)
+    folder, tokenizer = open_model_folder(config)
     stream = PromptStream(usable_prompts(load_sources(config.data), config, tokenizer), config)
     prompts = stream.draw(config.num_steps * config.prompts_per_step)
     functions = load_functions(config.reward, config.data.reward_columns, config.generator.max_completion_tokens)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from grpo.roles import engine, engine_shortcuts
-from grpo.roles.engine_shortcuts import PlainSteps, SampledTokens
+from grpo.roles.engine import shortcuts, vllm_engine
+from grpo.roles.engine.shortcuts import PlainSteps, SampledTokens
 from tests.tiny_models import make_tiny
 
 BLOCK, NUM_BLOCKS, MAX_TOKENS, STOP = 4, 22, 24, 1
@@ -56,8 +56,8 @@ def test_equals_vllms_own_scheduler(vllm_config, is_ahead, is_v2, caches, seed):
 def test_triton_attends_where_it_was_measured_and_nobody_chose(head_dim, options, capability, chosen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     hf = transformers.Qwen3Config(head_dim=head_dim)
-    assert engine.options_of_model(hf, options, torch.device("cuda")) == chosen
-    assert engine.options_of_model(hf, options, torch.device("cpu")) == {}
+    assert vllm_engine.options_of_model(hf, options, torch.device("cuda")) == chosen
+    assert vllm_engine.options_of_model(hf, options, torch.device("cpu")) == {}
 
 
 def test_kernels_are_launched_with_other_options(monkeypatch):
@@ -77,8 +77,8 @@ def test_kernels_are_launched_with_other_options(monkeypatch):
     monkeypatch.setattr(attention, "_get_tile_size", attention._get_tile_size)
     monkeypatch.setattr(logprob.triton, "next_power_of_2", int, raising=False)  # triton has nothing of it on a CPU
     for _ in range(2):
-        engine_shortcuts.widen_logprobs()
-        engine_shortcuts.widen_attention()
+        shortcuts.widen_logprobs()
+        shortcuts.widen_attention()
     logprob.compute_topk_scores(torch.zeros(0, 5), 0, torch.zeros(0, dtype=torch.int64))
     attention.kernel_unified_attention[(0,)](TILE_SIZE=64)
     assert launched == [

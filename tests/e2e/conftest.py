@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from configs.examples import toys
 from grpo.data import toy
 from tests.e2e.runs import TINY
 from tests.tiny_models import SMALL
@@ -24,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Folder of a random model; its weights are large enough for peaked, non-uniform log-probs."""
     return toy.make_model(
         tmp_path_factory.mktemp("tiny") / "model",
-        toy.addition_tokenizer(),
+        toys.addition_tokenizer(),
         seed=0,
         changes=SMALL | {"max_position_embeddings": 128},
     )
@@ -39,7 +40,7 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     sources that epochs end. `--resume` with nothing to resume from starts fresh.
     """
     run_dir = tmp_path_factory.mktemp("run") / "a"
-    rows = [json.dumps(row) for row in toy.task_rows("addition", "train")[:12]]
+    rows = [json.dumps(row) for row in toys.addition("train")[:12]]
     for name, part in (("a", rows[:8]), ("b", rows[8:])):
         (run_dir.parent / f"{name}.jsonl").write_text("\n".join(part))
     sources = [word for name in "ab" for word in (name, run_dir.parent / f"{name}.jsonl")]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from grpo.data import toy
+from configs.examples import toys
 from tests.e2e.runs import TINY, read_completions, read_metrics
 from tests.torchrun import torchrun
 
@@ -20,7 +20,7 @@ def run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """Folder and output of one step with such a model."""
     folder = tmp_path_factory.mktemp("base")
     shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns("chat_template*"))
-    tokenizer = toy.addition_tokenizer()
+    tokenizer = toys.addition_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder / "model")
     output = torchrun(
@@ -36,7 +36,7 @@ def run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 def test_the_prompt_is_the_template_around_the_question(run: tuple[pathlib.Path, str]):
-    questions = {row["question"] for row in toy.task_rows("addition", "train")}
+    questions = {row["question"] for row in toys.addition("train")}
     prompts = {record["prompt"] for record in read_completions(run[0])}
     assert len(prompts) == 8
     for prompt in prompts:

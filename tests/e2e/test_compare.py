@@ -19,7 +19,7 @@ GENTLE = "configs/examples/my_method.py:gentle"
 METHODS = (*PAPER_DEFAULTS, GENTLE)
 NUM_STEPS, GROUP_SIZE = 3, 4
 # At ratio 1 the surrogates are the plain policy gradient: what is left is how advantages and averages are taken.
-SAME_AT_RATIO_1 = {"grpo": 1, "gspo": 1, "sapo": 1, "dapo": 2, "dual_clip": 2, "cispo": 2, "dr_grpo": 3, "reinforce": 4}
+SAME_AT_RATIO_1 = {"grpo": 1, "gspo": 1, "sapo": 1, "dapo": 2, "cispo": 2, "dr_grpo": 3, "reinforce": 4}
 
 
 @pytest.fixture(scope="module")

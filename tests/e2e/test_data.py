@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from grpo.data import toy
+from configs.examples import toys
 from tests.e2e.runs import TINY, read_completions, read_metrics
 from tests.torchrun import torchrun
 
@@ -19,7 +19,7 @@ def trl(prompts, completions, answer, *, answer_format, **columns):
 
 def write_sources(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     """12 additions as JSON lines with messages and nested answers; 6 as CSV; both in the columns of the first."""
-    rows = toy.task_rows("addition", "train")
+    rows = toys.addition("train")
     chats = [
         {
             "prompt": [{"role": "user", "content": row["question"]}],

@@ -1,17 +1,14 @@
-"""On-policy distillation in whole runs: a teacher alone, beside rewards, several, the policy behind another prompt."""
+"""On-policy distillation in whole runs: a teacher alone, beside rewards, the policy behind another prompt."""
 
-import json
 import pathlib
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
+from configs.examples import toys
 from grpo.data import toy
-from grpo.data.recorded import read_step
-from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
+from tests.e2e.runs import TINY, read_completions, read_metrics
 from tests.tiny_models import SMALL
-from tests.torchrun import run_python, torchrun
+from tests.torchrun import torchrun
 
 ONE_RANK = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0)
 
@@ -21,7 +18,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Another random model with the same tokens, of another shape."""
     changes = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
     changes |= {"max_position_embeddings": 128}
-    return toy.make_model(tmp_path_factory.mktemp("teacher") / "model", toy.addition_tokenizer(), 7, changes)
+    return toy.make_model(tmp_path_factory.mktemp("teacher") / "model", toys.addition_tokenizer(), 7, changes)
 
 
 def test_a_teacher_alone(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
@@ -40,39 +37,6 @@ def test_a_teacher_alone(model: pathlib.Path, teacher: pathlib.Path, tmp_path: p
     assert sum(reverse_kl[4:]) < 0.9 * sum(reverse_kl[:2])  # the student moves towards its teacher
     for line in read_completions(tmp_path / "run"):
         assert line["reward"] is None and line["advantage"] is not None
-
-
-@torch.no_grad()
-def test_each_row_has_its_teacher(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
-    """In both steps of a run each sequence has the log-probs of its row's teacher; a replay of it needs neither."""
-    rows = [row | {"by": ("other", "start")[i % 2]} for i, row in enumerate(toy.task_rows("addition", "train")[:8])]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "other").symlink_to(teacher)
-    flags = ("--model.teachers", "start", model, "other", tmp_path / "other", "--data.teacher-column", "by")
-    flags += ("--algorithm.distill-coef", 0.5, "--algorithm.kl-coef", 0, "--data.path", tmp_path / "rows.jsonl")
-    layout = ("--roles.num-trainers", 1, "--roles.num-references", 1, "--record", "--run-dir", tmp_path / "run")
-    torchrun("train_grpo.py", TINY, "--model.path", model, *layout, *flags, nproc=3, deadline=240)
-
-    tokenizer = toy.addition_tokenizer()
-    names = {row["question"]: row["by"] for row in rows}
-    models = {name: AutoModelForCausalLM.from_pretrained(path) for name, path in (("start", model), ("other", teacher))}
-    seen = set()
-    for step in (1, 2):
-        batch = read_step(str(tmp_path / "run"), step).batch
-        lengths = batch.lengths_S.tolist()
-        per_token = (x_N.split(lengths) for x_N in (batch.ids_N, batch.loss_mask_N, batch.ref_logprobs_N))
-        for ids_T, mask_T, logprobs_T in zip(*per_token, strict=True):
-            name = next(names[question] for question in names if tokenizer.decode(ids_T).startswith(f"{question}="))
-            log_p_TV = models[name](ids_T[None]).logits[0, :-1].log_softmax(-1)
-            wanted_T = log_p_TV.gather(1, ids_T[1:, None])[:, 0]
-            torch.testing.assert_close(logprobs_T[1:][mask_T[1:]], wanted_T[mask_T[1:]], rtol=0, atol=1e-5)
-            seen.add(name)
-    assert seen == {"start", "other"}
-
-    (tmp_path / "other").unlink()
-    run_python("-m", "grpo.replay", tmp_path / "run", deadline=240)
-    again = [without_clocks(m) for m in read_metrics(tmp_path / "run-replay")]
-    assert again == [without_clocks(m) for m in read_metrics(tmp_path / "run")]
 
 
 @pytest.mark.slow

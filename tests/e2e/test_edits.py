@@ -10,11 +10,13 @@ import pytest
 from tests.e2e.runs import TINY, read_completions, read_metrics
 from tests.torchrun import ROOT, torchrun
 
+ADDITION = "configs/examples/toys.py:addition"
+
 # What of the page is replaced, and by what
 EDITS = {
     "a filter": (
-        "        wanted = None",
-        "        wanted = lambda prompt: int(prompt.columns['answer']) % 2 == 0",
+        "        keep_prompt = None",
+        "        keep_prompt = lambda prompt: int(prompt.columns['answer']) % 2 == 0",
     ),
     "a curriculum": (
         "        source_weights = config.data.weights",
@@ -32,10 +34,10 @@ EDITS = {
         "        loss_BT = loss_BT.where(x.loss_mask_BT, 0)\n",
     ),
     "a metric of completions": (
-        "        if trainer:\n            batch = add_advantages(",
+        "        if trainer:\n",
         "        if rollouts:\n"
         "            metrics.record(**{'mine/characters': sum(len(r.text) for r in rollouts) / len(rollouts)})\n"
-        "        if trainer:\n            batch = add_advantages(",
+        "        if trainer:\n",
     ),
     "a log in CSV": (
         "        driver.log(step + 1, rollouts, batch, metrics)",
@@ -58,7 +60,7 @@ def run_dir(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pa
     folder = tmp_path_factory.mktemp("edits")
     (folder / "train_mine.py").write_text(page)
     layout = ["--roles.num-trainers", 2, "--roles.num-references", 0, "--roles.num-generators", 1]
-    data = ["--data.path", "", "--data.sources", "a", "toy:addition", "b", "toy:addition", "--data.weights", "a", 1]
+    data = ["--data.path", "", "--data.sources", "a", ADDITION, "b", ADDITION, "--data.weights", "a", 1]
     arguments = [TINY, "--model.path", model, *layout, *data, "b", 0, "--algorithm.aggregation", "token_mean"]
     arguments += ["--algorithm.kl-coef", 0.1, "--run-dir", folder / "run"]
     torchrun(str(folder / "train_mine.py"), *arguments, nproc=3, deadline=280)

@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 
+from configs.examples import toys
 from grpo.data import toy
 from tests.e2e.runs import TINY, read_metrics
 from tests.tiny_models import SMALL
@@ -36,7 +37,9 @@ SAME = ("--roles.num-references", 0, "--algorithm.kl-coef", 0, "--prompts-per-st
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Four key-value heads, one for each of four ranks."""
     changes = SMALL | {"max_position_embeddings": 128, "num_key_value_heads": 4}
-    return toy.make_model(tmp_path_factory.mktemp("eight") / "model", toy.addition_tokenizer(), seed=0, changes=changes)
+    return toy.make_model(
+        tmp_path_factory.mktemp("eight") / "model", toys.addition_tokenizer(), seed=0, changes=changes
+    )
 
 
 @pytest.fixture(scope="module")

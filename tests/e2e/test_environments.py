@@ -1,6 +1,5 @@
 """Whole runs with turns: several engines, tensor parallelism, what is lost, and two runs of the same numbers."""
 
-import itertools
 import json
 import pathlib
 
@@ -60,20 +59,13 @@ def test_rows_choose_among_classes(model, tmp_path):
         assert not is_echo or len(record["episode"]["turns"]) == 1
 
 
-def test_credit_for_turns_and_what_was_observed_are_recorded_and_replayed(model, tmp_path):
+def test_credit_for_turns_is_recorded_and_replayed(model, tmp_path):
     """On two engines, a step behind, with LoRA; the replay has one rank and no environment."""
     live, again = tmp_path / "live", tmp_path / "again"
     flags = (*ROOM, *split(1, 0, 2), "--overlap-steps", 1, "--algorithm.kl-coef", 0, "--algorithm.advantages")
-    echo = ("--algorithm.echo-coef", 0.1, "--trainer.lora-rank", 2)
-    run(model, live, 3, *flags, "return_to_go", *echo, "--record")
-    tokenizer = AutoTokenizer.from_pretrained(live / "model")
+    run(model, live, 3, *flags, "return_to_go", "--trainer.lora-rank", 2, "--record")
     for step in (1, 2):
         batch = read_step(str(live), step).batch
-        runs = itertools.groupby(zip(batch.ids_N.tolist(), batch.observed_N.tolist(), strict=True), lambda x: x[1])
-        observed = [tokenizer.decode([token for token, _ in run]) for is_answer, run in runs if is_answer]
-        episodes = [record["episode"] for record in read_completions(live) if record["step"] == step]
-        read = (answer for episode in episodes for turn in episode["turns"][:-1] for answer in turn["answers"])
-        assert sorted(observed) == sorted(read) and observed
         assert batch.turn_N.max() >= 2 and (batch.turn_N > 0).equal(batch.loss_mask_N)
         assert 0 < batch.earned_N.max() <= 1 and not batch.earned_N[batch.turn_N < 2].any()
     turns = [turn for record in read_completions(live) for turn in record["episode"]["turns"]]
@@ -81,7 +73,7 @@ def test_credit_for_turns_and_what_was_observed_are_recorded_and_replayed(model,
     torchrun("grpo.replay", live, "--run-dir", again, nproc=1, deadline=180)
     steps = [[without_clocks(m) for m in read_metrics(folder) if "loss" in m] for folder in (live, again)]
     assert steps[0] == steps[1] and len({record["loss"] for record in steps[0]}) == 2
-    assert steps[0][0]["environment/alone_frac"] < 1 and steps[0][0]["echo/loss"] > steps[0][1]["echo/loss"] > 0
+    assert steps[0][0]["environment/alone_frac"] < 1
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (live, again)]
     assert weights[0] == weights[1]
     # what turns earned is not known of a run that did not ask

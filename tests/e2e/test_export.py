@@ -111,7 +111,8 @@ def test_rows_that_do_not_divide_by_the_ranks_are_exported(model, tmp_path):
     """32 embeddings over 3 trainers: the same weights as on one."""
     found = []
     for ranks in (1, 3):
-        data = ["--data.path", "toy:addition", "--data.system-prompt", "", "--sequences-per-step", 6]
+        data = ["--data.path", "configs/examples/toys.py:addition", "--data.system-prompt", ""]
+        data += ["--sequences-per-step", 6]
         words = ["--model.path", model, "--model.dtype", "float32", "--trainer.no-compile", *data, "--num-steps", 1]
         words += ["--trainer.activation-checkpointing", "none", "--max-sequence-tokens", 32]
         run_dir = tmp_path / str(ranks)

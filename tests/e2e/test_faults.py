@@ -6,7 +6,7 @@ import pathlib
 import shutil
 import subprocess
 
-from grpo.data import toy
+from configs.examples import toys
 from tests.e2e.runs import read_metrics
 from tests.torchrun import run_torchrun, torchrun
 
@@ -63,7 +63,7 @@ def test_nan_then_a_damaged_checkpoint_then_another_config(model: pathlib.Path, 
 def test_no_room_for_a_checkpoint_is_one_line_of_one_rank(model: pathlib.Path, tmp_path: pathlib.Path):
     """By the largest size of a file, which holds for all that the ranks write."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in toy.task_rows("addition", "test")[:50]))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in toys.addition("test")[:50]))
     flags = ["configs/toy_sft.py", "--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 1]
     flags += ["--data.path", rows]  # few, since what they are as tokens is kept in a file too
     flags += [

@@ -10,6 +10,7 @@ import sysconfig
 
 import pytest
 
+from configs.examples import toys
 from grpo.data import toy
 from tests.e2e.runs import TINY, read_metrics
 from tests.tiny_models import SMALL
@@ -47,7 +48,7 @@ SAME = ("reward/mean", "completion/length_mean", "entropy", "grad_norm", "kl")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Two key-value heads, one for each of two ranks."""
     changes = SMALL | {"max_position_embeddings": 128, "num_key_value_heads": 2}
-    return toy.make_model(tmp_path_factory.mktemp("like") / "model", toy.addition_tokenizer(), seed=0, changes=changes)
+    return toy.make_model(tmp_path_factory.mktemp("like") / "model", toys.addition_tokenizer(), seed=0, changes=changes)
 
 
 @pytest.mark.timeout(420)

@@ -10,6 +10,7 @@ import re
 
 import pytest
 
+from configs.examples import word_problem_rows
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from grpo.data import toy
@@ -54,7 +55,7 @@ def rewards_of(recipe: str) -> list[object]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
     """A folder for each family, with heads for tensor parallelism of four."""
-    folder, tokenizer = tmp_path_factory.mktemp("recipes"), toy.word_problems_tokenizer()
+    folder, tokenizer = tmp_path_factory.mktemp("recipes"), word_problem_rows.tokenizer()
     changes = SMALL | {"max_position_embeddings": 2048, "num_key_value_heads": 4}
     return {name: toy.make_model(folder / name, tokenizer, 0, changes | family) for name, family in FAMILIES.items()}
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from configs.examples import toys
 from grpo.data import toy
 from tests.e2e.conftest import BY_CHANCE
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
@@ -28,15 +29,13 @@ SCHEDULE = ("--trainer.schedule", "cosine", "--trainer.warmup-steps", 3)
 EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)
 LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
 TEACHER = ("--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5)
-TEACHERS = ("--model.teachers", "one", "{teacher}", "two", "{model}", "--data.teacher-column", "taught_by")
-TEACHERS += TEACHER[-2:]
 HINT = ("--algorithm.distill-coef", 0.5, "--algorithm.teacher-template", "{{answer}};{{question}}")
 NO_KL = ("--algorithm.kl-coef", 0)
 OVERLAP = ("--overlap-steps", 1)
 CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
 TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environment.answer-steps", 4)
 TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-tokens", 48)
-TURNS += ("--algorithm.advantages", "return_to_go", "--algorithm.echo-coef", 0.1)
+TURNS += ("--algorithm.advantages", "return_to_go")
 SAVED = ("--checkpoint.interval", 3)
 ROUNDED = ("--trainer.moments", "bfloat16", "--trainer.adam-beta2", 0.95)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
@@ -103,7 +102,7 @@ MODES = {
         3, (*split(1, 1, 1), *DYNAMIC, *OVERLAP, *JUDGE, *NO_KL, *EVALUATION), rank=1
     ),
     "a teacher beside rewards": Mode(3, (*split(1, 1, 1), *TEACHER), rank=1),
-    "teachers by a column, groups carried over": Mode(3, (*split(1, 1, 1), *TEACHERS, *MIXED, *CARRIED, *NO_KL)),
+    "a teacher, groups carried over": Mode(3, (*split(1, 1, 1), *TEACHER, *MIXED, *CARRIED, *NO_KL)),
     "self-distillation by the policy, overlap": Mode(
         3, (*split(2, 0, 1), *HINT, "--algorithm.teacher", "policy", *OVERLAP, *NO_KL), phase="reference"
     ),
@@ -123,12 +122,12 @@ MODES = {
 def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What the flags name in braces."""
     folder = tmp_path_factory.mktemp("inputs")
-    rows = [row | {"taught_by": ("one", "two")[n % 2]} for n, row in enumerate(toy.task_rows("addition", "train")[:15])]
+    rows = toys.addition("train")[:15]
     for name, part in (("a", rows[:9]), ("b", rows[9:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     changes = json.loads((model / "config.json").read_text())
     teacher = {name: changes[name] for name in ("hidden_size", "intermediate_size", "max_position_embeddings")}
-    toy.make_model(folder / "teacher", toy.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
+    toy.make_model(folder / "teacher", toys.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
     make_reward_model(folder / "judge", "llama3", toy.trained_tokenizer(["1 + 1 = 2"], 300))
     found = {name: folder / name for name in ("teacher", "judge")}
     found["moe"] = make_tiny(folder, "moe")

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_sft
+from configs.examples import toys
 from grpo.config import SFTConfig
 from grpo.config.recipes import load
-from grpo.data import toy
 from grpo.run.inputs import read_sft
 from grpo.run.session import Session
 from grpo.watch.failures import BadInput
@@ -26,7 +26,7 @@ REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
 def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """4 steps of two sources, chats and texts, shuffled, mixed and packed; so few that epochs end."""
     folder = tmp_path_factory.mktemp("rows")
-    rows = toy.task_rows("addition", "train")[:14]
+    rows = toys.addition("train")[:14]
     turns = [
         [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["completion"]}]
         for row in rows[:9]
@@ -92,7 +92,7 @@ def test_evaluation_between_steps_is_that_of_evaluate_alone(
     """The last two steps of the same run, now with an engine over both ranks: training does not notice."""
     run_dir = crashed(finished, tmp_path / "run")
     flags = [*arguments, "--run-dir", run_dir, "--resume", "--evaluation.interval", 1, "--evaluation.path"]
-    flags += ["toy:addition", "--evaluation.num-prompts", 40, "--evaluation.num-samples", 2]
+    flags += ["configs/examples/toys.py:addition", "--evaluation.num-prompts", 40, "--evaluation.num-samples", 2]
     flags += ["--generator.tensor-parallel", 2, "--checkpoint.keep-best", "accuracy"]
     torchrun("train_sft.py", *flags, nproc=2)
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (finished, run_dir)]
@@ -193,7 +193,7 @@ def test_first_losses_and_gradient_norms_equal_a_plain_transformers_loop(model: 
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    rows, expected = toy.task_rows("addition", "train"), []
+    rows, expected = toys.addition("train"), []
     for step in range(3):
         nats, num_labels = torch.zeros(()), 0
         for row in rows[4 * step : 4 * step + 4]:

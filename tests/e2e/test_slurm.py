@@ -192,7 +192,8 @@ def test_a_preempted_run_goes_on(slurm, model, tmp_path):
 
 
 def test_sft_goes_on_too(slurm, model, tmp_path):
-    recipe = ["--model.path", model, "--data.path", "toy:addition", "--data.system-prompt", "", "--num-trainers", 4]
+    recipe = ["--model.path", model, "--data.path", "configs/examples/toys.py:addition", "--data.system-prompt", ""]
+    recipe += ["--num-trainers", 4]
     sizes = ["--sequences-per-step", 8, "--max-sequence-tokens", 32, "--trainer.no-compile", "--model.dtype", "float32"]
     arguments = [ROOT / "configs/toy_sft.py", *recipe, *sizes, "--num-steps", 60, "--run-dir", tmp_path / "s"]
     job = Job(slurm, tmp_path / "s", "launch/sft.sbatch", *arguments)

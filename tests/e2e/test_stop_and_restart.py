@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from grpo.data import toy
+from configs.examples import toys
 from tests.e2e.runs import TINY, read_metrics, without_clocks
 from tests.torchrun import ROOT, finish, run_torchrun, start_python, start_torchrun, torchrun
 
@@ -56,7 +56,7 @@ stopping.ask_to_stop = ask_and_tell
 @pytest.fixture(scope="module")
 def flags(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in toy.task_rows("addition", "train")[:20]))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in toys.addition("train")[:20]))
     flags = ["--model.path", model, "--data.path", rows, "--sequences-per-step", 6, "--num-steps", NUM_STEPS]
     return [*flags, "--checkpoint.interval", 2, "--metrics.no-tensorboard", "--checkpoint.no-export"]
 

@@ -11,10 +11,10 @@ COLOCATED = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-refere
 TELLING = """
 import json
 
-from grpo.roles import engine
+from grpo.roles.engine import vllm_engine
 from tests.e2e.tiny import config
 
-start_engine = engine.start_engine
+start_engine = vllm_engine.start_engine
 
 
 def tell(*arguments):
@@ -30,7 +30,7 @@ def tell(*arguments):
     return llm
 
 
-engine.start_engine = tell
+vllm_engine.start_engine = tell
 """
 
 

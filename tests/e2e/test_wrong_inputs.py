@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from configs.examples import toys
 from grpo.data import toy
 from tests.e2e.runs import TINY
 from tests.tiny_models import SMALL
@@ -125,10 +126,10 @@ CASES = {
     f"{GRPO} --sampling.max-rounds 9": "max_rounds=9 does nothing",
     f"{GRPO} --generator.max-completion-tokens 200": "raise it to at least 216",
     # flags
-    f"{GRPO} --lr 1e-5": "--trainer.learning-rate",
+    f"{GRPO} --learning-rate 1e-5": "--trainer.learning-rate",
     f"{GRPO} --trainer.lr 1e-5": "--trainer.learning-rate",
-    f"{GRPO} trainer.learning_rate=1e-6": "write --trainer.learning-rate 1e-6",
-    f"{GRPO} --record true": "--record takes no value",
+    f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; write --field VALUE",
+    f"{GRPO} --record true": "true; write --field VALUE, for a switch --field",
     f"{GRPO} --num-step 3": "--num-steps",
     f"{GRPO} --num-steps three": "--num-steps",
     f"{GRPO} --num-steps": "--num-steps",
@@ -144,7 +145,7 @@ CASES = {
     "train_grpo.py {here}/keyword.py": "lr",
     # ranks
     f"2: train_grpo.py {TINY} --model.path {{model}}": "for 2 processes: --roles",
-    f"2: train_grpo.py {TINY} --lr 1": "--trainer.learning-rate",
+    f"2: train_grpo.py {TINY} --learning-rate 1": "--trainer.learning-rate",
     f"2: train_grpo.py {TINY} --roles.num-trainers 2 --roles.num-generators 0 --roles.num-references 0": "generator",
     f"2: {ROWS}/none.jsonl --roles.num-trainers 2": "none.jsonl does not exist",
     f"3: {GRPO} --roles.num-trainers 3 --prompts-per-step 32": "--prompts-per-step 33",
@@ -157,7 +158,7 @@ CASES = {
     f"{ROWS}/chats.jsonl": "question.:-1",
     f"{ROWS}/long.jsonl": "max_prompt_tokens",
     f"{ROWS}/rows.jsonl:foo": "foo",
-    f"{GRPO} --data.path toy:additions": "addition",
+    f"{GRPO} --data.path configs/examples/toys.py:additions": "addition",
     f"{GRPO} --data.path some/rows": "could not be loaded",
     f"{GRPO} --data.prompt-template Q": "{question}",
     f"{ROWS}/rows.jsonl --data.row {{here}}/mine.py:row": "KeyError",
@@ -200,10 +201,10 @@ def folder_of_inputs(folder: pathlib.Path) -> pathlib.Path:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    model = toy.make_model(folder / "model", toy.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 128})
+    model = toy.make_model(folder / "model", toys.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 128})
     for name, (spoil, _) in MODELS.items():
         spoil(shutil.copytree(model, folder / name))
-    toy.make_model(folder / "narrow", toy.addition_tokenizer(), 0, SMALL | {"head_dim": 16})
+    toy.make_model(folder / "narrow", toys.addition_tokenizer(), 0, SMALL | {"head_dim": 16})
     return folder
 
 

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from grpo.check_environment import main
-from grpo.data.toy import build_if_toy
+from grpo.data.toy import build_model
 from grpo.environments.calls import STYLES
+from grpo.watch.failures import BadInput
 from tests.unit import chat_templates as templates
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "configs" / "examples"
@@ -66,7 +67,7 @@ def test_somebody_may_be_the_model(style, template, monkeypatch, capsys):
 
 
 def test_a_first_text_that_is_too_long_is_told_with_its_field(tmp_path, capsys):
-    folder = build_if_toy("toy:guess", tmp_path, [], seed=0)
+    folder = build_model(f"{EXAMPLES}/toys.py:guess_model", tmp_path, [], seed=0)
     words = [f"{EXAMPLES}/guess.py:Guess", "--model.path", folder, "--environment.calls", "tag"]
     words += ["--environment.reply-as", "user", "--data.system-prompt", "", "--data.max-prompt-tokens"]
     assert main([*words, "4"]) == 1
@@ -76,7 +77,7 @@ def test_a_first_text_that_is_too_long_is_told_with_its_field(tmp_path, capsys):
     assert main([*words, number]) == 0
 
 
-def test_what_cannot_be_used_is_one_line(tmp_path, capsys):
+def test_what_cannot_be_used_is_refused(tmp_path):
     (tmp_path / "bad.py").write_text("class Bad:\n    pass\n")
-    assert main([f"{tmp_path}/bad.py:Bad"]) == 1
-    assert "has no method reset" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="has no method reset"):
+        main([f"{tmp_path}/bad.py:Bad"])

@@ -1,11 +1,13 @@
 """Typical mistakes in a loss of one's own, each found by its check and by no other; the losses that are right pass."""
 
 import pathlib
+import re
 
 import pytest
 
 from grpo import check_loss
 from grpo.config import PAPER_DEFAULTS
+from grpo.watch.failures import BadInput
 
 MISTAKES = """
 import torch
@@ -60,18 +62,19 @@ def test_right_losses_pass(loss: str, capsys: pytest.CaptureFixture):
 @pytest.mark.parametrize(
     ("mistake", "check"),
     [
-        ("row_means", check_loss.packing),
-        ("scaled_by_what_is_here", check_loss.packing),
-        ("no_clamp", check_loss.extreme_ratios),
-        ("pulls_to_certainty", check_loss.no_advantage),
-        ("no_minus", check_loss.direction),
+        ("row_means", check_loss.check_packing),
+        ("scaled_by_what_is_here", check_loss.check_packing),
+        ("no_clamp", check_loss.check_extreme_ratios),
+        ("pulls_to_certainty", check_loss.check_no_advantage),
+        ("no_minus", check_loss.check_direction),
     ],
 )
 def test_mistakes_are_found(mistake: str, check, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     failing = failing_checks(f"{tmp_path}/mistakes.py:{mistake}", capsys)
     # the mean of a row with good and bad sequences goes in the wrong direction for some of them, too
-    assert failing - ({check_loss.direction.__doc__} if mistake == "row_means" else set()) == {check.__doc__}
+    found = {check_loss.CHECKS[promise] for promise in failing}
+    assert found - ({check_loss.check_direction} if mistake == "row_means" else set()) == {check}
 
 
 @pytest.mark.parametrize(
@@ -83,17 +86,20 @@ def test_mistakes_are_found(mistake: str, check, tmp_path: pathlib.Path, capsys:
         ("none", "has no function 'none'"),
     ],
 )
-def test_what_a_run_would_refuse_is_one_line(mistake: str, said: str, tmp_path: pathlib.Path, capsys):
+def test_what_a_run_would_refuse_is_one_line(mistake: str, said: str, tmp_path: pathlib.Path):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
-    assert check_loss.main([f"{tmp_path}/mistakes.py:{mistake}"]) == 1
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("error: ") and said in line
+    with pytest.raises(BadInput, match=re.escape(said)) as refused:
+        check_loss.main([f"{tmp_path}/mistakes.py:{mistake}"])
+    assert "\n" not in str(refused.value)
 
 
-def test_options_are_written_as_for_a_run(capsys: pytest.CaptureFixture):
-    assert check_loss.main(["dual_clip", "configs/toy_arithmetic.py", "--algorithm.loss-options", "bound", "0.5"]) == 1
-    assert "bound=0.5 must be above 1" in capsys.readouterr().out.splitlines()[-1]
-    assert check_loss.main(["dual_clip", "--algorithm.loss-options", "bound", "2"]) == 0
+DUAL_CLIP = "configs/examples/dual_clip.py:dual_clip"
+
+
+def test_options_are_written_as_for_a_run():
+    with pytest.raises(BadInput, match=r"bound=0\.5 must be above 1"):
+        check_loss.main([DUAL_CLIP, "configs/toy_arithmetic.py", "--algorithm.loss-options", "bound", "0.5"])
+    assert check_loss.main([DUAL_CLIP, "--algorithm.loss-options", "bound", "2"]) == 0
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture):

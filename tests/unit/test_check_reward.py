@@ -1,6 +1,7 @@
 """`python -m grpo.check_reward`: what it shows of a function, before any run."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from grpo.check_reward import main, some_completions
 from grpo.data.rows import Example
 from grpo.rewards.builtin import math_reward
+from grpo.watch.failures import BadInput
 from grpo.workers.lockdown import missing_measures
 
 REWARDS = """
@@ -97,10 +99,11 @@ def test_a_built_in_function_is_confined_and_names_the_folder_that_is_closed_to_
     (tmp_path / "math_verify.py").write_text("raise KeyError('it was read')")
     others = [path for path in sys.path if not path.endswith("site-packages")]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
-    code, out = show("math_reward", *flags)
-    assert code == 1 and "it was read" not in out
-    assert out.splitlines()[-1].startswith("error: the reward functions cannot be loaded: ")
-    closed = out.partition("built-in rewards read nothing that lies right in ")[2].partition(", which")[0]
+    with pytest.raises(BadInput, match="the reward functions cannot be loaded: ") as refused:
+        show("math_reward", *flags)
+    message = str(refused.value)
+    assert "it was read" not in message
+    closed = re.search("files right in (.*) on Python's path", message)[1]
     assert str(tmp_path) in closed.split(", ")
 
 
@@ -114,17 +117,15 @@ def test_a_built_in_function_is_confined_and_names_the_folder_that_is_closed_to_
     ],
 )
 def test_what_cannot_be_called_is_one_line(show, name, flags, message):
-    code, out = show(name, *flags)
-    assert code == 1
-    assert message in out.splitlines()[-1] and out.splitlines()[-1].startswith("error: ")
+    with pytest.raises(BadInput, match=re.escape(message)):
+        show(name, *flags)
 
 
 def test_a_list_of_answers_is_refused_by_math_reward_and_its_first_is_shown_to_your_own(show, tmp_path):
     rows = [{"q": "3 + 3?", "truth": {"value": ["6", "six"]}, "level": 1}]
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    code, out = show("math_reward")
-    assert code == 1 and "--data.answer-column answer.0" in out.splitlines()[-1]
-    assert out.splitlines()[-1].startswith("error: reward function math_reward cannot read the data: ")
+    with pytest.raises(BadInput, match="math_reward cannot read the data: .*--data.answer-column answer.0"):
+        show("math_reward")
     code, out = show("math_reward", "--data.answer-column", "truth.value.0")
     assert code == 0 and "reference  <answer>6</answer>" in out
     (tmp_path / "any.py").write_text(

@@ -18,7 +18,7 @@ import transformers
 from grpo import check_environment, check_loss, check_reward, evaluate, export, look, replay
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe, load_recipe
-from grpo.roles.engine import WRONG_ON_CPU, check_engine
+from grpo.roles.engine.vllm_engine import WRONG_ON_CPU, check_engine
 from grpo.run.command_line import checked_config
 from tests.unit.models.test_hf_folder import QWEN3_1_7B
 
@@ -34,7 +34,7 @@ CONFIG_TYPES = {
 TOOLS = {
     "grpo.check_environment": (check_environment, "load_toolboxes"),
     "grpo.check_loss": (check_loss, "try_algorithm"),
-    "grpo.check_reward": (check_reward, "load_both"),
+    "grpo.check_reward": (check_reward, "load_sources"),
     "grpo.evaluate": (evaluate, "run"),
     "grpo.export": (export, "find_checkpoint"),
     "grpo.look": (look, ("summarize", "rollouts_text", "page_text")),
@@ -49,7 +49,7 @@ class Checked(BaseException):
 
 def shown_commands() -> list[str]:
     """Each command of the scripts and the tools, from code blocks, tables, prose and the docstrings of recipes."""
-    pages = [ROOT / "README.md", *(ROOT / "configs").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "configs").glob("*.md")]
     pages += [ROOT / folder / "README.md" for folder in ("grpo", "launch", "tests")]
     texts = [page.read_text() for page in pages]
     for file in (*RECIPES, *(ROOT / "configs/examples").glob("*.py")):

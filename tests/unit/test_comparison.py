@@ -1,26 +1,28 @@
-"""comparison.svg of `grpo.replay --methods`: numbers stand at its axes."""
+"""comparison.svg of `grpo.replay --methods`: a panel for each column, whose title has the range."""
 
 import xml.etree.ElementTree as ElementTree
 
-from grpo.replay import COLUMNS, HEIGHT, WIDTH, picture
+from grpo.replay import COLUMNS, picture
 
 NAME = "{http://www.w3.org/2000/svg}"
 
 
-def test_each_panel_has_ticks_where_the_values_are():
-    """Of steps 1 to 5 and values 2 to 6: the middle of both is in the middle."""
-    rows = [(step, "grpo", dict.fromkeys(COLUMNS, step + 1.0)) for step in range(1, 6)]
-    panels = ElementTree.fromstring(picture(rows)).findall(f"{NAME}g")
-    assert len(panels) == len(COLUMNS)
+def test_each_panel_has_the_range_of_steps_and_values():
+    """Steps 1 to 5 with values 2 to 6: the corners of the panel are (1, 6) and (5, 2), y being negative."""
+    history = {"grpo": [dict.fromkeys(COLUMNS, step + 1.0) for step in range(1, 6)]}
+    drawing = ElementTree.fromstring(picture(history))
+    panels = drawing.findall(f"{NAME}svg")
+    titles = [text.text for text in drawing.findall(f"{NAME}text")]
+    assert titles == ["grpo", *(f"{column}: 2 to 6, steps 1 to 5" for column in COLUMNS)]
     for panel in panels:
-        _, *labels = panel.findall(f"{NAME}text")
-        at_x = {label.text: float(label.get("x")) for label in labels if label.get("text-anchor") == "middle"}
-        at_y = {label.text: float(label.get("y")) - 4 for label in labels if label.get("text-anchor") == "end"}
-        assert at_x == {"1": 0, "3": WIDTH / 2, "5": WIDTH}
-        assert at_y == {"2": HEIGHT, "4": HEIGHT / 2, "6": 0}
-        assert len(panel.findall(f"{NAME}path")) == 6
+        assert panel.get("viewBox") == "1 -6.0 4 4.0"
+        (curve,) = panel.findall(f"{NAME}polyline")
+        assert curve.get("points") == "1,-2.0 2,-3.0 3,-4.0 4,-5.0 5,-6.0"
 
 
-def test_one_step_and_one_value_have_one_tick_each():
-    (panel, *_) = ElementTree.fromstring(picture([(7, "grpo", dict.fromkeys(COLUMNS, 2.0))])).findall(f"{NAME}g")
-    assert [label.text for label in panel.findall(f"{NAME}text")][1:] == ["7", "2"]
+def test_what_was_not_measured_or_is_not_finite_is_left_out():
+    history = {"a": [{"kl": 1.0}, {"kl": float("nan")}], "b": [{"kl": 3.0}, {}]}
+    drawing = ElementTree.fromstring(picture(history))
+    points = [[curve.get("points") for curve in panel] for panel in drawing.findall(f"{NAME}svg")]
+    assert points[list(COLUMNS).index("kl")] == ["1,-1.0", "1,-3.0"]
+    assert points[list(COLUMNS).index("entropy")] == ["", ""]

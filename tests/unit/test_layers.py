@@ -13,11 +13,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 LAYERS = (
     ("types", "config", "text"),
     ("algorithm", "data", "workers"),
-    ("rewards",),
+    ("rewards", "metrics"),
     ("environments",),
     ("models",),
-    ("roles",),
-    ("watch", "report"),
+    ("roles", "report"),
+    ("watch",),
     ("folder",),
     ("run",),
 )
@@ -96,14 +96,14 @@ def test_config_and_rewards_do_without_torch():
 
 
 def test_trainer_reference_and_generator_do_not_know_each_other():
-    roles = {"grpo.roles.trainer", "grpo.roles.reference", "grpo.roles.generator"}
+    roles = {"grpo.roles.trainer", "grpo.roles.reference", "grpo.roles.engine.generator"}
     for module in roles:
         assert not imports_of(module) & (roles - {module})
 
 
 def test_three_files_import_vllm():
     users = [m for m in (*MODULES_OF_FOLDERS, *SCRIPTS) if uses(m, "vllm")]
-    assert users == ["grpo.roles.engine", "grpo.roles.engine_loop", "grpo.roles.engine_shortcuts"]
+    assert users == ["grpo.roles.engine.loop", "grpo.roles.engine.shortcuts", "grpo.roles.engine.vllm_engine"]
 
 
 def test_only_tools_import_a_script_and_only_the_page():

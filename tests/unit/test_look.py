@@ -10,7 +10,10 @@ import pytest
 
 from grpo.config import GRPOConfig, change
 from grpo.config.recipes import written_fields
-from grpo.look import main, read_step
+from grpo.look import main
+from grpo.watch.failures import BadInput
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def record(step: int, reward: float | None, prompt: str = "1+1=", completion: str = "2", **more) -> dict:
@@ -30,15 +33,15 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def test_the_step_asked_for_and_the_latest(run_dir):
-    path = run_dir / "completions.jsonl"
-    found = read_step(path, "1"), read_step(path, "latest")
-    assert [(step, len(records)) for step, records in found] == [(1, 1), (11, 4)]
+def test_the_step_asked_for_and_the_latest(run_dir, capsys):
+    for flags, shown in ((["--step", "1"], "step 1: 1 of 1"), (["--step", "latest"], "step 11: 4 of 4")):
+        main([str(run_dir), *flags])
+        assert f"after {shown} completions" in capsys.readouterr().out
     for step in ("2", "last"):
-        with pytest.raises(ValueError, match=f"step {step}; there are: 1, 11"):
-            read_step(path, step)
-    with pytest.raises(ValueError, match="nowhere/completions.jsonl does not exist.*samples_interval"):
-        read_step(run_dir / "nowhere" / "completions.jsonl", "1")
+        with pytest.raises(BadInput, match=f"step {step}; there are: 1, 11"):
+            main([str(run_dir), "--step", step])
+    with pytest.raises(BadInput, match="nowhere/completions.jsonl does not exist.*samples_interval"):
+        main([str(run_dir / "nowhere"), "--step", "1"])
 
 
 def test_sorted_by_reward_and_without_one_last(run_dir, capsys):
@@ -49,7 +52,7 @@ def test_sorted_by_reward_and_without_one_last(run_dir, capsys):
     assert rewards() == ["1", "0.25", "0", "none"]
     assert rewards("--worst", "--num", "3") == ["none", "0", "0.25"]
     assert rewards("--prompt", "a") == ["1", "0.25"]
-    with pytest.raises(SystemExit, match="no prompt of the step has the text 'z'"):
+    with pytest.raises(BadInput, match="no prompt of the step has the text 'z'"):
         rewards("--prompt", "z")
 
 
@@ -89,10 +92,11 @@ def test_runs_are_compared_in_one_table_and_one_plot(tmp_path, capsys):
     assert rows["kl, mean of the last 10 steps"] == ["0.5", "-"]
     assert rows["algorithm.loss"] == ["'grpo'", "'dapo'"] and "run_dir" not in rows and "seed" not in rows
     chart = [line.partition("┤")[2].ljust(60) for line in plot.splitlines() if "┤" in line]
-    dots = [(7 - number, x) for number, line in enumerate(chart) for x, mark in enumerate(line) if mark == "•"]
-    assert all(abs(height - (7 - 3.5 * x / 29.5)) < 0.7 for height, x in dots) and {x for _, x in dots} == {*range(31)}
-    assert chart[0].endswith("─") and chart[-1].startswith("─")
-    with pytest.raises(SystemExit, match="rollouts are shown of one run"):
+    crosses = [(7 - number, x) for number, line in enumerate(chart) for x, mark in enumerate(line) if mark == "×"]
+    assert all(abs(height - (7 - 3.5 * x / 29.5)) < 0.7 for height, x in crosses)
+    assert {x for _, x in crosses} >= {*range(30)} and max(x for _, x in crosses) < 33
+    assert chart[0].endswith("•") and "•" in chart[-1]
+    with pytest.raises(BadInput, match="rollouts are shown of one run"):
         main([first, second, "--worst"])
 
 
@@ -116,7 +120,7 @@ def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_afte
 
 
 def test_without_such_a_run_there_is_one_line(tmp_path):
-    with pytest.raises(SystemExit, match="does not exist: name the folder of a run") as stop:
+    with pytest.raises(BadInput, match="does not exist: name the folder of a run") as stop:
         main([str(tmp_path), "--step", "latest"])
     assert "\n" not in str(stop.value)
 
@@ -131,9 +135,10 @@ def test_what_others_wrote_cannot_act_on_a_terminal(tmp_path, capsys):
     main(runs)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("algorithm.loss")]
     assert line.endswith(r"'grpo'\x1b]0;owned\x07 steps  9".replace("steps  9", "steps 9"))
-    with pytest.raises(SystemExit) as stop:
-        main([str(tmp_path / "\x1b[2J")])
-    assert "\x1b" not in str(stop.value)
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo.look", tmp_path / "\x1b[2J"], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "\x1b" not in done.stderr
 
 
 @pytest.mark.parametrize("damage", [b"\0\0\0\n", b"\xff\n", b'{"step": 11}\n', b"3\n", b"[" * 100_000 + b"\n"])
@@ -143,13 +148,13 @@ def test_a_damaged_line_is_named(run_dir, damage, flags):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], damage, *lines[2:]]))
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(SystemExit, match="completions.jsonl, line 3: "):
+    with pytest.raises(BadInput, match="completions.jsonl, line 3: "):
         main([str(run_dir), *flags])
 
 
 def test_a_damaged_line_of_metrics_is_named(run_dir):
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0}\n{"step"\n')
-    with pytest.raises(SystemExit, match="metrics.jsonl, line 2: "):
+    with pytest.raises(BadInput, match="metrics.jsonl, line 2: "):
         main([str(run_dir)])
 
 
@@ -169,6 +174,5 @@ def test_a_reader_who_stops_reading_sees_no_traceback(run_dir):
     lines = (run_dir / "completions.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "completions.jsonl").write_text("".join(lines[1:2] * 2000))  # more than a pipe holds
     command = f"{sys.executable} -m grpo.look {run_dir} --step latest --num 0 | head -1"
-    root = pathlib.Path(__file__).parents[2]
-    done = subprocess.run(command, shell=True, cwd=root, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert "2000 of 2000 completions" in done.stdout and done.stderr == ""

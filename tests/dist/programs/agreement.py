@@ -21,10 +21,10 @@ from grpo.config import (
     TrainerConfig,
 )
 from grpo.data.batches import make_batch, sample_of
+from grpo.metrics import StepMetrics
 from grpo.models.export import hf_tensors
 from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch
-from grpo.roles.generator import Generator
-from grpo.roles.metrics import StepMetrics
+from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
@@ -54,7 +54,7 @@ def main() -> None:
     trainer = Trainer(config.model, config.trainer, folder, NUM_ROUNDS, roles) if roles.trains else None
     reference = None
     if roles.references:
-        reference = Reference(config.model, config.trainer, (folder,), config.reference_tensor_parallel, roles)
+        reference = Reference(config.model, config.trainer, folder, config.reference_tensor_parallel, roles)
     start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     for version in range(NUM_ROUNDS):

@@ -9,9 +9,9 @@ import pathlib
 import sys
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig
-from grpo.roles import generator as roles_generator
-from grpo.roles.engine import CPU_BLOCK_TOKENS
-from grpo.roles.engine_loop import Stretch
+from grpo.roles.engine import generator as generator_module
+from grpo.roles.engine.loop import Stretch
+from grpo.roles.engine.vllm_engine import CPU_BLOCK_TOKENS
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.types import Prompt, Requests
 
@@ -47,13 +47,10 @@ class PlainLoop:
         assert not self.requests
         return []
 
-    def settle(self) -> None:
-        assert not self.requests
-
 
 def main(folder: str, how: str, output: str) -> None:
     if how == "unchanged":
-        roles_generator.EngineLoop = PlainLoop
+        generator_module.EngineLoop = PlainLoop
     config = GRPOConfig(
         roles=RolesConfig(colocated=True, num_trainers=1),
         model=ModelConfig(path=folder, dtype="float32"),
@@ -65,7 +62,7 @@ def main(folder: str, how: str, output: str) -> None:
         ),
     )
     roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
-    generator = roles_generator.Generator(
+    generator = generator_module.Generator(
         config.generator, config.model, config.data, config.seed, folder, STOP_TOKENS, roles
     )
     num_preempted, scheduler = 0, generator.llm.llm_engine.engine_core.engine_core.scheduler

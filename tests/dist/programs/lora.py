@@ -14,9 +14,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
+from grpo.metrics import StepMetrics
 from grpo.models.build import build_model
 from grpo.models.export import adapters_beside, export_hf, hf_tensors
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
@@ -100,7 +100,7 @@ def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
         algorithm=AlgorithmConfig(kl_coef=0.1),
     )
     assert config.reference_is_base
-    reference = Reference(config.model, config.trainer, (), 1, roles, trainer.model)
+    reference = Reference(config.model, config.trainer, "", 1, roles, trainer.model)
     assert torch.equal(reference.logprobs(batch), base_N), f"{case}: reference"
     assert torch.equal(trainer.logprobs(batch), logprobs_N), f"{case}: the adapters did not come back"
     if roles.is_driver:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, TrainerConfig
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_distance

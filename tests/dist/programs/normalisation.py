@@ -30,8 +30,8 @@ from grpo.config import (
     TrainerConfig,
 )
 from grpo.data.batches import build_micro_batch, make_batch
+from grpo.metrics import StepMetrics
 from grpo.models.export import hf_tensors
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Objective, Trainer
 from grpo.types import Sample, TrainBatch
@@ -50,7 +50,6 @@ ALGORITHMS = {name: AlgorithmConfig(loss=name) for name in PAPER_DEFAULTS} | {
     "reinforce, weighted": AlgorithmConfig(
         loss="reinforce", loss_options={"max_importance_weight": 2.0}, kl_estimator="k2"
     ),
-    "dapo, echo": AlgorithmConfig(loss="dapo", echo_coef=0.5),
 }
 EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.05, "old_logprobs": "generator"}
 NOT_FINITE = 7  # of this sequence's sampling log-probs, the second
@@ -74,7 +73,7 @@ def main() -> None:
 
     def undivided(config: GRPOConfig) -> dict[str, torch.Tensor]:
         """Gradients of the step in one micro-batch, which has a row for each sequence."""
-        batch = make_step(IN_ORDER, config.algorithm.echo_coef > 0)
+        batch = make_step(IN_ORDER)
         micro = build_micro_batch(batch, [[index] for index in IN_ORDER], row_length=int(batch.lengths_S.max()))
         trainer.zero_gradient()
         trainer.model.accumulate(is_last=True)
@@ -87,7 +86,7 @@ def main() -> None:
         """Gradients of a step in exactly `count` micro-batches on each rank."""
         tokens = MICRO_BATCH_TOKENS[num_ranks][count]
         trainer.config = dataclasses.replace(options, micro_batch_tokens=tokens)
-        batch = make_step(order, config.algorithm.echo_coef > 0)
+        batch = make_step(order)
         found = len(trainer.model.pack(batch, trainer.config).rows[0])
         assert found == count, f"{num_ranks} ranks, {tokens} tokens: {found} micro-batches"
         objective = objective_of(config, batch)
@@ -168,11 +167,8 @@ def objective_of(config: GRPOConfig, batch: TrainBatch) -> Objective:
     return train_grpo.grpo_objective(config, batch, config.algorithm.kl_coef, True)
 
 
-def make_step(order: list[int], observes: bool = False) -> TrainBatch:
-    """The same sequences with their log-probs and advantages, laid out in another order.
-
-    observes: the later half of what stands before a completion was answered by an environment.
-    """
+def make_step(order: list[int]) -> TrainBatch:
+    """The same sequences with their log-probs and advantages, laid out in another order."""
     generator = torch.Generator().manual_seed(5)
     rows = []
     for index, (prompt, completion) in enumerate(zip(PROMPT_LENGTHS, COMPLETION_LENGTHS, strict=True)):
@@ -185,9 +181,6 @@ def make_step(order: list[int], observes: bool = False) -> TrainBatch:
         no_prompt = torch.zeros(prompt)
         mask_T = torch.cat([no_prompt.bool(), generator_logprobs.isfinite()])
         sample = Sample(ids_T, mask_T & (index != NO_REWARD), torch.cat([no_prompt, generator_logprobs]))
-        if observes:
-            place_T = torch.arange(len(ids_T))
-            sample = dataclasses.replace(sample, observed_T=(place_T > prompt // 2) & (place_T < prompt))
         rows.append((sample, torch.cat([no_prompt, ref_logprobs]), advantage))
     samples, ref_logprobs, advantages = zip(*(rows[i] for i in order), strict=True)
     batch = make_batch(samples)
@@ -202,8 +195,6 @@ def mean_of_means(objective: Objective, config: GRPOConfig, batch: TrainBatch, n
     def wrong(micro, logprobs_BT, entropy_BT):
         here_S = torch.isin(batch.sequence_S, micro.sequence_BT)
         here = dataclasses.replace(batch, loss_mask_N=batch.loss_mask_N & here_S[batch.owner_N])
-        if batch.observed_N is not None:
-            here = dataclasses.replace(here, observed_N=batch.observed_N & here_S[batch.owner_N])
         loss, metrics = objective_of(config, here)(micro, logprobs_BT, entropy_BT)
         return loss / num_parts, metrics
 

@@ -11,7 +11,7 @@ import torch
 
 from grpo.config import AlgorithmConfig, EnvironmentConfig, GRPOConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch, sample_of
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
 from grpo.types import Completion, MicroBatch, Piece, Prompt, Sample, TrainBatch

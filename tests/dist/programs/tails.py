@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
 from grpo.roles.comm import broadcast, gather_completions
-from grpo.roles.generator import Generator
+from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import close_roles, setup_roles
-from grpo.run.flight import Flight
+from grpo.run.groups import GroupBuffer
 from grpo.types import Completion, Prompt, Requests
 
 TRAINED, CARRIED, GROUP_SIZE, NUM_ROUNDS = 6, 3, 4, 4
@@ -47,18 +47,18 @@ def main(folder: str, tensor_parallel: int) -> None:
     whole = sample(Requests(PROMPTS))
     reordered = sample(Requests(sorted(PROMPTS, key=lambda prompt: prompt.index * 7 % 27)))
 
-    flight, fresh, trained = Flight(config.sampling, TRAINED, GROUP_SIZE), iter(PROMPTS), []
+    buffer, fresh, trained = GroupBuffer(config.sampling, TRAINED, GROUP_SIZE), iter(PROMPTS), []
 
     def draw(count: int) -> list[Prompt]:
         return list(itertools.islice(fresh, count))
 
     for version in range(NUM_ROUNDS):  # by name: the weights stay
-        requests = broadcast(flight.ask(TRAINED, draw) if roles.is_driver else None, roles.control)
+        requests = broadcast(buffer.ask(TRAINED, draw) if roles.is_driver else None, roles.control)
         generator.version = version
         sampled = sample(requests)
         if roles.is_driver:
-            flight.add(sampled)
-            flight.take(TRAINED, lambda _, completions: trained.extend(completions) or [])
+            buffer.add(sampled)
+            buffer.take(TRAINED, lambda _, completions: trained.extend(completions) or [])
     if roles.is_driver:
         check(folder, whole, reordered, trained)
     close_roles(roles, generator.close)

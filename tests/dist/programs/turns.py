@@ -23,8 +23,8 @@ from grpo.data.batches import make_batch, sample_of
 from grpo.data.toy import make_model
 from grpo.environments.play import Episode, Player, play
 from grpo.environments.suffix import Turns
-from grpo.roles.engine_loop import EngineLoop
-from grpo.roles.generator import Generator
+from grpo.roles.engine.generator import Generator
+from grpo.roles.engine.loop import EngineLoop
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.roles.trainer import Trainer
 from grpo.types import Prompt, Requests
@@ -66,7 +66,9 @@ class Episodes:
     def __init__(self) -> None:
         self.turns: Turns | None = None
 
-    def play(self, loop: EngineLoop, rollouts: list, max_tokens: int, add, run_seed: int, version: int, held_out: bool):
+    def play_rollouts(
+        self, loop: EngineLoop, rollouts: list, max_tokens: int, add, run_seed: int, version: int, held_out: bool
+    ):
         self.handed: dict[int, list[list[int]]] = {n: [] for n in range(len(rollouts))}
         self.said: dict[int, list[float]] = {n: [] for n in self.handed}
         self.sampled: dict[int, list[int]] = {n: [] for n in self.handed}

@@ -9,7 +9,7 @@ import torch
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import AlgorithmConfig, GRPOConfig, RewardConfig
 from grpo.data.batches import make_batch
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.types import Sample
 from train_grpo import add_advantages
 
@@ -236,9 +236,6 @@ def test_advantages_of_ones_own(body, refused, tmp_path):
 
 
 def test_bad_input_is_refused():
-    for size in (2, 0):
-        with pytest.raises(ValueError, match=f"5 rewards do not split into groups of group_size={size}"):
-            by_group(torch.zeros(5), torch.ones(5).bool(), size)
     for broken in (-math.inf, math.nan):
         with pytest.raises(ValueError, match=f"sequence 1 is {broken}; rewards must be finite"):
             by_group(torch.tensor([0.0, broken]), torch.ones(2).bool(), 2)

@@ -12,7 +12,7 @@ import torch
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig, RewardConfig
 from grpo.config.fields import ADVANTAGES
 from grpo.data.batches import build_micro_batch, make_batch
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.types import Sample
 from tests.methods import methods
 from train_grpo import add_advantages, grpo_objective

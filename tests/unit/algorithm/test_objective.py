@@ -9,7 +9,7 @@ import torch
 
 from grpo.config import AlgorithmConfig, GRPOConfig
 from grpo.data.batches import build_micro_batch, make_batch
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.types import Sample, TrainBatch
 from train_grpo import add_advantages, grpo_objective
 

@@ -11,9 +11,9 @@ import torch
 from grpo.config import AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig
 from grpo.data.batches import build_micro_batch, make_batch, sample_of
 from grpo.data.recorded import RecordedStep, check_recorded, read_step, save_step
+from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import alone_frac
 from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.roles.metrics import StepMetrics
 from grpo.types import Completion, Piece, Prompt, Rollout, TrainBatch
 from train_grpo import add_advantages, grpo_objective
 

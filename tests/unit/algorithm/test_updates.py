@@ -10,7 +10,7 @@ import torch
 
 from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.roles.trainer import Trainer
 from grpo.types import Sample, TrainBatch
 from tests.tiny_models import make_tiny

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from grpo.config import GRPOConfig, SFTConfig, change
-from grpo.config.recipes import changes_since, is_harmless, load_recipe, written_fields
+from grpo.config.recipes import changes_since, is_resume_safe, load_recipe, written_fields
 from grpo.folder.checkpoint import is_same_run
 from grpo.folder.run_folder import begin_run
 
@@ -33,17 +33,17 @@ def test_a_config_has_not_changed_since_it_was_saved(recipe):
     + ["algorithm.clip_low", "overlap_steps", "sampling.carry_over", "generator.engine", "trainer.learning_rate"],
 )
 def test_what_the_result_depends_on(path):
-    assert not is_harmless(path, GRPOConfig())
+    assert not is_resume_safe(path, GRPOConfig())
 
 
 def test_what_the_result_does_not_depend_on():
     for path in ("run_dir", "roles.num_trainers", "checkpoint.keep", "evaluation.path", "trainer.micro_batch_tokens"):
-        assert is_harmless(path, GRPOConfig())
+        assert is_resume_safe(path, GRPOConfig())
     for path in ("reward.functions", "generator.max_completion_tokens"):  # SFT's evaluation
-        assert is_harmless(path, SFTConfig()) and not is_harmless(path, GRPOConfig())
-    assert not is_harmless("data.path", SFTConfig()) and is_harmless("num_steps", GRPOConfig())
+        assert is_resume_safe(path, SFTConfig()) and not is_resume_safe(path, GRPOConfig())
+    assert not is_resume_safe("data.path", SFTConfig()) and is_resume_safe("num_steps", GRPOConfig())
     # a schedule that ends with the steps
-    assert not is_harmless("num_steps", change(GRPOConfig(), {"trainer.schedule": "cosine"}))
+    assert not is_resume_safe("num_steps", change(GRPOConfig(), {"trainer.schedule": "cosine"}))
 
 
 @pytest.mark.parametrize("config", [GRPOConfig(), SFTConfig()], ids=["grpo", "sft"])

@@ -3,16 +3,18 @@
 import json
 import random
 import resource
+import signal
 import time
 
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from configs.examples import toys
 from grpo.config import DataConfig
 from grpo.data import chat, toy
 from grpo.data.chat import check_template, detokenize, look_at_prompt
-from grpo.data.encode import Encoded, Fate, prompt_encoder
+from grpo.data.encode import Encoded, RowStatus, prompt_encoder
 from grpo.data.rows import row_reader
 from grpo.data.turns import longest_token
 from tests.unit.chat_templates import MISTRAL, QWEN3, THINKER
@@ -22,7 +24,7 @@ CONFIG = DataConfig(system_prompt="")
 
 
 def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
-    tokenizer = toy.addition_tokenizer()
+    tokenizer = toys.addition_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
 
@@ -31,7 +33,6 @@ ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{
 # template: what the message must say
 BAD_TEMPLATES = {
     ENDLESS: "was not done",
-    "{{ 10 ** (10 ** 9) % 7 }}": "was not done",  # no signal ends such a multiplication
     "{% for i in range(10**9) %}a{% endfor %}": "OverflowError: Range too big",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ 'a' * 10**10 }}": "MemoryError",
@@ -42,9 +43,11 @@ BAD_TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", BAD_TEMPLATES)
-def test_a_bad_template_is_refused_within_seconds(template):
+def test_a_bad_template_is_refused_within_seconds(template, monkeypatch):
+    if template == ENDLESS:
+        monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 1)
     with pytest.raises(ValueError, match="^the chat template of ") as refused:
-        check_template(tokenizer_with(template), CONFIG, seconds=1 if "not done" in BAD_TEMPLATES[template] else 30)
+        check_template(tokenizer_with(template), CONFIG)
     assert BAD_TEMPLATES[template] in str(refused.value)
     assert "use another model" in str(refused.value) and "\n" not in str(refused.value)
 
@@ -71,14 +74,14 @@ def test_a_template_that_is_endless_for_one_prompt_only(monkeypatch):
     with pytest.raises(ValueError, match="the chat template of .* was not done after 0.3 s"):
         encode_within("1*x", 10, template)
     monkeypatch.undo()
-    time.sleep(0.4)  # no alarm is left that would ring now
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)  # no alarm is left that would ring later
     assert len(encode_within("1+1", 10, template).ids) == 3
 
 
 def test_the_limit_in_tokens_is_exact():
     assert len(encode_within("1" * 10, 10).ids) == 10
     found = encode_within("1" * 11, 10)
-    assert (found.fate, found.num_tokens, found.ids) == (Fate.TOO_LONG, 11, [])
+    assert (found.status, found.num_tokens, found.ids) == (RowStatus.TOO_LONG, 11, [])
 
 
 def test_a_prompt_of_20_mb_costs_neither_time_nor_memory():
@@ -86,7 +89,7 @@ def test_a_prompt_of_20_mb_costs_neither_time_nor_memory():
     text = "1+1=" * 5_000_000
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     found = encode_within(text, 512)
-    assert (found.fate, found.num_tokens) == (Fate.TOO_LONG, 36882)  # of its first 4098 x 9 characters
+    assert (found.status, found.num_tokens) == (RowStatus.TOO_LONG, 36882)  # of its first 4098 x 9 characters
     assert time.process_time() - start < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
 

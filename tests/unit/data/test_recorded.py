@@ -75,8 +75,6 @@ def test_other_groups_and_a_missing_reference_are_refused(tmp_path):
         check_recorded(tmp_path, [1], group_size=4)
     with pytest.raises(ValueError, match="reference, which algorithm.kl_coef=0.1 needs"):
         check_recorded(tmp_path, [1], 2, "algorithm.kl_coef=0.1")
-    with pytest.raises(ValueError, match="which tokens were answers, which algorithm.echo_coef needs"):
-        check_recorded(tmp_path, [1], 2, needs_observed=True)
 
 
 def test_what_save_step_did_not_write_is_refused_by_name(tmp_path):
@@ -85,7 +83,6 @@ def test_what_save_step_did_not_write_is_refused_by_name(tmp_path):
     tensors, facts = load_file(path), {"group_size": "2", "metrics": "{}"}
     for changes, message in (
         ({"has_reward_S": None}, "has_reward_S"),
-        ({"rewards_S": torch.zeros(3)}, r"2 sequences and 5 tokens it has .'rewards_S': \[3\]"),
         ({"further_N": torch.zeros(5)}, "further_N"),
     ):
         save_file({name: x for name, x in (tensors | changes).items() if x is not None}, path, facts)
@@ -98,7 +95,9 @@ def test_what_save_step_did_not_write_is_refused_by_name(tmp_path):
 
 def test_the_config_of_a_replay_is_the_recorded_runs_with_other_trainers(tmp_path):
     alone = RolesConfig(colocated=True, num_trainers=1, num_references=0)
-    config = GRPOConfig(model=ModelConfig(path="toy:addition"), roles=alone, run_dir=str(tmp_path / "a"))
+    config = GRPOConfig(
+        model=ModelConfig(path="configs/examples/toys.py:addition_model"), roles=alone, run_dir=str(tmp_path / "a")
+    )
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.py").write_text(as_recipe(config))
     replayed = load_config(str(tmp_path / "a"), ["--num-steps", "2"], num_trainers=2)

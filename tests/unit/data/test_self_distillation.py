@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from grpo.config import AlgorithmConfig, EvaluationConfig, GRPOConfig, ModelConfig, RewardConfig, TrainerConfig
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.prepare import load_eval_prompts
+from grpo.metrics import StepMetrics
 from grpo.roles.comm import add_ref_logprobs
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.types import Completion, Piece, Prompt
@@ -143,7 +143,7 @@ def test_log_probs_and_gradient_of_three_sequences(folders, teacher):
         options = TrainerConfig(compile=False, activation_checkpointing="none", micro_batch_tokens=most_tokens)
         trainer = Trainer(model, options, folders[0], 1, roles)
         shared = (trainer.model, True) if teacher == "policy" else (None, False)
-        reference = Reference(model, options, folders[1:], 1, roles, *shared)
+        reference = Reference(model, options, folders[1], 1, roles, *shared)
         batch, read = batches()
         batch = add_ref_logprobs(batch, reference, roles, read)
         sampled_N = torch.ones(4 + 2 + 3, dtype=torch.bool)
@@ -170,8 +170,8 @@ def test_with_adapters_the_policy_teaches_with_them_and_its_start_without(folder
     model = ModelConfig(dtype="float32")
     trainer = Trainer(model, options, folders[0], 1, roles)
     _, read = batches()
-    start = Reference(model, options, (), 1, roles, trainer.model)
-    policy = Reference(model, options, (), 1, roles, trainer.model, as_trained=True)
+    start = Reference(model, options, "", 1, roles, trainer.model)
+    policy = Reference(model, options, "", 1, roles, trainer.model, as_trained=True)
     before_N = start.logprobs(read)
     assert torch.equal(policy.logprobs(read), before_N)  # adapters begin as nothing
     with torch.no_grad():

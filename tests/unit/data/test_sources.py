@@ -8,6 +8,7 @@ import pytest
 
 from grpo.config import DataConfig, EvaluationConfig
 from grpo.config.values import Source, parse_source
+from grpo.data import sources
 from grpo.data.sources import load_rows
 
 
@@ -25,8 +26,8 @@ def rows_of(path: object, split: str = "train") -> list[dict]:
         ("a/b[main]", ("a/b", "main", "", "train")),
         ("a/b@v1:test", ("a/b", "", "v1", "test")),
         ("a/b[main]@v1:train[:5%]+validation", ("a/b", "main", "v1", "train[:5%]+validation")),
-        ("toy:addition", ("toy:addition", "", "", "train")),
-        ("toy:addition:test", ("toy:addition", "", "", "test")),
+        ("configs/examples/toys.py:addition", ("configs/examples/toys.py:addition", "", "", "train")),
+        ("configs/examples/toys.py:addition:test", ("configs/examples/toys.py:addition", "", "", "test")),
         ("rows.jsonl:train[10:]", ("rows.jsonl", "", "", "train[10:]")),
     ],
 )
@@ -153,7 +154,77 @@ def test_a_missing_file_is_named_with_its_absolute_path(tmp_path, monkeypatch):
         rows_of("absent.csv")
 
 
-# ---- the hub and toy tasks
+# ---- a function
+
+
+FUNCTIONS = """
+import itertools
+
+def endless(split):
+    for number in itertools.count():
+        yield {"question": f"{split} {number}"}
+
+def finite(split):
+    return [{"question": split}] * 3
+
+def empty(split):
+    return []
+
+def breaks(split):
+    yield {"question": "fine"}
+    raise KeyError(split)
+
+def odd(split):
+    return [{"question": "fine"}, {"question": "fine"}, ["no dict"]]
+
+def no_json(split):
+    return [{"question": {1, 2}}]
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return f"{tmp_path}/mine.py"
+
+
+def test_a_function_gives_rows(mine):
+    assert rows_of(f"{mine}:finite", "test") == [{"question": "test"}] * 3
+    assert rows_of(f"{mine}:finite:train[:67%]") == [{"question": "train"}] * 2
+    assert rows_of(f"{mine}:endless:train[1:3]") == [{"question": "train 1"}, {"question": "train 2"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("endless", r"gives 1,000 rows or more; name how many to take, as in .*mine.py:endless:train\[:10000\]"),
+        ("empty", "has no rows"),
+        ("breaks", "mine.py:breaks:train, row 2, line 16: KeyError: 'train'; correct the function"),
+        ("odd", "mine.py:odd:train, row 3: .* is a list, not a dict"),
+        ("no_json", "mine.py:no_json:train, row 1: .* not JSON serializable"),
+        ("absent", "no function 'absent'; functions there: endless, finite"),
+    ],
+)
+def test_a_function_without_usable_rows_is_refused(mine, name, reason, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_FUNCTION_ROWS", 1000)
+    with pytest.raises(ValueError, match=reason):
+        rows_of(f"{mine}:{name}")
+
+
+def test_a_file_without_its_function_is_refused(mine):
+    with pytest.raises(ValueError, match="write path/file.py:function"):
+        rows_of(mine)
+
+
+def test_the_source_names_a_checksum_of_the_rows(mine):
+    first = load_rows(parse_source(f"{mine}:finite", "data.path")).source
+    again = load_rows(parse_source(f"{mine}:finite", "data.path")).source
+    other = load_rows(parse_source(f"{mine}:endless:train[:3]", "data.path")).source
+    assert first == again and first.text.startswith(f"{mine}:finite@") and first.text.endswith(":train")
+    assert first.revision != other.revision
+
+
+# ---- the hub
 
 
 @pytest.mark.parametrize(
@@ -171,7 +242,8 @@ def test_a_hub_data_set_that_does_not_load_gives_one_error_with_the_way_out(monk
         f"data set a/b[x]@v1:train could not be loaded: {type(error).__name__}: {error}; "
     )
     assert ".jsonl" in str(caught.value) and "\n" not in str(caught.value)
-    assert "--data.path toy:addition" in str(caught.value)  # a dry run without network asks about memory so
+    # a dry run without network asks about memory so
+    assert "--data.path configs/examples/toys.py:addition" in str(caught.value)
 
 
 def test_a_table_with_mixed_types_in_a_nested_column_is_refused_in_one_line(monkeypatch):

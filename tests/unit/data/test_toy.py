@@ -7,17 +7,19 @@ import random
 import pytest
 import torch
 
+from configs.examples import toys, word_problem_rows
 from grpo.data import toy
 
 torch.set_num_threads(1)
 
+TOYS = "configs/examples/toys.py"
 TEXTS = ["Natalia sold 48/2 = 24 clips in May.", "She sold 48+24 = 72 clips altogether in April and May.\n#### 72"] * 3
 MESSAGES = [{"role": "system", "content": "Think first."}, {"role": "user", "content": "70+98"}]
 
 
 @pytest.fixture(scope="module")
 def addition_tokenizer():
-    return toy.addition_tokenizer()
+    return toys.addition_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +28,19 @@ def text_tokenizer():
 
 
 def test_addition_row_by_hand():
-    assert toy.addition_row(70, 98) == {
+    assert toys.addition_row(70, 98) == {
         "question": "70+98",
         "answer": "168",
         "completion": "<think>088;796;</think><answer>168</answer>",
     }
-    assert toy.addition_row(10, 10)["completion"] == "<think>000;112;</think><answer>20</answer>"
+    assert toys.addition_row(10, 10)["completion"] == "<think>000;112;</think><answer>20</answer>"
     # 9 + 1 = 10, then 9 + 0 + 1 twice
-    assert toy.addition_row(999, 1)["completion"] == "<think>910;900;900;</think><answer>1000</answer>"
+    assert toys.addition_row(999, 1)["completion"] == "<think>910;900;900;</think><answer>1000</answer>"
 
 
 def test_addition_rows_are_right_distinct_disjoint_and_fixed():
     state = random.getstate()
-    train, test = toy.task_rows("addition", "train"), toy.task_rows("addition", "test")
+    train, test = toys.addition("train"), toys.addition("test")
     assert random.getstate() == state
     assert (len(train), len(test)) == (50_000, 2_000)
     pairs = {
@@ -53,20 +55,19 @@ def test_addition_rows_are_right_distinct_disjoint_and_fixed():
     assert not {tuple(sorted(pair)) for pair in pairs["train"]} & {tuple(sorted(pair)) for pair in pairs["test"]}
     # every last digit is held out about equally often
     assert min(sum(row["answer"].endswith(str(digit)) for row in test) for digit in range(10)) > 150
-    assert test == toy.task_rows("addition", "test")
+    assert test == toys.addition("test")
     assert [row["question"] for row in test[:2]] == ["848+753", "260+646"]  # the same on every machine
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="'chess' is unknown; there are addition, word_problems, calculator, guess"):
-        toy.task_rows("chess", "train")
-    with pytest.raises(ValueError, match="no split 'dev'; there are train, test"):
-        toy.task_rows("addition", "dev")
-    with pytest.raises(
-        ValueError, match="'chess' is unknown; use addition, calculator, gsm8k, guess, mixture, word_problems"
-    ):
-        toy.build_if_toy("toy:chess", "unused", [], seed=0)
-    assert toy.build_if_toy("some/model", "unused", [], seed=0) == "some/model"
+def test_a_model_from_a_function_and_one_that_cannot_be_built(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def model(folder, texts, seed):\n    return 1 / 0\n\ndef addition_model(folder): pass\n"
+    )
+    with pytest.raises(ValueError, match=f"model.path {tmp_path}/mine.py:model raised ZeroDivisionError"):
+        toy.build_model(f"{tmp_path}/mine.py:model", tmp_path, [], seed=0)
+    with pytest.raises(ValueError, match="no function 'chess'; functions there: model, addition_model"):
+        toy.build_model(f"{tmp_path}/mine.py:chess", tmp_path, [], seed=0)
+    assert toy.build_model("some/model", "unused", [], seed=0) == "some/model"
 
 
 def test_addition_tokenizer_has_one_token_per_character(addition_tokenizer):
@@ -75,7 +76,7 @@ def test_addition_tokenizer_has_one_token_per_character(addition_tokenizer):
     assert len(addition_tokenizer) == 32
     assert len(ids) == len("70+98=") + 1 + len("088;796;") + 1 + 1 + len("168") + 1
     assert addition_tokenizer.decode(ids) == text
-    characters = toy.ADDITION_CHARACTERS + " " + toy.ADDITION_CHARACTERS[::-1]
+    characters = toys.ADDITION_CHARACTERS + " " + toys.ADDITION_CHARACTERS[::-1]
     assert addition_tokenizer.decode(addition_tokenizer.encode(characters)) == characters
     assert addition_tokenizer.convert_ids_to_tokens(addition_tokenizer.encode("7é")) == ["7", "<unk>"]
 
@@ -95,7 +96,7 @@ def test_model_folder_loads_in_transformers(tmp_path):
 
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    folder = pathlib.Path(toy.build_if_toy("toy:addition", tmp_path / "a", [], seed=3))
+    folder = pathlib.Path(toy.build_model(f"{TOYS}:addition_model", tmp_path / "a", [], seed=3))
     assert torch.equal(torch.get_rng_state(), state)
 
     files = {path.name for path in folder.iterdir()}
@@ -110,7 +111,7 @@ def test_model_folder_loads_in_transformers(tmp_path):
         ids = json.loads((folder / text).read_text())
         assert (ids["eos_token_id"], ids["pad_token_id"]) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True) == "70+98="
-    assert tokenizer.encode("70+98=") == toy.addition_tokenizer().encode("70+98=")
+    assert tokenizer.encode("70+98=") == toys.addition_tokenizer().encode("70+98=")
     with torch.no_grad():
         logits_BTV = model(torch.tensor([tokenizer.encode("70+98=")])).logits
     assert logits_BTV.shape == (1, 6, 32) and logits_BTV.isfinite().all()
@@ -120,11 +121,11 @@ def test_word_problems_model_has_64_million_parameters(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     # one of its ten layers, to spare memory: q and o 768 x 768, k and v 768 x 256, 3 x 768 x 2048, norms
-    monkeypatch.setitem(toy.WORD_PROBLEMS_MODEL, "num_hidden_layers", 1)
-    folder = toy.build_if_toy("toy:word_problems", tmp_path, [], seed=0)
+    monkeypatch.setitem(word_problem_rows.MODEL, "num_hidden_layers", 1)
+    word_problem_rows.model(str(tmp_path), [], seed=0)
     per_layer = 2 * 768 * 768 + 2 * 768 * 256 + 3 * 768 * 2048 + 2 * 768 + 2 * 64
     outside = 640 * 768 + 768
-    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == per_layer + outside
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == per_layer + outside
     assert 10 * per_layer + outside == pytest.approx(64e6, rel=0.02)
 
 
@@ -142,7 +143,7 @@ def test_weights_follow_from_the_seed(tmp_path, addition_tokenizer):
 def test_gsm8k_model_brings_a_tokenizer_trained_on_its_rows(tmp_path):
     from transformers import AutoConfig, AutoTokenizer
 
-    folder = toy.build_if_toy("toy:gsm8k", tmp_path, TEXTS[:2], seed=0)
+    folder = toy.build_model(f"{TOYS}:gsm8k_model", tmp_path, TEXTS[:2], seed=0)
     tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     assert config.max_position_embeddings == 2048 and config.vocab_size == len(tokenizer) <= 2048
     assert tokenizer.decode(tokenizer.encode(TEXTS[1])) == TEXTS[1]

@@ -15,7 +15,7 @@ from grpo.config import DataConfig, SFTConfig
 from grpo.data import toy
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.data.chat import Refused
-from grpo.data.encode import Encoded, Fate, chat_encoder
+from grpo.data.encode import Encoded, RowStatus, chat_encoder
 from grpo.data.rows import Example, chat_reader
 from grpo.data.turns import end_of_turn, tokenize, write_example, write_prompt
 from grpo.types import Sample
@@ -102,9 +102,6 @@ BY_HAND = {
 for family in ("chatml", "llama3", "plain"):  # the last labels of those by hand
     before, bracket, last = BY_HAND[family, "assistant"].rpartition("[")
     BY_HAND[family, "last"] = before.replace("[", "").replace("]", "") + bracket + last
-    # what the tool answered, without what the template writes around it
-    tool_too = BY_HAND[family, "assistant"].replace("\n4<", "\n[4]<").replace("Tool: 4", "Tool: [4]")
-    BY_HAND[family, "assistant_and_tools"] = tool_too
 FAMILIES = {"chatml": (CHATML, "<|im_end|>"), "llama3": (LLAMA3, "<|eot|>"), "plain": (PLAIN, "<eos>")}
 # The same with generation markers, the token that ends a turn inside or behind them.
 ANSWER = "{% if m.role == 'assistant' %}{% generation %}ANSWER{% endgeneration %}BEHIND{% else %}OTHER{% endif %}"
@@ -189,7 +186,7 @@ def test_ids_are_those_of_the_whole_text(family):
     assert ids[: mask.index(True)] == encode_prompt(tokenizer, DATA, "1+1?")
 
 
-@pytest.mark.parametrize("train_on", ["assistant", "assistant_and_tools", "last"])
+@pytest.mark.parametrize("train_on", ["assistant", "last"])
 @pytest.mark.parametrize("end_inside", [True, False])
 @pytest.mark.parametrize("family", MARKED)
 def test_generation_markers_give_the_same_as_prefixes(family, end_inside, train_on):
@@ -381,12 +378,6 @@ def test_a_message_that_is_not_to_be_learned_is_context(template: str, switch: d
         encode_chat(tokenizer, DATA, [USER, TURN | {name: 0.5}], "assistant")
 
 
-def test_what_a_tool_answered_may_be_context_too():
-    tokenizer = tokenizer_for(*FAMILIES["chatml"])
-    chat = [*TALK[:5], TALK[5] | {"weight": 0}, TALK[6]]
-    assert encoded(tokenizer, chat, "assistant_and_tools") == BY_HAND["chatml", "assistant"]
-
-
 @pytest.mark.parametrize("behind", ["<|im_end|>", "<|im_end|>\n"])
 def test_an_answer_that_has_its_end_already_gets_no_second_one(behind: str):
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
@@ -395,24 +386,6 @@ def test_an_answer_that_has_its_end_already_gets_no_second_one(behind: str):
     assert encoded(tokenizer, chat[1:3], data=DataConfig(prompt_template="{question}", system_prompt="")) == (
         "1+1?[two.<|im_end|>]"
     )
-
-
-def test_what_tools_answered_is_a_label_as_the_template_writes_it():
-    """Trimmed and quoted, each of several in a row; what comes behind the last turn is left out."""
-    template = PLAIN.replace("m.content }}", "m.content | trim | tojson if m.role == 'tool' else m.content }}")
-    tool, turn = {"role": "tool", "content": ' 4 "or" four\n'}, {"role": "assistant", "content": "call:"}
-    chat = [TALK[1], turn, tool, tool, turn, tool]
-    answer = 'Tool: "[4 \\"or\\" four]"\n'
-    written = f"User: 1+1?\nAssistant:[ call:\n]{answer}{answer}Assistant:[ call:\n<eos>]"
-    assert encoded(tokenizer_for(template, "<eos>"), chat, "assistant_and_tools") == written
-
-
-def test_a_tools_answer_whose_place_cannot_be_told_is_refused():
-    """The template writes it twice, or its beginning, or how long it is."""
-    for content in ("{{ m.content }}{{ m.content }}", "{{ m.content[:3] }}", "{{ m.content | length }}"):
-        tokenizer = tokenizer_for(PLAIN.replace("{{ m.content }}", content), "<eos>")
-        with pytest.raises(Refused, match="message 6, a tool's answer.*train_on assistant"):
-            encode_chat(tokenizer, DATA, TALK, "assistant_and_tools")
 
 
 def test_an_example_without_a_label():
@@ -589,15 +562,15 @@ def test_bounds():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
     ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant")
     found = encode_within(tokenizer, {"messages": TALK}, len(ids))
-    assert (found.fate, found.ids, found.mask) == (Fate.USED, ids, mask)
+    assert (found.status, found.ids, found.mask) == (RowStatus.USED, ids, mask)
     found = encode_within(tokenizer, {"messages": TALK}, len(ids) - 1)
-    assert (found.fate, found.num_tokens, found.ids) == (Fate.TOO_LONG, len(ids), [])
+    assert (found.status, found.num_tokens, found.ids) == (RowStatus.TOO_LONG, len(ids), [])
     kept = mask.index(True) + 1
     found = encode_within(tokenizer, {"messages": TALK}, kept, truncate=True)
     assert (found.num_tokens, found.ids, found.mask) == (len(ids), ids[:kept], mask[:kept])
     huge = {"messages": [TALK[1], {"role": "assistant", "content": "two. " * 4_000_000}]}
     found = encode_within(tokenizer, huge, 100)
-    assert found.fate == Fate.TOO_LONG and found.num_tokens > 4096  # of its beginning
+    assert found.status == RowStatus.TOO_LONG and found.num_tokens > 4096  # of its beginning
     found = encode_within(tokenizer, huge, 100, truncate=True)
     assert (len(found.ids), found.mask[-1]) == (100, True) and found.ids[-1] != tokenizer.eos_token_id
     ids, _ = encode_text(tokenizer, "hello a lot")

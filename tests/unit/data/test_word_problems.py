@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from configs.examples import word_problem_rows
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load_recipe
-from grpo.data import toy
 from grpo.rewards.builtin import math_reward
 from tests.torchrun import ROOT
 from tests.unit.data.test_data import encode_prompt
@@ -15,12 +15,12 @@ from tests.unit.data.test_data import encode_prompt
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return toy.word_problems_tokenizer()
+    return word_problem_rows.tokenizer()
 
 
 @pytest.fixture(scope="module")
 def test_rows():
-    return toy.task_rows("word_problems", "test")
+    return word_problem_rows.word_problems("test")
 
 
 def solve(question: str) -> int:
@@ -55,8 +55,8 @@ def test_answers_and_solutions_are_right(test_rows):
 
 def test_splits_are_distinct_fixed_and_share_no_calculation(test_rows, monkeypatch):
     state = random.getstate()
-    monkeypatch.setitem(toy.ROWS["word_problems"], "train", 3000)
-    train = toy.task_rows("word_problems", "train")
+    monkeypatch.setitem(word_problem_rows.NUM_ROWS, "train", 3000)
+    train = word_problem_rows.word_problems("train")
     assert random.getstate() == state
     assert (len(train), len(test_rows)) == (3000, 1000)
     assert len({row["question"] for row in train + test_rows}) == 4000

@@ -17,10 +17,10 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
+from grpo.metrics import StepMetrics
 from grpo.models import attention, build
 from grpo.models.attention import DocumentAttention, DocumentMasks, choose_attention
 from grpo.models.families import titan_config
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import Trainer
 from grpo.types import Sample
 from tests import plain_attention

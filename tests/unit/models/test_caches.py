@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo.models import attention
-from grpo.roles import engine
+from grpo.roles.engine import vllm_engine
 from grpo.run.command_line import CACHE_VARIABLE, CACHES, keep_caches
 
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
@@ -57,5 +57,5 @@ def test_vllms_cache_is_one_for_each_gpu(monkeypatch, tmp_path):
     """Code that vLLM compiled on one GPU of a host fails on another, and it does not look which one it was."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for _ in range(2):  # an engine asks again
-        engine._set_environment(torch.device("cuda", 3))
+        vllm_engine._set_environment(torch.device("cuda", 3))
         assert os.environ["VLLM_CACHE_ROOT"] == str(tmp_path / "gpu3")

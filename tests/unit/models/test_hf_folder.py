@@ -5,7 +5,7 @@ import json
 import huggingface_hub
 import pytest
 
-from grpo.data.toy import addition_tokenizer
+from configs.examples.toys import addition_tokenizer
 from grpo.models.hf_folder import FAMILIES, read_hf_config, resolve_folder, stop_token_ids
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from configs.examples import toys
 from grpo.config import DataConfig, GRPOConfig, ModelConfig
 from grpo.data import toy
 from grpo.models.hf_folder import stop_token_ids
-from grpo.run.session import open_model_folder
+from grpo.run.inputs import open_model_folder
 from grpo.watch.failures import BadInput, refuse_bad_input
 from tests.tiny_models import SMALL
 
@@ -24,7 +25,7 @@ MOST_CHARACTERS = 1500  # of a message
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("good") / "model"
-    return toy.make_model(folder, toy.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 2048})
+    return toy.make_model(folder, toys.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 2048})
 
 
 @pytest.fixture
@@ -35,10 +36,10 @@ def folder(good: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
 
 def open_folder(folder: pathlib.Path, **data) -> None:
     """What the driver does with it at the start of a run."""
-    fields = DataConfig(path="toy:addition", system_prompt="", max_prompt_tokens=100, **data)
+    fields = DataConfig(path="configs/examples/toys.py:addition", system_prompt="", max_prompt_tokens=100, **data)
     config = GRPOConfig(model=ModelConfig(path=str(folder)), data=fields)
     with refuse_bad_input():
-        _, tokenizer = open_model_folder(config, tensor_parallel=1)
+        _, tokenizer = open_model_folder(config)
         stop_token_ids(str(folder), tokenizer)
 
 
@@ -111,7 +112,7 @@ def set_tensors(change: Callable[[dict[str, torch.Tensor]], object]):
 
 def add_eos(folder: pathlib.Path) -> None:
     """A token more, without a row for it."""
-    tokenizer = toy.addition_tokenizer()
+    tokenizer = toys.addition_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<end>"})
     tokenizer.save_pretrained(folder)
 
@@ -167,8 +168,8 @@ def test_tensors_that_are_not_read_are_named(folder: pathlib.Path, capsys):
     open_folder(folder)
     told = [line for line in capsys.readouterr().out.splitlines() if "tensors" in line]
     assert told == [
-        f"warning: 2 tensors of {folder} belong to no weight of config.json's model: {HEAD}, {bias}; they are not read, "
-        "and an export lacks them"
+        f"warning: 2 tensors of {folder} belong to no weight of config.json's model: {HEAD}, {bias}; they are not "
+        "read, and an export lacks them"
     ]
 
 

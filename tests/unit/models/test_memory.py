@@ -135,13 +135,6 @@ def test_parts_of_a_trainer_by_hand():
     at_work = pytest.approx(1.85 * outputs * 2 * 16384 / 2**30)
     forward = {"gathered weights": 0, "logits": logits, "activations": at_work}  # a single rank gathers nothing
     assert reference_gib(sizes(QWEN3_1_7B), apart) == {"weights": weights} | forward
-    three = ("--model.teachers", "a", "m", "b", "m", "c", "m", "--data.teacher-column", "t")
-    three += ("--algorithm.distill-coef", 1)
-    three_apart = config_of(*three, "--roles.num-trainers", 2, "--roles.num-references", 1)
-    thrice = pytest.approx(3 * 1_720_574_976 * 2 / 2**30)
-    assert reference_gib(sizes(QWEN3_1_7B), three_apart) == {"weights": thrice} | forward  # one computes at a time
-    beside = trainer_gib(sizes(QWEN3_1_7B), config_of(*three, "--roles.num-trainers", 2))
-    assert beside["reference"] == pytest.approx(3 * with_kl["reference"])
 
 
 def test_checkpointing_is_the_fastest_that_fits():

@@ -382,7 +382,7 @@ def test_tensorboard_shows_samples_as_they_are(tmp_path):
 
 def test_curve_of_a_straight_line():
     chart = terminal_curves([list(enumerate([0, 1, 2, 3]))], width=4, height=4)
-    assert chart.splitlines() == ["3 ┤   ╭", "2 ┤  ╭╯", "1 ┤ ╭╯", "0 ┤─╯"]
+    assert chart.splitlines() == ["3 ┤   •", "2 ┤  •", "1 ┤ •", "0 ┤•"]
 
 
 def table(run_dir, *more) -> dict[str, list[str]]:

@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from configs.examples.toys import addition_tokenizer
 from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.data.toy import addition_tokenizer
 from grpo.look import main
 from grpo.report.page import speller
 from grpo.types import Sample
+from grpo.watch.failures import BadInput
 from tests.browser import Page, open_browser
 
 HOSTILE = (
@@ -86,7 +87,7 @@ def test_tokens_are_those_of_the_recorded_batch(recorded_run, capsys):
 def test_one_step_alone(recorded_run, capsys):
     main([str(recorded_run), "--html", "--step", "1"])
     assert [step["step"] for step in pieces(recorded_run)[0]["steps"]] == [1]
-    with pytest.raises(SystemExit, match="step 3; there are: 1, 2"):
+    with pytest.raises(BadInput, match="step 3; there are: 1, 2"):
         main([str(recorded_run), "--html", "--step", "3"])
 
 

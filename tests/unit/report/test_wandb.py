@@ -49,8 +49,8 @@ def test_metrics_and_samples_reach_the_project(wandb, tmp_path):
     first, samples, evaluation = (call.args[0] for call in wandb.log.call_args_list)
     assert (first["step"], first["loss"]) == (1, 0.5) and math.isnan(first["kl"])
     (shown,) = samples["samples"]
-    assert samples["step"] == 1 and (shown["prompt"], shown["answer"], shown["reward"]) == ("1+2=", "3", 1.0)
-    assert shown["completion"] == "3\\x1b[2J"
+    assert samples["step"] == 1 and shown["sample"].startswith("--- reward 1 | math_reward 1 | ")
+    assert shown["sample"].endswith("\nprompt: 1+2=\nanswer: 3\ncompletion: 3\\x1b[2J")
     assert evaluation == {"step": 1, "eval/accuracy": 0.25}
     wandb.finish.assert_called_once_with()
 

@@ -1,6 +1,6 @@
 """What each replica samples and in which order, by numbers worked out by hand; seeds."""
 
-from grpo.roles.generator import Request, continuation_seed, enough_groups, request_seed, share_out
+from grpo.roles.engine.generator import Request, continuation_seed, enough_groups, request_seed, share_out
 from grpo.types import Prompt, Requests
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
+from configs.examples import toys
 from grpo.config import GRPOConfig, ModelConfig, SFTConfig, TrainerConfig, change
 from grpo.config.checks import check_effects, validate
 from grpo.data import toy
@@ -63,7 +64,7 @@ def test_what_it_cannot_read_has_a_reason_in_its_place(folder: str, tmp_path: pa
     reader = open_reward_model(folder, TRAINER)
     short, too_long, longest = reader.read([conversation(rollout(text=n * "x")) for n in (1, 76, 75)])
     assert (len(short), len(longest)) == (25, 99) and "not 1 to 99 tokens" in too_long
-    assert open_reward_model(folder, TrainerConfig()).longest == 255  # of 256 positions
+    assert open_reward_model(folder, TrainerConfig()).max_tokens == 255  # of 256 positions
     template = (
         "{{ raise_exception('no x') if 'x' in messages[1].content }}{{ messages[0].content + messages[1].content }}"
     )
@@ -108,7 +109,7 @@ def with_template(folder: str, to: pathlib.Path, template: str) -> str:
 
 def test_models_that_cannot_score_are_refused_with_the_reason(folder: str, tmp_path: pathlib.Path):
     labels = {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
-    policy = toy.make_model(tmp_path / "policy", toy.addition_tokenizer(), 0, SMALL)
+    policy = toy.make_model(tmp_path / "policy", toys.addition_tokenizer(), 0, SMALL)
     of_policy = copy_of(policy, tmp_path / "unnamed", architectures=["Qwen3ForSequenceClassification"], num_labels=1)
     reasons = {
         tmp_path / "nowhere": "does not exist",

@@ -36,7 +36,7 @@ def dry_run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_grpo_recipe_of_four_ranks_for_this_machine_and_for_another_one(dry_run):
-    toy = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", "toy:addition")
+    toy = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", "configs/examples/toys.py:addition_model")
     code, said = dry_run(*toy, "--gpus", 4, "--gpu-gib", 80)
     assert code == 0 and "fits  GPUs: 4 x GPU of 80.0 GiB, 4 needed (2 trainer + 1 reference + 1 generator)" in said
     assert all(f"fits  memory of a {role}: " in said for role in ("trainer", "reference", "generator"))
@@ -67,5 +67,5 @@ def test_what_a_run_refuses_is_refused(dry_run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("")
     with pytest.raises(BadInput, match="mine.txt.*choose another --run-dir"):
-        dry_run(*toy, "toy:addition")
+        dry_run(*toy, "configs/examples/toys.py:addition")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]

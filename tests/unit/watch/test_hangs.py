@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo.watch.watchdog import Hang, HangDetector, Place, awaited, deadline_seconds
+from grpo.watch.watchdog import Hang, HangDetector, Place, deadline_seconds, ranks_behind
 
 # 2 trainers, a reference, a generator; a deadline of 10 minutes, of 30 in long phases
 ROLES = ("trainer", "trainer", "reference", "generator")
@@ -35,8 +35,8 @@ def first_hang(seconds: range, places_at, patience: float = 0.0) -> tuple[int, H
         ("7777", "55", []),
     ],
 )
-def test_who_is_awaited(control, trainers, ranks):
-    assert awaited(places("train", control, trainers)) == ranks
+def test_who_is_behind(control, trainers, ranks):
+    assert ranks_behind(places("train", control, trainers)) == ranks
 
 
 @pytest.mark.parametrize(("phase", "seconds"), [("train", 600), ("generate", 1800), ("startup", 1800), ("save", 600)])

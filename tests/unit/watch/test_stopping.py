@@ -15,7 +15,7 @@ from tests.torchrun import finish, start_python
 
 @pytest.fixture(autouse=True)
 def nobody_asked(monkeypatch):
-    monkeypatch.setattr(stopping, "_asked", [])
+    monkeypatch.setattr(stopping, "_reasons", [])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.delenv(stopping.STOP_VARIABLE, raising=False)
 
@@ -149,6 +149,24 @@ def test_a_later_ctrl_c_ends_the_run_at_once(tmp_path):
 def test_a_signal_while_a_script_is_imported_ends_it_with_a_line(name, tmp_path):
     code, output = send(tmp_path, name, "early")
     assert output == f"{name}: ended, nothing to save\n" and code == 128 + signal.Signals[name]
+
+
+FIRST_PROCESS = """
+import os
+from grpo.watch import stopping
+
+os.environ["TORCHELASTIC_RUN_ID"] = "run"
+os.getppid = lambda: 1
+stopping.end_with_launcher()
+print("goes on", flush=True)
+os._exit(0)
+"""
+
+
+def test_torchrun_may_be_the_first_process_of_a_container(tmp_path: pathlib.Path):
+    (tmp_path / "program.py").write_text(FIRST_PROCESS)
+    result = finish(start_python(tmp_path / "program.py"), deadline=120)
+    assert (result.returncode, result.stdout) == (0, "goes on\n")
 
 
 CTRL_C = """

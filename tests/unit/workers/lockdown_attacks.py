@@ -33,7 +33,7 @@ from grpo.workers.programs import Limits, run_python
 ROOT = pathlib.Path(__file__).parents[3]
 USER = 54399
 
-MODES = ("root", "container", "user")
+MODES = ("root", "container", "rootless", "user")
 # What a container's root has by default.
 CONTAINER_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)
 
@@ -387,7 +387,7 @@ def targets() -> Iterator[dict[str, Any]]:
             "address": int(maps.split("-")[0], 16),
             "caller": os.getpid(),
             "numbers": {
-                name: kernel.call_number(name)
+                name: kernel.call_numbers().get(name)
                 for name in re.findall(r"call\([\"'](\w+)", _PROGRAM + " ".join(a.code for a in ATTACKS))
             },
         }
@@ -414,15 +414,20 @@ def open_the_way() -> None:
 
 
 def enter(mode: str) -> None:
-    """Make this process one of that mode: root, root with a container's capabilities, or another user."""
+    """Make this process root, root with a container's capabilities, root of a user's own namespace, or a user."""
     if mode == "container":
         kernel.drop_capabilities(CONTAINER_CAPABILITIES)
-    elif mode == "user" and os.geteuid() == 0:
-        open_the_way()
-        os.setgroups([])
-        os.setresgid(USER, USER, USER)
-        os.setresuid(USER, USER, USER)
-        kernel.prctl(4, 1)  # a change of user took it: /proc/self is this user's
+    elif os.geteuid() == 0:
+        if mode in ("rootless", "user"):
+            open_the_way()
+            os.setgroups([])
+            os.setresgid(USER, USER, USER)
+            os.setresuid(USER, USER, USER)
+            kernel.prctl(4, 1)  # a change of user took it: /proc/self is this user's
+        if mode == "rootless":
+            kernel.libc("unshare", 0x10000000)
+            for name, text in (("setgroups", "deny"), ("uid_map", f"0 {USER} 1"), ("gid_map", f"0 {USER} 1")):
+                pathlib.Path(f"/proc/self/{name}").write_text(text)
 
 
 def in_a_worker(job: dict[str, Any]) -> str:

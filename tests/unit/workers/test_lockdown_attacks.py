@@ -17,21 +17,29 @@ OFTEN_OFF = {
 }
 # A reward process may have as many threads as it likes.
 OF_PROGRAMS = {"lift its limit on processes"}
+# Root of a namespace is called root and gains nothing by it.
+OF_THE_ROOTLESS = {"be root"}
 
 
 @functools.cache
 def results(mode: str) -> dict:
     if os.geteuid() != 0 and mode != "user":
         pytest.skip("it takes root to try it")
-    return run_mode(mode)
+    try:
+        return run_mode(mode)
+    except RuntimeError as error:
+        if mode == "rootless" and "unshare" in str(error):
+            pytest.skip("this kernel makes no user namespaces for users")
+        raise
 
 
 @pytest.mark.parametrize("where", ["program", "worker"])
 @pytest.mark.parametrize("mode", MODES)
 def test_no_attack_works(mode, where):
     found = results(mode)[where]
+    harmless = (OF_PROGRAMS if where == "worker" else set()) | (OF_THE_ROOTLESS if mode == "rootless" else set())
     assert len(found) == len(ATTACKS) >= 110
-    assert {name for name, tried in found.items() if tried == "worked"} <= (OF_PROGRAMS if where == "worker" else set())
+    assert {name for name, tried in found.items() if tried == "worked"} <= harmless
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,6 +1,6 @@
-"""The environments of one replica, beside its engine: its head asks them, its other ranks are told.
+"""The environments of one replica, next to its engine: its head asks them and sends its other ranks what to sample.
 
-Text exists only here and on the driver: a turn's ids become text for its tools, and their answers ids behind it.
+Text exists only here and on the driver: a turn's ids become text for its tools, and their answers become ids.
 """
 
 import random
@@ -14,15 +14,15 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.rows import environment_of
 from grpo.environments.calls import style_of
 from grpo.environments.host import EnvironmentHost
-from grpo.environments.play import Decision, Episode, Player, as_integers, from_integers, play
+from grpo.environments.play import Decision, Episode, Player, play
 from grpo.environments.suffix import Turns
 from grpo.environments.tools import Toolbox, load_toolboxes
-from grpo.roles import engine
-from grpo.roles.engine_loop import EngineLoop
+from grpo.roles.engine import vllm_engine
+from grpo.roles.engine.loop import EngineLoop
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Piece, Prompt
 
-# Ends by which a completion counts as truncated
+# Ends with which a completion counts as truncated
 LIMITS = ("tokens", "turns", "seconds")
 
 
@@ -45,16 +45,20 @@ class Episodes:
         most_at_once: sequences that the engine decodes together. variables: names of environment variables that the
         environments get. turns_earn: turns that are trained on have rewards of their own.
         """
-        self.config, self.data, self.roles, self.player = config, data, roles, None
+        self.config = config
+        self.data = data
+        self.roles = roles
         self.turns_earn = turns_earn
+        self.player = None
         if roles.rank in roles.heads:
-            tokenizer, toolboxes = load_tokenizer(folder, data), load_toolboxes(config)
+            tokenizer = load_tokenizer(folder, data)
+            toolboxes = load_toolboxes(config)
             turns = turns_of(tokenizer, config, data, stop_token_ids, toolboxes)
             style = call_style(tokenizer, config, toolboxes)
             host = EnvironmentHost(config, style, config.num_processes or most_at_once, variables)
             self.player = Player(config, host, turns, tokenizer, data.max_prompt_tokens)
 
-    def play(
+    def play_rollouts(
         self,
         loop: EngineLoop,
         rollouts: list[tuple[Prompt, int]],
@@ -64,9 +68,9 @@ class Episodes:
         version: int,
         held_out: bool,
     ) -> list[Episode]:
-        """Play a rollout for each (prompt, place in its group) to its end; returns them on the head, else nothing.
+        """Play a rollout for each (prompt, place in its group) to its end. Returns the episodes on the head, else [].
 
-        max_tokens: most behind a prompt, answers included. add: see `play`.
+        max_tokens: limit on what follows a prompt, answers included. add: see `play`.
         """
         if self.player:
             episodes = []
@@ -75,13 +79,14 @@ class Episodes:
                 environment = environment_of(prompt.columns, self.data, self.player.turns)
                 episodes.append(Episode(prompt, place, seed, version, environment))
             self.player.begin(episodes, max_tokens, self.turns_earn and not held_out)
-        play(self.config, loop, len(rollouts), add, self.player, self._tell)
+        play(self.config, loop, len(rollouts), add, self.player, self._send)
         return self.player.finish() if self.player else []
 
-    def _tell(self, decisions: list[Decision] | None) -> list[Decision]:
-        if len(self.roles.replicas[self.roles.replica]) == 1:
+    def _send(self, decisions: list[Decision] | None) -> list[Decision]:
+        """Send the head's decisions to all ranks of the replica; the others pass None."""
+        if len(self.roles.replica) == 1:
             return decisions
-        return from_integers(engine.tell_replica(None if decisions is None else as_integers(decisions)))
+        return vllm_engine.broadcast_in_replica(decisions)
 
     def close(self) -> None:
         """End the environment processes."""
@@ -96,9 +101,9 @@ def turns_of(
     stop_token_ids: list[int],
     toolboxes: Mapping[str, Toolbox],
 ) -> dict[str, Turns]:
-    """What the chat template writes between turns, for each environment; raises ValueError if it cannot carry several.
+    """Return what the chat template writes between turns, by environment, like `toolboxes`.
 
-    toolboxes: by the names of environments.
+    Raises ValueError if the template cannot carry several turns.
     """
     return {
         name: Turns(tokenizer, data, stop_token_ids, toolbox.schemas, config.reply_as, toolbox.has_reply)
@@ -107,24 +112,30 @@ def turns_of(
 
 
 def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, toolboxes: Mapping[str, Toolbox]) -> str:
-    """How the model writes calls: as configured, or as its chat template asks for; empty without tools."""
+    """Return how the model writes calls: as configured, or as its chat template asks for; empty without tools."""
     if not any(toolbox.tools for toolbox in toolboxes.values()):
         return ""
     return style_of(tokenizer.chat_template) if config.calls == "auto" else config.calls
 
 
 def completion_of(episode: Episode, temperature: float, index: int) -> Completion:
-    """An episode as what follows its prompt; one that was lost before it began has its prompt's tokens alone."""
-    pieces = tuple(episode.pieces) or (replace(Piece.nothing(), version=episode.version),)
-    facts = {"temperature": temperature, "index": index, "episode": episode.note()}
-    return Completion(pieces, episode.ended_by in LIMITS, **facts)
+    """Return an episode as a completion; one that was lost before it began has no tokens."""
+    return Completion(
+        pieces=tuple(episode.pieces) or (replace(Piece.nothing(), version=episode.version),),
+        truncated=episode.ended_by in LIMITS,
+        temperature=temperature,
+        index=index,
+        episode=episode.note(),
+    )
 
 
 def environment_seed(run_seed: int, prompt: Prompt, held_out: bool) -> int:
-    """Seed of `reset`, below 2**31: the same for all completions of a prompt; held-out ones have the upper half.
+    """Return the seed of `reset`, below 2**31: the same for all completions of a prompt.
 
-    A row's own column `seed`, as those of `--data.path seeds:4096` have it, or else drawn for the prompt.
+    It is the row's column `seed`, if that has an integer (as with configs/examples/toys.py:seeds), or else drawn for
+    the prompt. Held-out prompts have the upper half.
     """
-    own = prompt.columns.get("seed")
-    drawn = own if isinstance(own, int) else random.Random(f"{run_seed} {prompt.index}").getrandbits(30)
-    return drawn % 2**30 + held_out * 2**30
+    seed = prompt.columns.get("seed")
+    if not isinstance(seed, int):
+        seed = random.Random(f"{run_seed} {prompt.index}").getrandbits(30)
+    return seed % 2**30 + held_out * 2**30

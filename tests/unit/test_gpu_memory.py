@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo.roles import engine
+from grpo import metrics
 
 
 class Counters:
@@ -25,21 +25,21 @@ def counters(monkeypatch) -> Counters:
     made = Counters()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: made.highest)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", made.reset)
-    monkeypatch.setattr(engine, "_peak", 0)
-    monkeypatch.setattr(engine, "_given_back", 0)
+    monkeypatch.setattr(metrics, "_peak", 0)
+    monkeypatch.setattr(metrics, "_given_back", 0)
     return made
 
 
 def test_what_a_sleeping_engine_gave_back_is_not_held(counters):
     counters.add(47)  # the engine
     counters.add(16)  # the trainer at rest
-    assert engine.peak_bytes() == 63
+    assert metrics.peak_bytes() == 63
     for activations, peak in ((30, 63), (50, 66), (41, 66)):
-        engine.set_given_back(47)
+        metrics.set_given_back(47)
         counters.add(activations)
         counters.add(-activations)
-        assert engine.peak_bytes() == peak  # 16 + activations, or 63 while the engine was awake
-        engine.set_given_back(0)
-        assert engine.peak_bytes() == peak
+        assert metrics.peak_bytes() == peak  # 16 + activations, or 63 while the engine was awake
+        metrics.set_given_back(0)
+        assert metrics.peak_bytes() == peak
     counters.add(10)
-    assert engine.peak_bytes() == 73
+    assert metrics.peak_bytes() == 73

@@ -1,7 +1,7 @@
-"""An engine's loop: completions are begun at any time, decoded together step by step, and handed out as they end.
+"""An engine's loop: completions begin at any time, are decoded together step by step, and are handed out as they end.
 
-One request for each completion: one of several samples would be handed out when the last of them has ended. Left out:
-which completions, with what parameters and until when, which is the generator's.
+Each completion is a request of its own: vLLM hands out a request of several samples only when the last of them has
+ended. Left out: which completions, with what parameters and until when; the generator decides that.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.roles.engine_shortcuts import SampledTokens
+from grpo.roles.engine.shortcuts import SampledTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,11 +19,11 @@ class Stretch:
     """What an engine sampled for one request."""
 
     request: Any
-    """What `EngineLoop.add` was given."""
+    """The first argument of `EngineLoop.add`."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: str = "abort"
-    """vLLM's finish reason: `stop`, `length`, or `abort` where it was ended from outside."""
+    """vLLM's finish reason: `stop`, `length`, or `abort` if `EngineLoop.end` ended it."""
 
 
 class EngineLoop:
@@ -34,56 +34,57 @@ class EngineLoop:
     """
 
     def __init__(self, llm: Any, reads_texts: bool):
-        """llm: a vllm.LLM in this process. reads_texts: for stop texts, vLLM must see each token."""
+        """Take over `llm`, a vllm.LLM in this process. reads_texts: vLLM must see each token, to find stop texts."""
         self.engine = llm.llm_engine
         self.sampled_tokens = SampledTokens(llm, whole=not reads_texts)
-        self._names = map(str, itertools.count())  # never twice: outputs of equal names could not be told apart
-        # by our own name: vLLM's, and the request
-        self._running: dict[str, tuple[str, Any]] = {}
+        self._names = map(str, itertools.count())  # unique, because outputs are told apart by them
+        self._running: dict[str, tuple[str, Any]] = {}  # our own name -> vLLM's name and the request
 
     @property
     def num_running(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._running)
 
     def add(self, request: Any, ids: list[int], params: Any) -> None:
-        """Begin to sample behind `ids` as vllm.SamplingParams say."""
+        """Begin to sample what follows `ids`, by vllm.SamplingParams."""
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        name, prompt = next(self._names), {"type": "token", "prompt_token_ids": ids}  # rendered already
+        name = next(self._names)
+        prompt = {"type": "token", "prompt_token_ids": ids}  # vLLM renders nothing
         self._running[name] = self.engine.add_request(name, prompt, params), request
 
     def step(self) -> list[Stretch]:
-        """Decode one token of each running request, or prefill; returns those that have ended."""
+        """Decode one token of each running request, or prefill. Returns the requests that have ended."""
         ended = []
         for output in self.engine.step():
             (sample,) = output.outputs
             vllms_name, request = self._running.pop(output.request_id)
-            ids, taken = list(sample.token_ids), self.sampled_tokens.take(vllms_name)
-            logprobs = taken.logprobs[: len(ids)]  # it has more: what stands behind a stop text
-            if taken.ids[: len(ids)] != ids or len(logprobs) != len(ids):
+            ids = list(sample.token_ids)
+            tokens = self.sampled_tokens.take(vllms_name)
+            logprobs = tokens.logprobs[: len(ids)]  # it may have more, behind a stop text
+            if tokens.ids[: len(ids)] != ids or len(logprobs) != len(ids):
                 raise RuntimeError("log-probs and tokens do not belong together: SampledTokens is wrong")
             ended.append(Stretch(request, ids, logprobs, sample.finish_reason))
         return ended
 
     def end(self) -> list[Stretch]:
-        """End all requests that run or wait; returns what they have so far, maybe nothing, in the order of `add`.
+        """End all requests that run or wait. Returns what they have so far, maybe nothing, in the order of `add`.
 
-        Where vLLM schedules ahead (on GPUs), the step that is computed meanwhile gives them nothing.
+        On GPUs vLLM schedules ahead; tokens of the step in flight are lost.
         """
         self.engine.abort_request([vllms_name for vllms_name, _ in self._running.values()], internal=True)
         stretches = []
         for vllms_name, request in self._running.values():
-            taken = self.sampled_tokens.take(vllms_name)
-            stretches.append(Stretch(request, taken.ids, taken.logprobs))
+            tokens = self.sampled_tokens.take(vllms_name)
+            stretches.append(Stretch(request, tokens.ids, tokens.logprobs))
         self._running.clear()
         return stretches
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's garbage collector off: vLLM makes an object per token, and it would walk them all again and again."""
+    """Turn Python's garbage collector off in this block: it would walk vLLM's object of each token again and again."""
     gc.disable()
     try:
         yield

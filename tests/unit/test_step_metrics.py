@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo.data.batches import build_micro_batch, make_batch
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.types import MicroBatch, Sample
 
 
@@ -61,17 +61,6 @@ def test_updates_without_a_token_or_without_the_metric_do_not_count():
     add(metrics, micro_batch([[1]]), 1.0, entropy=3.0)
     metrics.reduce(None)
     assert metrics.means() == {"entropy": 2.5, "ratio_max": 5.0, "weight": 0.5, "loss": pytest.approx(2 / 3)}
-
-
-def test_the_cross_entropy_of_answers_is_a_mean_over_answered_tokens():
-    # 1 such token of 4 nats, then 3 of 2, whatever the loss tokens are: 10 / 4 = 2.5
-    metrics = StepMetrics(3)
-    for counts, nats in (([True, False, False, False], 4.0), ([False, True, True, True], 2.0), ([False] * 4, 7.0)):
-        sample = Sample(torch.ones(6).long(), torch.arange(6) == 5, observed_T=torch.tensor([False, *counts, False]))
-        micro = build_micro_batch(make_batch([sample]), [[0]], row_length=8)
-        metrics.add(micro, torch.tensor(0.0), {"echo/loss": torch.full((1, 8), nats), "entropy": torch.ones(1, 8)})
-        metrics.reduce(None)
-    assert metrics.means() == {"echo/loss": 2.5, "entropy": 1.0, "loss": 0.0}
 
 
 def test_the_mismatch_is_kept_for_each_sequence_of_the_step():

@@ -9,7 +9,7 @@ import torch
 
 from grpo.config import SamplingConfig
 from grpo.report.rollout_metrics import stale_frac
-from grpo.run.flight import Flight
+from grpo.run.groups import GroupBuffer
 from grpo.types import Completion, Prompt, Requests, Rollout
 from tests.unit.completions import completion, hands
 
@@ -39,33 +39,33 @@ class Run:
 
     def __init__(self, sampling: SamplingConfig, overlap: bool, seed: int):
         self.sampling, self.overlap, self.seed = sampling, overlap, seed
-        self.stream, self.flight, self.version, self.dropped = Stream(), self.new_flight(), 0, set()
+        self.stream, self.buffer, self.version, self.dropped = Stream(), self.new_buffer(), 0, set()
         self.metrics: list[dict[str, float]] = []
 
-    def new_flight(self) -> Flight:
-        return Flight(self.sampling, PROMPTS, GROUP_SIZE)
+    def new_buffer(self) -> GroupBuffer:
+        return GroupBuffer(self.sampling, PROMPTS, GROUP_SIZE)
 
     def steps(self, interrupted_after: tuple[int, ...] = ()) -> Iterator[list[Rollout]]:
         """What each step trains on."""
         for self.version in range(NUM_STEPS):
-            flight = self.flight
-            flight.begin_step()
-            while requests := flight.fill(self.stream.draw, self.score):
+            buffer = self.buffer
+            buffer.begin_step()
+            while requests := buffer.fill(self.stream.draw, self.score):
                 self.sample(requests)
-            trained = flight.rollouts()
-            in_flight = {group.prompt.index for group in flight.groups} | {r.prompt.index for r in trained}
-            self.dropped |= {group.prompt.index for group in flight.taken} - in_flight
-            if self.overlap and (requests := flight.ask(PROMPTS, self.stream.draw)):
+            trained = buffer.rollouts()
+            in_flight = {group.prompt.index for group in buffer.groups} | {r.prompt.index for r in trained}
+            self.dropped |= {group.prompt.index for group in buffer.taken} - in_flight
+            if self.overlap and (requests := buffer.ask(PROMPTS, self.stream.draw)):
                 self.sample(requests)
-            self.metrics.append(flight.metrics())
+            self.metrics.append(buffer.metrics())
             yield trained
             if self.version in interrupted_after:
-                torch.save({"flight": flight.state(), "data": self.stream.state_dict()}, file := io.BytesIO())
+                torch.save({"flight": buffer.state(), "data": self.stream.state_dict()}, file := io.BytesIO())
                 file.seek(0)
                 state = torch.load(file, weights_only=True)
-                self.stream, self.flight = Stream(), self.new_flight()
+                self.stream, self.buffer = Stream(), self.new_buffer()
                 self.stream.load_state_dict(state["data"])
-                self.flight.load(state["flight"])
+                self.buffer.restore(state["flight"])
 
     def score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
         owners = [prompt for prompt in prompts for _ in range(GROUP_SIZE)]
@@ -90,7 +90,7 @@ class Run:
                 count = left if ended else draw.randint(0, left - 1)
                 if count or ended or draw.random() < 0.5:  # an engine tells nothing of what it was not asked for
                     found.append(completion(index, count, self.version, ended=ended, first=len(begun)))
-        self.flight.add(draw.sample(found, len(found)))
+        self.buffer.add(draw.sample(found, len(found)))
 
 
 def length_of(index: int) -> int:
@@ -130,7 +130,7 @@ def test_each_group_is_trained_on_once_with_all_of_its_tokens(rules: str, seed: 
     indices = [r.completion.index for step in trained for r in step]
     assert len(set(indices)) == len(indices)
     # what was drawn was trained on, was dropped, or is in flight
-    in_flight = {group.prompt.index for group in run.flight.groups}
+    in_flight = {group.prompt.index for group in run.buffer.groups}
     groups = {index // GROUP_SIZE for index in indices}
     assert groups | run.dropped | in_flight == set(range(run.stream.num_drawn))
     assert not groups & in_flight and not groups & run.dropped and not in_flight & run.dropped
@@ -153,7 +153,7 @@ def test_a_run_that_is_interrupted_goes_on_as_without(rules: str):
         runs = Run(*RULES[rules], seed=1), Run(*RULES[rules], seed=1)
         whole = [list(map(facts, step)) for step in runs[0].steps()]
         assert [list(map(facts, step)) for step in runs[1].steps(interrupted_after)] == whole
-        states = [repr([run.flight.state(), run.stream.state_dict()]) for run in runs]
+        states = [repr([run.buffer.state(), run.stream.state_dict()]) for run in runs]
         assert states[0] == states[1] and runs[0].metrics == runs[1].metrics
 
 
@@ -162,9 +162,9 @@ def facts(rollout: Rollout) -> tuple:
     return c.index, c.ids_T.tolist(), c.logprobs_T.tolist(), hands(c), c.temperature, c.truncated, rollout.prompt
 
 
-def flight_of(**rules) -> tuple[Flight, Run]:
+def buffer_of(**rules) -> tuple[GroupBuffer, Run]:
     run = Run(SamplingConfig(**rules), overlap=False, seed=0)
-    return run.flight, run
+    return run.buffer, run
 
 
 def indices(prompts: list[Prompt]) -> list[int]:
@@ -173,23 +173,23 @@ def indices(prompts: list[Prompt]) -> list[int]:
 
 def test_groups_that_are_carried_over_by_hand():
     """A step of 4 groups of 2 with one more in flight: completion 1, of the oldest, has 4 tokens when others end."""
-    flight, run = flight_of(carry_over=1)
-    requests = flight.fill(run.stream.draw, run.score)
+    buffer, run = buffer_of(carry_over=1)
+    requests = buffer.fill(run.stream.draw, run.score)
     assert indices(requests.prompts) == [0, 1, 2, 3, 4] and requests.begun == {} and requests.num_left == 1
     sampled = [completion(0, 3), completion(1, 4, ended=False), *(completion(i, 2) for i in range(2, 10))]
-    flight.add(sampled)
-    assert flight.fill(run.stream.draw, run.score) is None
-    assert [r.completion.index for r in flight.rollouts()] == list(range(2, 10))
-    assert flight.metrics() == {"sampling/carried": 1}
+    buffer.add(sampled)
+    assert buffer.fill(run.stream.draw, run.score) is None
+    assert [r.completion.index for r in buffer.rollouts()] == list(range(2, 10))
+    assert buffer.metrics() == {"sampling/carried": 1}
 
-    flight.begin_step()
-    requests = flight.fill(run.stream.draw, run.score)
+    buffer.begin_step()
+    requests = buffer.fill(run.stream.draw, run.score)
     assert indices(requests.prompts) == [0, 5, 6, 7, 8] and requests.begun == {0: None, 1: [0, 1, 2, 3]}
     # of the last a completion did not even begin
     sampled = [completion(1, 2, version=1, first=4), *(completion(i, 5, version=1) for i in range(10, 17))]
-    flight.add(sampled)
-    assert flight.fill(run.stream.draw, run.score) is None
-    completions = [r.completion for r in flight.rollouts()]
+    buffer.add(sampled)
+    assert buffer.fill(run.stream.draw, run.score) is None
+    completions = [r.completion for r in buffer.rollouts()]
     assert [c.index for c in completions] == [0, 1, *range(10, 16)]
     assert hands(completions[1]) == [(0, 4), (1, 2)] and completions[1].ids_T.tolist() == [0, 1, 2, 3, 4, 5]
     # 3 + 6 + 6 x 5 tokens, of which 3 + 4 are of version 0
@@ -198,27 +198,27 @@ def test_groups_that_are_carried_over_by_hand():
 
 def test_rounds_of_dynamic_sampling_by_hand():
     """Of groups 0 to 3 two have rewards that differ: half, so that two more need four, of which (5, 7) do: enough."""
-    flight, run = flight_of(dynamic=True)
+    buffer, run = buffer_of(dynamic=True)
     for expected, informative in (([0, 1, 2, 3], 2), ([4, 5, 6, 7], 5)):
-        requests = flight.fill(run.stream.draw, run.score)
+        requests = buffer.fill(run.stream.draw, run.score)
         assert indices(requests.prompts) == expected and requests.num_left == 0
-        flight.add([completion(i * 2 + k, 3) for i in expected for k in (0, 1)])
-        flight.fill(run.stream.draw, run.score) if informative == 5 else flight.take(4, run.score)
-        assert flight.num_informative == informative
-    assert [r.prompt.index for r in flight.rollouts()[::2]] == [1, 2, 4, 5] and not flight.groups
+        buffer.add([completion(i * 2 + k, 3) for i in expected for k in (0, 1)])
+        buffer.fill(run.stream.draw, run.score) if informative == 5 else buffer.take(4, run.score)
+        assert buffer.num_informative == informative
+    assert [r.prompt.index for r in buffer.rollouts()[::2]] == [1, 2, 4, 5] and not buffer.groups
     expected = {"sampling/rounds": 2, "sampling/informative_frac": 5 / 8, "sampling/full_frac": 1}
-    assert flight.metrics().items() >= expected.items()
+    assert buffer.metrics().items() >= expected.items()
 
 
 def test_a_step_without_enough_groups_goes_on_after_the_last_round():
-    flight, run = flight_of(dynamic=True, max_rounds=1)
-    flight.fill(run.stream.draw, lambda *_: [])
-    flight.add([completion(i, 3) for i in range(8)])
-    assert flight.fill(run.stream.draw, run.score) is None
-    assert [r.prompt.index for r in flight.rollouts()[::2]] == [1, 2] and flight.metrics()["sampling/full_frac"] == 0.5
-    flight.begin_step()
+    buffer, run = buffer_of(dynamic=True, max_rounds=1)
+    buffer.fill(run.stream.draw, lambda *_: [])
+    buffer.add([completion(i, 3) for i in range(8)])
+    assert buffer.fill(run.stream.draw, run.score) is None
+    assert [r.prompt.index for r in buffer.rollouts()[::2]] == [1, 2] and buffer.metrics()["sampling/full_frac"] == 0.5
+    buffer.begin_step()
     run.score = lambda prompts, completions: [Rollout(Prompt(0, []), c, "", reward=1.0) for c in completions]
-    flight.fill(run.stream.draw, run.score)
-    flight.add([completion(i, 3) for i in range(8, 16)])
-    assert flight.fill(run.stream.draw, run.score) is None
-    assert [r.completion.index for r in flight.rollouts()] == list(range(8, 16))  # all rewards are equal
+    buffer.fill(run.stream.draw, run.score)
+    buffer.add([completion(i, 3) for i in range(8, 16)])
+    assert buffer.fill(run.stream.draw, run.score) is None
+    assert [r.completion.index for r in buffer.rollouts()] == list(range(8, 16))  # all rewards are equal

@@ -1,0 +1,132 @@
+"""What a step's updates measured, however the step was split, and the most memory that a GPU has held.
+
+A metric is the mean over all loss tokens of the step, or their maximum if its name ends in `max`, over micro-batches,
+ranks and updates alike.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from grpo.types import MicroBatch
+
+# The metric that is kept for each sequence too, for the records of completions
+PER_SEQUENCE = "mismatch/mean"
+
+
+class StepMetrics:
+    """Sums and maxima over loss tokens: `add` per micro-batch, `reduce` per update, `means` at the end of the step."""
+
+    def __init__(self, num_sequences: int) -> None:
+        """Begin a step of `num_sequences` sequences."""
+        self.num_sequences = num_sequences
+        self.num_loss_tokens = 0.0
+        # over all ranks and the updates so far; a total is a sum and the number of its tokens
+        self._totals: dict[str, tuple[float, float]] = {}
+        self._highest: dict[str, float] = {}
+        self._recorded: dict[str, list[float]] = {}
+        self._sequence_totals_S2 = torch.zeros(num_sequences, 2, dtype=torch.float64)
+        self._begin_update()
+
+    def _begin_update(self) -> None:
+        """Reset what this rank has added, which stays on the device."""
+        self._sums: dict[str, torch.Tensor] = {}
+        self._maxima: dict[str, torch.Tensor] = {}
+        self._loss: torch.Tensor | float = 0.0
+        self._num_tokens: torch.Tensor | float = 0.0
+        self._sequence_S2: torch.Tensor | None = None
+
+    def add(self, micro: MicroBatch, loss: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
+        """Add one micro-batch: its part of the loss, and a value per position [B, T] of each metric.
+
+        Nothing here waits for the device. Raises ValueError unless an update's micro-batches have the same names.
+        """
+        names = self._sums.keys() | self._maxima.keys()
+        if names and names != metrics.keys():
+            raise ValueError(f"the loss logged {sorted(names)} and then {sorted(metrics)}; log the same each time")
+        mask_BT = micro.loss_mask_BT
+        num_tokens = mask_BT.sum().double()
+        for name, values_BT in metrics.items():
+            values_BT = values_BT.double().where(mask_BT, 0)
+            if name.endswith("max"):
+                self._maxima[name] = torch.maximum(self._maxima.get(name, values_BT.new_zeros(())), values_BT.max())
+            else:
+                self._sums[name] = self._sums.get(name, 0) + torch.stack([values_BT.sum(), num_tokens])
+            if name == PER_SEQUENCE:
+                self._add_per_sequence(micro, values_BT)
+        self._loss = self._loss + loss.double()
+        self._num_tokens = self._num_tokens + num_tokens
+
+    def _add_per_sequence(self, micro: MicroBatch, values_BT: torch.Tensor) -> None:
+        """Add values, which are 0 where no token counts, to the sums and numbers of their sequences."""
+        if self._sequence_S2 is None:  # one more row, for padding
+            self._sequence_S2 = values_BT.new_zeros(self.num_sequences + 1, 2)
+        per_token_N2 = torch.stack([values_BT, micro.loss_mask_BT.double()], -1).flatten(0, 1)
+        sequence_N = micro.sequence_BT.flatten()
+        self._sequence_S2.index_add_(0, sequence_N.where(sequence_N >= 0, self.num_sequences), per_token_N2)
+
+    def reduce(self, group: ProcessGroup | None) -> None:
+        """End an update: join sums and maxima of the data-parallel ranks. Collective over them; None: there is one."""
+        sums = torch.cat([torch.stack([self._loss, self._num_tokens]), *self._sums.values()])
+        maxima = torch.stack([*self._maxima.values()]) if self._maxima else sums.new_zeros(0)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+            if self._sequence_S2 is not None:
+                dist.all_reduce(self._sequence_S2, group=group)
+        loss, num_tokens, *values = torch.cat([sums, maxima]).tolist()  # one transfer from the device
+        for name in self._sums:
+            total, number = self._totals.get(name, (0.0, 0.0))
+            self._totals[name] = (total + values.pop(0), number + values.pop(0))
+        for name, value in zip(self._maxima, values, strict=True):
+            if num_tokens:
+                self._highest[name] = max(self._highest.get(name, -math.inf), value)
+            else:
+                self._highest.setdefault(name, -math.inf)
+        if self._sequence_S2 is not None:
+            self._sequence_totals_S2 += self._sequence_S2[:-1].cpu()
+        self.record(loss=loss)
+        self.num_loss_tokens += num_tokens
+        self._begin_update()
+
+    def record(self, **values: float) -> None:
+        """Add numbers that belong to no token, such as the gradient's norm. The step has their plain mean."""
+        for name, value in values.items():
+            self._recorded.setdefault(name, []).append(value)
+
+    def means(self) -> dict[str, float]:
+        """Return all metrics by name; NaN for those of tokens if no token counted."""
+        means = {name: total / number if number else math.nan for name, (total, number) in self._totals.items()}
+        for name, value in self._highest.items():
+            means[name] = value if value > -math.inf else math.nan
+        for name, values in self._recorded.items():
+            means[name] = sum(values) / len(values)
+        return means
+
+    def sequence_means(self) -> list[float | None]:
+        """Return the mean of PER_SEQUENCE over each sequence's loss tokens; None for a sequence without any."""
+        means = (self._sequence_totals_S2[:, 0] / self._sequence_totals_S2[:, 1]).tolist()
+        return [None if math.isnan(mean) else mean for mean in means]
+
+
+# GPU memory of this process, in bytes
+_peak = 0  # before `_given_back` last changed: torch's own peak starts again from there
+_given_back = 0  # by an engine that sleeps now
+
+
+def set_given_back(num_bytes: int) -> None:
+    """Set how much of what torch counts is not held from now on: an engine's share while it sleeps, 0 when it wakes."""
+    global _peak, _given_back
+    _peak = peak_bytes()
+    _given_back = num_bytes
+    torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has ever held of its GPU at one time.
+
+    torch goes on counting what a sleeping engine has given back (`generator.sleep`), which this does not.
+    """
+    return max(_peak, torch.cuda.max_memory_allocated() - _given_back)

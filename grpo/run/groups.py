@@ -1,0 +1,176 @@
+"""Groups in flight, on the driver: prompts with their completions, from when they are drawn until a step takes them.
+
+A step takes the oldest complete groups until it is full, and asks for what it lacks. `sampling.dynamic` decides what is
+full, `sampling.carry_over` what may be left for the next step, and `overlap_steps` when sampling begins. See GROUPS.md.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from grpo.algorithm.advantages import by_group, equal_rewards
+from grpo.config import SamplingConfig
+from grpo.report.rollout_metrics import reward_tensors
+from grpo.roles.comm import flatten_completions, unflatten_completions
+from grpo.types import Completion, Piece, Prompt, Requests, Rollout
+
+# A round asks for as many groups as the share of informative ones so far calls for, but expects at least this share.
+LEAST_INFORMATIVE_FRAC = 1 / 8
+Draw = Callable[[int], list[Prompt]]
+"""Number of prompts -> fresh prompts."""
+Score = Callable[[list[Prompt], list[Completion]], list[Rollout]]
+"""Prompts and their completions -> rollouts. With dynamic sampling they have their rewards already."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A prompt in flight with its completions. It has none before anything was sampled."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every completion has ended."""
+        return bool(self.completions) and all(completion.ended for completion in self.completions)
+
+
+class GroupBuffer:
+    """The groups in flight, and those that the current step took."""
+
+    def __init__(self, sampling: SamplingConfig, prompts_per_step: int, group_size: int):
+        """Begin without any group."""
+        self.sampling = sampling
+        self.prompts_per_step = prompts_per_step
+        self.group_size = group_size
+        self.groups: list[Group] = []
+        self.begin_step()
+
+    # ---- what to sample -----------------------------------------------------------------------------------------
+
+    def fill(self, draw: Draw, score: Score) -> Requests | None:
+        """Take complete groups until the step is full. Returns what must be sampled first, None if the step is full."""
+        while num_groups := self.num_groups_to_take:
+            requests = self.ask(num_groups, draw)
+            if requests:
+                return requests
+            self.take(num_groups, score)
+        if self.sampling.carry_over:  # informative groups too many go back; the next step scores them again
+            informative = list(itertools.compress(self.taken, self.is_informative))
+            self.groups = informative[self.prompts_per_step :] + self.groups
+        self.num_carried = len(self.groups)
+        return None
+
+    def ask(self, num_groups: int, draw: Draw) -> Requests | None:
+        """Return what must be sampled until `num_groups` groups are complete, None if they are. Draws fresh prompts."""
+        num_fresh = num_groups + self.sampling.carry_over - len(self.groups)
+        if num_fresh > 0:
+            self.groups += [Group(prompt) for prompt in draw(num_fresh)]
+        unfinished = [group for group in self.groups if not group.is_complete]
+        if len(self.groups) - len(unfinished) >= num_groups:
+            return None
+        begun = {c.index: None if c.ended else c.ids_T.tolist() for group in unfinished for c in group.completions}
+        return Requests([group.prompt for group in unfinished], begun, num_left=len(self.groups) - num_groups)
+
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Add what was sampled for `ask`: new completions, and further tokens of those that were begun."""
+        sampled = {completion.index: completion for completion in completions}
+        for place, group in enumerate(self.groups):
+            first_index = group.prompt.index * self.group_size
+            earlier = group.completions or [None] * self.group_size
+            joined = [join(begun, sampled.get(index), index) for index, begun in enumerate(earlier, first_index)]
+            self.groups[place] = Group(group.prompt, tuple(joined))
+
+    # ---- what a step trains on ----------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget what the step before took."""
+        self.taken: list[Group] = []
+        self.everything: list[Rollout] = []  # of the groups taken, group after group
+        self.is_informative: list[bool] = []  # for each group taken: may a step train on it?
+        self.num_rounds = 0
+        self.num_carried = 0
+
+    @property
+    def num_informative(self) -> int:
+        """The number of groups taken that a step may train on."""
+        return sum(self.is_informative)
+
+    @property
+    def num_groups_to_take(self) -> int:
+        """The number of groups that the step is expected to need still. 0 if it is full or had its last round."""
+        num_lacking = self.prompts_per_step - self.num_informative
+        if num_lacking <= 0 or self.num_rounds >= self.sampling.max_rounds:
+            return 0
+        informative_frac = 1.0
+        if self.taken:
+            informative_frac = self.num_informative / len(self.taken)
+        return min(math.ceil(num_lacking / max(informative_frac, LEAST_INFORMATIVE_FRAC)), self.prompts_per_step)
+
+    def take(self, num_groups: int, score: Score) -> None:
+        """Move the oldest `num_groups` complete groups into the step, and begin to score them."""
+        taken = [group for group in self.groups if group.is_complete][:num_groups]
+        self.groups = [group for group in self.groups if group not in taken]
+        self.taken += taken
+        self.num_rounds += 1
+        rollouts = score([group.prompt for group in taken], completions_of(taken))
+        self.everything += rollouts
+        is_informative = [True] * len(taken)
+        if self.sampling.dynamic:
+            has_equal_P = equal_rewards(*by_group(*reward_tensors(rollouts), self.group_size))
+            is_informative = (~has_equal_P).tolist()
+        self.is_informative += is_informative
+
+    def rollouts(self) -> list[Rollout]:
+        """Return what the step trains on, group after group: informative groups, or any if there are none."""
+        places = list(itertools.compress(range(len(self.taken)), self.is_informative)) or range(len(self.taken))
+        size = self.group_size
+        groups = [self.everything[place * size : (place + 1) * size] for place in places[: self.prompts_per_step]]
+        return list(itertools.chain.from_iterable(groups))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step's sampling by name."""
+        metrics = {}
+        if self.sampling.carry_over:
+            metrics["sampling/carried"] = self.num_carried
+        if self.sampling.dynamic:
+            metrics["sampling/rounds"] = self.num_rounds
+            metrics["sampling/informative_frac"] = self.num_informative / len(self.taken)
+            metrics["sampling/full_frac"] = min(1.0, self.num_informative / self.prompts_per_step)
+        return metrics
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds: prompts, how many completions each has, and these as tensors."""
+        return {
+            "prompts": [asdict(group.prompt) for group in self.groups],
+            "counts": [len(group.completions) for group in self.groups],
+            "completions": flatten_completions(completions_of(self.groups)),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take the groups out of what `state` returned."""
+        completions = iter(unflatten_completions(*state["completions"]))
+        for prompt, count in zip(state["prompts"], state["counts"], strict=True):
+            self.groups.append(Group(Prompt(**prompt), tuple(itertools.islice(completions, count))))
+
+
+def completions_of(groups: Iterable[Group]) -> list[Completion]:
+    """Return the completions of the groups, group after group."""
+    return [completion for group in groups for completion in group.completions]
+
+
+def join(begun: Completion | None, further: Completion | None, index: int) -> Completion:
+    """Append the tokens that were sampled now to a completion. Either part may be missing or without tokens."""
+    if further is None or not (further.num_tokens or further.ended):
+        return begun or further or Completion((Piece.nothing(),), truncated=False, index=index, ended=False)
+    if begun is None or not begun.num_tokens:
+        return further
+    *earlier, last = begun.pieces
+    first, *later = further.pieces
+    if last.version == first.version:  # no sync in between, so it is one piece
+        return replace(further, pieces=(*earlier, last.then(first), *later))
+    return replace(further, pieces=begun.pieces + further.pieces)
