@@ -64,7 +64,17 @@ OTHER_FILES = {
     "apps/grpo/main.py",
     "apps/sft/main.py",
 }
-OTHER_TOOLS_FLAGS = {"--lr", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
+OTHER_TOOLS_FLAGS = {
+    "--learning-rate",
+    "--field",
+    "--no-field",
+    "--nproc_per_node",
+    "--nnodes",
+    "--rdzv_backend",
+    "--rdzv_endpoint",
+    "--nodes",
+    "--help",
+}
 OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step", "--turns", "--play"}
 OTHER_TOOLS_FLAGS |= {"--shape", "--jobs", "--roles", "--phases", "--kinds", "--array", "--env", "--file", "--tag"}
