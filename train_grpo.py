@@ -101,7 +101,7 @@ def train(config: GRPOConfig, session: Session) -> None:
         batch = comm.send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
         teacher_batch = batch
         if config.algorithm.teacher_template:  # the same completions behind other prompts
-            teacher_batch = comm.send_batch(driver.make_batch(rollouts, for_teacher=True), roles)
+            teacher_batch = comm.send_batch(driver.make_teacher_batch(rollouts), roles)
 
         timer.enter("reference")  # meanwhile worker processes of the driver score
         batch = comm.add_ref_logprobs(batch, reference, roles, teacher_batch)  # references -> trainers

@@ -107,7 +107,9 @@ def set_stage(config: GRPOConfig, *, by_hand: bool, has_recipe: bool) -> Stage:
     else:
         tokenizer = trained_tokenizer(WORDS, 300)
         stops = [tokenizer.eos_token_id]
-        style = "hermes" if config.environment.calls == "auto" else config.environment.calls
+        style = config.environment.calls
+        if style == "auto":
+            style = "hermes"
         max_prompt_tokens = config.max_sequence_tokens  # its tokens are short
     turns = turns_of(tokenizer, config.environment, config.data, stops, toolboxes)
     return Stage(config, by_hand, toolboxes, examples, tokenizer, stops, style, turns, max_prompt_tokens)
@@ -158,12 +160,16 @@ def play_turns(player: Player, stage: Stage) -> None:
     toolbox = stage.toolboxes[episode.environment]
     draw = random.Random(episode.seed)
     thought = player.turns[episode.environment].opened_thought
-    beginning = END_OF_THOUGHT if thought and END_OF_THOUGHT not in thought else ""
+    beginning = ""
+    if thought and END_OF_THOUGHT not in thought:
+        beginning = END_OF_THOUGHT
     if stage.by_hand:
         print(how_to_play(toolbox, stage.style))
-    while any(max_tokens for _, max_tokens, _ in player.collect([0], 1)):
+    while any(decision.max_tokens for decision in player.collect([0], 1)):
         if stage.by_hand:
-            texts = episode.turns[-1]["answers"] if episode.turns else [episode.opening or episode.prompt.content]
+            texts = [episode.opening or episode.prompt.content]
+            if episode.turns:
+                texts = episode.turns[-1]["answers"]
             print(*map(printable, texts), sep="\n")
             text = without_surrogates(input("> "))
         elif toolbox.tools:
@@ -171,7 +177,7 @@ def play_turns(player: Player, stage: Stage) -> None:
         else:
             text = draw.choice(WORDS)
         ids = player.tokenizer(beginning + text, add_special_tokens=False)["input_ids"] + stage.stop_token_ids[:1]
-        player.ended(0, ids, [0.0] * len(ids), "stop")
+        player.add_turn(0, ids, [0.0] * len(ids), "stop")
     player.finish()
 
 

@@ -134,15 +134,12 @@ def four_sequences(**changes: torch.Tensor) -> TrainBatch:
     """
     generator = torch.Generator().manual_seed(0)
     samples = []
-    policy = []
     for length in LENGTHS:
         position_T = torch.arange(length + 2)
-        policy_T = -2 * torch.rand(length + 2, generator=generator) - 0.1
-        sampled_T = policy_T - (torch.rand(length + 2, generator=generator) - 0.5)
-        samples.append(Sample(position_T, (position_T > 0) & (position_T <= length), sampled_T))
-        policy.append(policy_T)
+        logprobs_T = -2 * torch.rand(length + 2, generator=generator) - 0.6
+        samples.append(Sample(position_T, (position_T > 0) & (position_T <= length), logprobs_T))
     batch = make_batch(samples)
-    policy_N = torch.cat(policy)
+    policy_N = batch.generator_logprobs_N + torch.rand(batch.num_tokens, generator=generator) - 0.5
     advantages_N = torch.tensor(ADVANTAGES)[batch.owner_N].where(batch.loss_mask_N, 0)
     tokens = {"old_logprobs_N": policy_N, "ref_logprobs_N": policy_N - 0.1, "advantages_N": advantages_N}
     return replace(batch, **tokens | changes)

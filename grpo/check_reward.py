@@ -67,18 +67,20 @@ def show(function: RewardFunction, examples: list[Example], reward: RewardConfig
     Returns the exit code.
     """
     (name,) = reward.functions
-    takes_all = loading.called_with(function) != "completion"
-    calls = "one call for each row" if takes_all else "one completion per call"
-    print(f"reward {name}: {len(examples)} rows, {calls}")
+    takes_one = loading.called_with(function) == "completion"
+    print(f"reward {name}: {len(examples)} rows, {'one completion per call' if takes_one else 'one call for each row'}")
     columns = columns_of(function, examples[0], [""])
     print("columns: " + ", ".join(f"{column} ({type(values[0]).__name__})" for column, values in columns.items()))
     exit_code = 0
     for number, example in enumerate(examples, start=1):
         print(f"row {number}: {_short(str(example.prompt))}")
         completions = some_completions(example, reward.answer_format)
+        parts = [completions]
+        if takes_one:
+            parts = [{kind: text} for kind, text in completions.items()]
         values = {}
         printed = ""
-        for part in [completions] if takes_all else [{kind: text} for kind, text in completions.items()]:
+        for part in parts:
             texts = list(part.values())
             outcome = call(workers, name, texts, columns_of(function, example, texts), reward.timeout_seconds)
             seconds = outcome["seconds"] / len(texts)

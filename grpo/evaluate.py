@@ -3,11 +3,11 @@
     python -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]
     torchrun --nproc_per_node=8 -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]
 
-The recipe, of GRPO or SFT, says which prompts (sections `data` and `evaluation`), rewards and sampling options
-(`generator`); without one it is that of train_grpo.py. `python -m grpo.evaluate RUN_DIR/model RUN_DIR/config.py`
-repeats the last evaluation of a run. Every process holds an engine, or a part of one with `generator.tensor_parallel`.
-Numbers go to the console and to metrics.jsonl in `--run-dir`, by default a new folder in runs/evaluate, all completions
-to evaluation.jsonl there.
+The recipe, of GRPO or SFT, names the prompts (sections `data` and `evaluation`), the rewards and the sampling options
+(`generator`); by default it is that of train_grpo.py. `python -m grpo.evaluate RUN_DIR/model RUN_DIR/config.py` repeats
+the last evaluation of a run. Every process holds an engine, or a part of one with `generator.tensor_parallel`. Numbers
+go to the console and to metrics.jsonl in `--run-dir`, by default a new folder in runs/evaluate; all completions go to
+evaluation.jsonl there.
 """
 
 import itertools
@@ -37,23 +37,31 @@ def main() -> None:
 
 
 def load_config(model: str, words: list[str], num_ranks: int) -> GRPOConfig | SFTConfig:
-    """The recipe with this model and nothing to train.
+    """Return the recipe with this model and nothing to train.
 
     Raises ValueError if the ranks do not make whole engines, or a reward model is to score.
     """
-    changes = {"model.path": model, "metrics.tensorboard": False, "metrics.wandb_project": "", "resume": False}
-    changes |= {"evaluation.interval": 1, "generator.sleep": False}
-    changes |= {"trainer.tensor_parallel": 1, "trainer.data_replicas": 1}
-    if not any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in words):
-        changes["run_dir"] = new_folder(model)
+    has_run_dir = any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in words)
 
     def fit(config: Config, _recipe: Config) -> Config:
         """Give every rank an engine. A GRPO config must name a trainer too."""
+        changes = {
+            "model.path": model,
+            "metrics.tensorboard": False,
+            "metrics.wandb_project": "",
+            "resume": False,
+            "evaluation.interval": 1,
+            "generator.sleep": False,
+            "trainer.tensor_parallel": 1,
+            "trainer.data_replicas": 1,
+        }
         if isinstance(config, SFTConfig):
-            layout = {"num_trainers": num_ranks}
+            changes["num_trainers"] = num_ranks
         else:
-            layout = {"roles": RolesConfig(num_trainers=1, num_references=0, num_generators=num_ranks)}
-        return change(config, changes | layout)
+            changes["roles"] = RolesConfig(num_trainers=1, num_references=0, num_generators=num_ranks)
+        if not has_run_dir:
+            changes["run_dir"] = new_folder(model)
+        return change(config, changes)
 
     config = load((GRPOConfig, SFTConfig), DEFAULT_RECIPES[GRPOConfig], words, fit)
     if config.reward.model:
@@ -65,18 +73,21 @@ def load_config(model: str, words: list[str], num_ranks: int) -> GRPOConfig | SF
 
 
 def new_folder(model: str) -> str:
-    """`runs/evaluate/MODEL`, or the first of `MODEL-2`, `MODEL-3`, ... that is not there yet."""
+    """Return `runs/evaluate/MODEL`, or the first of `MODEL-2`, `MODEL-3`, ... that does not exist yet."""
     parts = [part for part in pathlib.Path(model).parts[-2:] if part not in ("/", "..")]
-    first = RUNS / "-".join(parts).replace(":", "-")
-    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    return str(next(folder for folder in itertools.chain([first], numbered) if not folder.exists()))
+    name = "-".join(parts).replace(":", "-")
+    folder = RUNS / name
+    for number in itertools.count(2):
+        if not folder.exists():
+            return str(folder)
+        folder = RUNS / f"{name}-{number}"
 
 
-def read(config: GRPOConfig | SFTConfig, script: str, toy_dir: str = "") -> Inputs:
+def read(config: GRPOConfig | SFTConfig, script: str, build_dir: str = "") -> Inputs:
     """Check the rewards, the model and the held-out rows. On rank 0."""
     check_functions(config)
     paths = [source.path for source in config.evaluation.held_out(config.data)]
-    return read_evaluation(config, open_run(config, script, toy_dir, paths))
+    return read_evaluation(config, open_run(config, script, build_dir, paths))
 
 
 def evaluate(config: Config, session: Session) -> None:

@@ -11,7 +11,6 @@ every `metrics.samples_interval` steps, and evaluation.jsonl. Texts are whole; w
 an escape (`\\x1b`).
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -19,10 +18,13 @@ import os
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import tyro
+from tyro.conf import Positional
 
 from grpo.folder.run_folder import read_marker
 from grpo.report.page import write_page
@@ -47,27 +49,39 @@ NUM_ANSWERS = 3  # held-out questions whose answers before and after training ar
 ANSWER_CHARACTERS = 200
 
 
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    run_dirs: Positional[tuple[pathlib.Path, ...]]
+    step: str = ""
+    """Show the rollouts after this number of steps, or of the `latest` one."""
+    num: int = 10
+    """Show so many rollouts; 0 shows all."""
+    worst: bool = False
+    """The lowest rewards first."""
+    prompt: str = ""
+    """Only rollouts whose prompt has this text."""
+    turns: bool = False
+    """Conversations turn by turn."""
+    evaluation: bool = False
+    """Held-out completions."""
+    html: bool = False
+    """Write a page: curves, rollouts (of `--step`), tokens."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print the summary, or the chosen rollouts, or write the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo.look", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run_dirs", type=pathlib.Path, metavar="RUN_DIR", nargs="+")
-    parser.add_argument("--step", default="", metavar="N", help="show the rollouts after N steps, or of the latest")
-    parser.add_argument("--num", type=int, default=10, metavar="N", help="show N rollouts (10); 0 shows all")
-    parser.add_argument("--worst", action="store_true", help="the lowest rewards first")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="only prompts that have this text")
-    parser.add_argument("--turns", action="store_true", help="conversations turn by turn")
-    parser.add_argument("--evaluation", action="store_true", help="held-out completions instead")
-    parser.add_argument("--html", action="store_true", help="write a page: curves, rollouts (of --step), tokens")
-    options = parser.parse_args(arguments)
-    of_one_run = options.step or options.worst or options.prompt or options.turns or options.evaluation
+    options = tyro.cli(Options, prog="python -m grpo.look", description=__doc__, args=arguments)
+    chooses_rollouts = options.step or options.worst or options.prompt or options.turns or options.evaluation
     with refuse_bad_input():
-        if len(options.run_dirs) > 1 and (of_one_run or options.html):
+        if not options.run_dirs:
+            raise ValueError("name the folder of a run")
+        if len(options.run_dirs) > 1 and (chooses_rollouts or options.html):
             raise ValueError("rollouts are shown of one run; name one folder")
         if options.html:
             text = page_text(options)
-        elif of_one_run:
+        elif chooses_rollouts:
             text = rollouts_text(options)
         else:
             text = summarize(options.run_dirs)
@@ -82,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
 # The summary
 
 
-def summarize(run_dirs: list[pathlib.Path]) -> str:
+def summarize(run_dirs: Sequence[pathlib.Path]) -> str:
     """Return what runs achieved: a table with the config fields that differ, a plot, answers, and their files.
 
     Raises ValueError if a run has no metrics.jsonl, or there are more runs than MARKS.
@@ -148,7 +162,7 @@ def first_to_last(curve: Curve) -> str:
     return " to ".join(ends) or "-"
 
 
-def differing_fields(run_dirs: list[pathlib.Path]) -> list[list[str]]:
+def differing_fields(run_dirs: Sequence[pathlib.Path]) -> list[list[str]]:
     """Return rows of a config field and its value in each run, for fields that differ.
 
     The run folder is left out. Without a run.json in each folder there are none.
@@ -230,7 +244,7 @@ def question_of(record: Record) -> str:
 # Rollouts
 
 
-def rollouts_text(options: argparse.Namespace) -> str:
+def rollouts_text(options: Options) -> str:
     """Return the chosen rollouts of a step as text, sorted by reward. One without a reward counts as the lowest.
 
     Raises ValueError if there are none.
@@ -240,15 +254,15 @@ def rollouts_text(options: argparse.Namespace) -> str:
     matching = [record for record in records if options.prompt in record["prompt"]]
     if not matching:
         raise ValueError(f"no prompt of the step has the text {options.prompt!r}")
-    sign = 1 if options.worst else -1
-    matching.sort(key=lambda record: sign * (-math.inf if record["reward"] is None else record["reward"]))
+    # no reward is the lowest one
+    matching.sort(key=lambda record: (record["reward"] is not None, record["reward"] or 0.0), reverse=not options.worst)
     shown = matching[: options.num or None]
     order = "lowest" if options.worst else "highest"
     title = f"{run_dir} after step {step}: {len(shown)} of {len(records)} completions, {order} reward first"
     return "\n\n".join([title, *(describe(record, turns=options.turns) for record in shown)])
 
 
-def rollouts_of_step(options: argparse.Namespace, step: str) -> tuple[int, list[Record]]:
+def rollouts_of_step(options: Options, step: str) -> tuple[int, list[Record]]:
     """Return (step, its records); `step` is a number or `latest`. Raises ValueError if there is no such step."""
     path = options.run_dirs[0] / (EVALUATION if options.evaluation else COMPLETIONS)
     records = read_lines(path, "name the folder of a run that writes it (see metrics.samples_interval)")
@@ -265,7 +279,7 @@ def rollouts_of_step(options: argparse.Namespace, step: str) -> tuple[int, list[
     return chosen
 
 
-def page_text(options: argparse.Namespace) -> str:
+def page_text(options: Options) -> str:
     """Write the page, with the rollouts of all steps unless one is chosen, and return where it is and how large."""
     run_dir = options.run_dirs[0]
     if options.step:
@@ -302,7 +316,9 @@ def read_lines(path: pathlib.Path, way_out: str) -> Iterator[Record]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line") from error
-            missing = [name for name in needed if name not in record] if isinstance(record, dict) else needed
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number}: not an object; remove that line")
+            missing = [name for name in needed if name not in record]
             if missing:
                 raise ValueError(f"{path}, line {number}: no {', '.join(missing)}; remove that line")
             yield record

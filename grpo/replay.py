@@ -109,11 +109,11 @@ def load_config(recorded: str, flags: list[str], num_trainers: int, kind: str = 
     return load(GRPOConfig, recipe, [recipe, "--run-dir", f"{recorded.rstrip('/')}-{kind}", *flags], fit)
 
 
-def read(recorded: str, config: GRPOConfig, script: str, toy_dir: str = "") -> Inputs:
+def read(recorded: str, config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
     """Check the loss, the recorded batches and the model. On rank 0."""
     algorithm = config.algorithm
     try_algorithm(algorithm)
-    inputs = open_run(config, script, toy_dir, [str(batch_path(recorded, 1).parent)])
+    inputs = open_run(config, script, build_dir, [str(batch_path(recorded, 1).parent)])
     coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
     needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
     steps = range(inputs.step + 1, config.num_steps + 1)
@@ -179,8 +179,10 @@ def configs_of(losses: list[str], config: GRPOConfig, recorded: GRPOConfig) -> d
             unset[f"algorithm.{name}"] = value
     configs = {}
     for loss in losses:
-        changes = {} if loss == recorded.algorithm.loss else unset
-        method = change(config, changes | {"algorithm.loss": loss})
+        changes = {"algorithm.loss": loss}
+        if loss != recorded.algorithm.loss:
+            changes |= unset
+        method = change(config, changes)
         validate(method)
         try_algorithm(method.algorithm)
         name = loss.rpartition(":")[2]

@@ -86,8 +86,8 @@ def _read_prompt(prompt_column: str, columns: dict[str, str], tools_column: str,
     prompt = column_of(row, prompt_column, str, list)
     if as_messages(prompt)[-1]["role"] == "assistant":
         raise BadRow(
-            f"column {prompt_column!r} ends with the assistant's answer, which is not a part of the prompt; return the "
-            "messages before it from a function of yours, --data.row"
+            f"column {prompt_column!r} ends with the assistant's answer, which is not a part of the prompt; take "
+            f"{prompt_column}.:-1"
         )
     values = {name: prompt if path == prompt_column else column_of(row, path) for name, path in columns.items()}
     tools = tools_of(row, tools_column) if tools_column else None
@@ -254,17 +254,20 @@ def _alpaca_chat(row: Row) -> list[Message]:
 
 
 def value_at(row: Any, path: str, default: Any = _REQUIRED) -> Any:
-    """Return the value at `path`: `a.b` is entry b of the table in column a, `a.0` and `a.-1` are ends of a list.
+    """Return the value at `path`.
 
-    A column with `path` as its whole name comes first. If there is no value, return `default`; without a default, raise
-    BadRow.
+    `a.b` is entry b of the table in column a. `a.0` is the first entry of a list, `a.-1` the last, and `a.:-1` all
+    except the last. A column with `path` as its whole name comes first. If there is no value, return `default`; without
+    a default, raise BadRow.
     """
     if path in row:
         return row[path]
     value = row
     for part in path.split("."):
         try:
-            if isinstance(value, list) and re.fullmatch(r"-?\d+", part):
+            if isinstance(value, list) and part == ":-1":
+                value = value[:-1]
+            elif isinstance(value, list) and re.fullmatch(r"-?\d+", part):
                 value = value[int(part)]
             elif isinstance(value, dict):
                 value = value[part]

@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import MetricsConfig
 from grpo.report.samples import completion_records, describe, finite_or_none, spread_by_reward
-from grpo.report.warnings import Watch
+from grpo.report.warnings import CurveReader
 from grpo.text import compact_duration, compact_number, reason_of
 from grpo.types import Rollout
 
@@ -58,13 +58,13 @@ class RunLog:
         self.num_steps = num_steps
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
-        self.watch = Watch()
+        self.curve_reader = CurveReader()
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             if (self.run_dir / name).exists():
                 drop_steps_after(self.run_dir / name, start_step)
         if (self.run_dir / "metrics.jsonl").exists():
             for line in (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-                self.watch.look(json.loads(line))  # so that earlier warnings are not repeated
+                self.curve_reader.look(json.loads(line))  # so that earlier warnings are not repeated
         self.tensorboard = None
         if config.tensorboard:
             # TensorBoard hides what it has from this step on; at a fresh start that is everything
@@ -146,7 +146,7 @@ class RunLog:
             self.tensorboard.flush()
         if self.wandb:
             self.wandb.log({"step": step, **values})
-        warnings = [f"warning: step {step}: {text}" for text in self.watch.look(metrics)]
+        warnings = [f"warning: step {step}: {text}" for text in self.curve_reader.look(metrics)]
         print("\n".join([*lines, *warnings]), flush=True)
 
     def _append_records(self, name: str, records: list[dict[str, Any]]) -> None:

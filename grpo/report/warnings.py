@@ -148,7 +148,7 @@ def lost_accuracy(evaluations: list[Evaluation]) -> str:
     return f"{fell}, and the reward did not rise either: {TOO_LARGE}, or raise trainer.warmup_steps or prompts_per_step"
 
 
-class Watch:
+class CurveReader:
     """The metrics so far, and the warnings about them: each once, and again only if it went away in between."""
 
     def __init__(self) -> None:

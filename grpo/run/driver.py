@@ -55,11 +55,13 @@ class Driver:
     # ---- one step -----------------------------------------------------------------------------------------------
 
     @partial(from_driver, scores=True)
-    def plan(self, step: int, weights: Mapping[str, float], wanted: Callable[[Prompt], bool] | None = None) -> StepPlan:
+    def plan(
+        self, step: int, weights: Mapping[str, float], keep_prompt: Callable[[Prompt], bool] | None = None
+    ) -> StepPlan:
         """Decide everything about a step before it starts.
 
-        Prompts drawn from now on come from the sources of the data by `weights`, see Mixture.set_weights. A prompt for
-        which `wanted` returns False is passed over, and another one drawn in its place.
+        Prompts drawn from now on come from the sources of the data by `weights`, see Stream.set_weights. A prompt for
+        which `keep_prompt` returns False is passed over, and another one drawn in its place.
         """
         if self.session.is_stopped(step):
             return StepPlan(step=step, requests=None, save=False, evaluate=False, stop=True)
@@ -67,21 +69,22 @@ class Driver:
         self.step = step
         self.times_ahead: dict[str, float] = {}
         self.stream.set_weights(weights)
-        self.stream.wanted = wanted
+        self.stream.wanted = keep_prompt
         self.buffer.begin_step()
         requests = self._fill()
         probe = []
         is_early = step <= self.session.inputs.step + 1  # before the first sync, and after it
         if config.sync_check_interval and (is_early or step % config.sync_check_interval == 0):
-            prompts = requests.prompts if requests else [group.prompt for group in self.buffer.taken]
-            probe = prompts[:PROBE_PROMPTS]
+            probe = [group.prompt for group in self.buffer.taken]
+            if requests:
+                probe = requests.prompts
         is_last = step + 1 == config.num_steps
         return StepPlan(
             step=step,
             requests=requests,
             save=is_due(config.checkpoint.interval, step + 1, is_last),
             evaluate=is_due(config.evaluation.interval, step + 1, is_last),
-            probe=probe,
+            probe=probe[:PROBE_PROMPTS],
         )
 
     @partial(from_driver, scores=True)
@@ -101,7 +104,7 @@ class Driver:
         return self.buffer.ask(self.config.prompts_per_step, self.stream.draw)
 
     @on_driver
-    def land_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:
+    def receive_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:
         """Add what was sampled ahead to the buffer.
 
         seconds: how long that took. overlap_seconds: how long the driver was scoring and training meanwhile.
@@ -119,9 +122,8 @@ class Driver:
         requests = buffer.fill(self.stream.draw, self._score)
         num_informative = buffer.num_informative
         is_full = num_informative >= self.config.prompts_per_step
-        if self.config.sampling.max_rounds == 1 and num_informative:  # it was not to sample others
-            is_full = True
-        if requests is None and not is_full:
+        is_one_round = buffer.num_rounds == 1 and num_informative  # no further round was asked for
+        if requests is None and not (is_full or is_one_round):
             print(
                 f"dynamic sampling: {num_informative} of {self.config.prompts_per_step} groups have different rewards "
                 f"after {buffer.num_rounds} rounds with {len(buffer.taken)} prompts; the step goes on with "
@@ -143,19 +145,23 @@ class Driver:
         return self.buffer.rollouts() if self.roles.is_driver else None
 
     @on_driver_for_learners
-    def make_batch(self, rollouts: list[Rollout], for_teacher: bool = False) -> TrainBatch:
-        """Lay the step's rollouts end to end. For a teacher with prompts of its own, the completions follow those."""
+    def make_batch(self, rollouts: list[Rollout]) -> TrainBatch:
+        """Lay the step's rollouts end to end."""
+        return self._batch_of(rollouts)
+
+    @on_driver_for_learners
+    def make_teacher_batch(self, rollouts: list[Rollout]) -> TrainBatch:
+        """Lay the same completions end to end, each after the prompt that the teacher reads."""
+        return self._batch_of([replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts])
+
+    def _batch_of(self, rollouts: list[Rollout]) -> TrainBatch:
         if not any(r.completion.loss_mask_T.any() for r in rollouts):
             check_lost(rollouts)
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
-        turn_weight = self.config.environment.weight if self.config.turns_earn else None
-        samples = []
-        for rollout in rollouts:
-            prompt = rollout.prompt
-            if for_teacher:
-                prompt = replace(prompt, ids=prompt.teacher_ids)
-            samples.append(sample_of(prompt, rollout.completion, turn_weight))
-        return make_batch(samples)
+        turn_weight = None
+        if self.config.turns_earn:
+            turn_weight = self.config.environment.weight
+        return make_batch([sample_of(r.prompt, r.completion, turn_weight) for r in rollouts])
 
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:

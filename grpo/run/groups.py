@@ -104,7 +104,9 @@ class GroupBuffer:
         num_lacking = self.prompts_per_step - self.num_informative
         if num_lacking <= 0 or self.num_rounds >= self.sampling.max_rounds:
             return 0
-        informative_frac = self.num_informative / len(self.taken) if self.taken else 1.0
+        informative_frac = 1.0
+        if self.taken:
+            informative_frac = self.num_informative / len(self.taken)
         return min(math.ceil(num_lacking / max(informative_frac, LEAST_INFORMATIVE_FRAC)), self.prompts_per_step)
 
     def take(self, num_groups: int, score: Score) -> None:
@@ -130,7 +132,9 @@ class GroupBuffer:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step's sampling by name."""
-        metrics = {"sampling/carried": self.num_carried} if self.sampling.carry_over else {}
+        metrics = {}
+        if self.sampling.carry_over:
+            metrics["sampling/carried"] = self.num_carried
         if self.sampling.dynamic:
             metrics["sampling/rounds"] = self.num_rounds
             metrics["sampling/informative_frac"] = self.num_informative / len(self.taken)

@@ -62,18 +62,19 @@ class Inputs:
     saved_state: Mapping[str, Any]
     """The driver's state in that checkpoint."""
     step: int = 0
-    """The number of steps that the checkpoint has behind it."""
+    """The number of steps that were done when it was saved."""
     stream: PromptStream | ChatStream | None = None
     """What training draws from."""
     reference_folder: str = ""
+    """Folder or hub name of the frozen model."""
     eval_prompts: Sequence[Prompt] = ()
     """The prompts that evaluation completes."""
     scorer: Scorer | None = None
-    """Its processes run already."""
+    """Its reward processes have started."""
     stop_token_ids: Sequence[int] = ()
     """The tokens that end a completion."""
     reward_model: str = ""
-    """Folder or hub name."""
+    """Folder or hub name of the reward model."""
     validation: Mapping[str, list[Encoded]] = field(default_factory=dict)
     """The examples of each validation set, by its name."""
     form: ChatForm = ChatForm()
@@ -89,10 +90,10 @@ class Inputs:
         return replace(self, tokenizer=None, saved_state={}, stream=None, scorer=None, validation={})
 
 
-# ---- The inputs of each script. Its name stands in run.json; `toy_dir` is the only place where a dry run may write.
+# ---- The inputs of each script. Its name stands in run.json; `build_dir` is the only place where a dry run may write.
 
 
-def read_grpo(config: GRPOConfig, script: str, toy_dir: str = "") -> Inputs:
+def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
     """Read the prompts, references, held-out prompts and rewards of a GRPO run."""
     data = config.data
     check_functions(config)
@@ -104,7 +105,7 @@ def read_grpo(config: GRPOConfig, script: str, toy_dir: str = "") -> Inputs:
     first_rows = [next(rows.examples(), None) for rows in sources]
     try_rewards(config, [row.columns for row in first_rows if row])
     paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
-    inputs = open_run(config, script, toy_dir, paths, texts_of(sources))
+    inputs = open_run(config, script, build_dir, paths, texts_of(sources))
     if config.needs_reference:
         inputs = replace(inputs, reference_folder=reference_folder(config, inputs))
     rows = usable_prompts(sources, config, inputs.tokenizer, tool_schemas(config), inputs.vocab_size)
@@ -115,13 +116,13 @@ def read_grpo(config: GRPOConfig, script: str, toy_dir: str = "") -> Inputs:
     return with_scorer(config, inputs)
 
 
-def read_sft(config: SFTConfig, script: str, toy_dir: str = "") -> Inputs:
+def read_sft(config: SFTConfig, script: str, build_dir: str = "") -> Inputs:
     """Read the examples of a supervised run, and what it validates and evaluates on."""
     if config.evaluation.interval:
         check_functions(config)
     sources = load_chat_sources(config)
     paths = data_paths(config, config.validation, config.evaluation)
-    inputs = open_run(config, script, toy_dir, paths, texts_of(sources))
+    inputs = open_run(config, script, build_dir, paths, texts_of(sources))
     form = learned_form(config, inputs.tokenizer)
     rows = usable_chats(sources, config, inputs.tokenizer, inputs.vocab_size)
     stream = resumed_stream(partial(ChatStream, rows, config), inputs.saved_state, config.allow_changes)
@@ -162,27 +163,28 @@ def data_paths(config: RunConfig, *sections: EvaluationConfig | ValidationConfig
     return [source.path for source in sources]
 
 
-def open_run(config: RunConfig, script: str, toy_dir: str, paths: Sequence[str], texts: Iterable[str] = ()) -> Inputs:
+def open_run(config: RunConfig, script: str, build_dir: str, paths: Sequence[str], texts: Iterable[str] = ()) -> Inputs:
     """Check the run folder, find the checkpoint to continue from, and open the model's folder and tokenizer.
 
     paths: folders, files and hub names that the run reads besides its model and reward model. For the other arguments
     and for what raises ValueError see `open_run_folder` and `open_model_folder`.
     """
     checkpoint, saved_state = open_run_folder(config, script, [config.model.path, config.reward.model, *paths])
-    folder, tokenizer = open_model_folder(config, texts, toy_dir)
+    folder, tokenizer = open_model_folder(config, texts, build_dir)
     return Inputs(folder, tokenizer, checkpoint, saved_state, step=saved_state.get("step", 0))
 
 
 def open_model_folder(
-    config: RunConfig, texts: Iterable[str] = (), toy_dir: str = ""
+    config: RunConfig, texts: Iterable[str] = (), build_dir: str = ""
 ) -> tuple[str, "PreTrainedTokenizerBase"]:
     """Return the folder of `model.path` and its tokenizer, after trying its chat template.
 
-    A toy model is built in `toy_dir`, by default the run folder; its tokenizer may need `texts`, those of the data.
-    Raises ValueError if the folder, the model, its number of positions, the tokenizer or the template cannot be used,
-    if the tensor_parallel degrees do not divide it, or if a layer that should get an adapter is missing.
+    If `model.path` names a function that builds a model, it builds in `build_dir`, by default the run folder, and gets
+    `texts`, those of the data, for its tokenizer. Raises ValueError if the folder, the model, its number of positions,
+    the tokenizer or the template cannot be used, if the tensor_parallel degrees do not divide the model, or if a layer
+    that should get an adapter is missing.
     """
-    folder = toy.build_model(config.model.path, toy_dir or config.run_dir, texts, config.seed)
+    folder = toy.build_model(config.model.path, build_dir or config.run_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
     tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
     hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)
@@ -315,14 +317,16 @@ def learned_form(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> Cha
         template = tokenizer.chat_template
     if isinstance(config, SFTConfig):
         end = end_of_turn(tokenizer, config.data)
-        return ChatForm(template, () if end is None else (end,))
-    serving = serving_template(tokenizer, config.data) if config.environment.enabled else ""
+        return ChatForm(template) if end is None else ChatForm(template, (end,))
+    serving = ""
+    if config.environment.enabled:
+        serving = serving_template(tokenizer, config.data)
     if serving != "":
         template = serving or ""
-        exported = "keeps them too" if serving else "cannot be made to keep them: serve it with another one"
+        result = "keeps them too" if serving else "cannot be made to keep them: serve it with another one"
         print(
             "thoughts and all else of earlier turns stay as sampled, which the chat template would change; that of the "
-            f"exported model {exported}",
+            f"exported model {result}",
             flush=True,
         )
     return ChatForm(template)

@@ -78,7 +78,9 @@ def print_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_model: s
 
     The folders are those of `fit_to_machine`. Returns whether there is no problem.
     """
-    device = Device(config.gpus, "GPU", config.gpu_gib) if config.gpus else look_at_device()
+    device = look_at_device()
+    if config.gpus:
+        device = Device(config.gpus, "GPU", config.gpu_gib)
     _, verdicts = _judge(config, config.roles, folder, reward_model, device)
     verdicts.insert(0, check_gpus(config, device))
     for verdict in verdicts:
@@ -92,7 +94,9 @@ def _judge(
     config: Config, layout: RolesConfig, folder: str, reward_model: str, device: Device
 ) -> tuple[Config, list[Verdict]]:
     """Return the config without any "auto", and the verdicts. Prints what was decided."""
-    hf_reward = read_hf_config(resolve_folder(reward_model, scores=True), scores=True) if reward_model else None
+    hf_reward = None
+    if reward_model:
+        hf_reward = read_hf_config(resolve_folder(reward_model, scores=True), scores=True)
     sizes = memory.sizes_of(read_hf_config(folder), hf_reward)
     gpu_gib = device.gib if device.num_gpus else None
     if layout.num_engine_ranks:
@@ -108,7 +112,9 @@ def _judge(
 
 def _fit_engine(sizes: memory.Sizes, config: Config, trains: bool, gpu_gib: float | None) -> Config:
     """Decide and print `max_num_seqs`. trains: the engines sample for steps and not only for evaluations."""
-    num_completions = config.completions_at_once if trains else config.evaluation_completions
+    num_completions = config.evaluation_completions
+    if trains:
+        num_completions = config.completions_at_once
     num_asked = math.ceil(num_completions / config.num_engines)
     decided = memory.fit_engine(sizes, config, num_asked, gpu_gib)
     number = decided.generator.max_num_seqs
@@ -227,10 +233,10 @@ def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Devic
 
 def checkpoint_gib(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> float:
     """Return the size of a checkpoint, and of the copy in the hosts' memory from which it is written."""
-    trainer = config.trainer
-    # with LoRA, it holds the adapters alone
-    parameters = memory.num_adapter_parameters(sizes, trainer) if trainer.lora_rank else sizes.parameters
-    return parameters * (memory.state_bytes(trainer) - 4) / 2**30  # gradients are not saved
+    num_parameters = sizes.parameters
+    if config.trainer.lora_rank:  # it holds only the adapters
+        num_parameters = memory.num_adapter_parameters(sizes, config.trainer)
+    return num_parameters * (memory.state_bytes(config.trainer) - 4) / 2**30  # gradients are not saved
 
 
 def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
@@ -241,7 +247,9 @@ def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
     if options.interval:
         num_saves = math.ceil(config.num_steps / options.interval)
         count = min(options.keep + 1 + bool(options.keep_best), num_saves)
-    export = memory.DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30 if options.export else 0.0
+    export = 0.0
+    if options.export:
+        export = memory.DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30
     run_dir = pathlib.Path(config.run_dir).absolute()
     place = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     replaced = 0  # bytes of the files that make room when the run resumes or overwrites
@@ -250,9 +258,5 @@ def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
     needed = max(size * count + export - replaced / 2**30, 0)
     free = shutil.disk_usage(place).free / 2**30
     found = f"{count} checkpoints of {size:.2f} GiB and an export of {export:.2f}, free in {place}: {free:.1f} GiB"
-    ways = ["another --run-dir"]
-    if count > 1 and options.keep > 1:
-        ways.append("a lower --checkpoint.keep")
-    if options.export:
-        ways.append("--checkpoint.no-export")
-    return Verdict("disk", needed <= free, found, " or ".join(ways))
+    to_do = "another --run-dir, a lower --checkpoint.keep, or --checkpoint.no-export"
+    return Verdict("disk", needed <= free, found, to_do)

@@ -140,11 +140,14 @@ class Scorer:
         scores = iter(self.reward_model.scores([ids for ids in conversations if isinstance(ids, list)]))
         results = []
         for ids in conversations:
-            if isinstance(ids, str):  # the reason why it cannot be read
+            if isinstance(ids, str):  # not ids, but the reason why it cannot be read
                 results.append((None, ids))
                 continue
             score = next(scores)
-            results.append((score, "") if math.isfinite(score) else (None, "its score is not finite"))
+            if math.isfinite(score):
+                results.append((score, ""))
+            else:
+                results.append((None, "its score is not finite"))
         return results
 
     def _ids_to_show(self, prompt: Prompt, completion: Completion) -> list[int]:

@@ -43,7 +43,7 @@ from grpo.watch.watchdog import watched
 MOST_SKIPPED = 3  # steps in a row without an update, which end the run
 Result = TypeVar("Result")
 ReadInputs = Callable[[Config, str, str], Inputs]
-"""Config, script's name, folder for a dry run's toy model -> inputs."""
+"""Config, the script's name, the folder in which a dry run may build a model -> inputs."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ def run(
 
 def dry_run(config: Config, script: str, read_inputs: ReadInputs) -> bool:
     """Check and read the inputs, and print whether the run fits the machine. Returns whether it does."""
-    with refuse_bad_input(), tempfile.TemporaryDirectory() as toy_dir:
+    with refuse_bad_input(), tempfile.TemporaryDirectory() as build_dir:
         if hf_folder.has_config_alone(config.model.path):
             print(f"{config.model.path} has no weights or no tokenizer: data and rewards are not checked")
             return print_what_fits(config, config.model.path)
-        inputs = read_inputs(config, script, toy_dir)
+        inputs = read_inputs(config, script, build_dir)
         fits = print_what_fits(config, inputs.model_folder, inputs.reward_model)
     if inputs.scorer:
         inputs.scorer.pool.close()
@@ -143,7 +143,9 @@ class Session:
     def _open_log(self, step: int) -> RunLog:
         """Open the log of a run that continues after `step` steps."""
         config = self.config
-        num_steps = config.num_steps if self.layout.num_trainers else 0
+        num_steps = 0
+        if self.layout.num_trainers:
+            num_steps = config.num_steps
         logged = config
         if isinstance(config, GRPOConfig):
             logged = replace(config, algorithm=config.algorithm.resolved)

@@ -15,19 +15,21 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from grpo.roles.process_groups import Roles
 from grpo.watch.failures import BEGAN, set_place
 
-PROFILE = "profile"  # the folder of traces in the run's
+PROFILE = "profile"  # the folder of traces, within the run folder
 
 
 def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) -> Iterator[int]:
-    """The `steps`, each the number of steps before it; while that of the `chosen`-th step runs, a trace is taken.
+    """Yield the `steps`, each the number of steps before it, and trace step number `chosen`; 0 traces none.
 
-    Each rank writes its own to `RUN_DIR/profile`, with the phases as ranges. With `chosen` 0 there is none.
+    Each rank writes its own trace to `RUN_DIR/profile`, with the phases as ranges.
     """
     for step in steps:
         if step + 1 != chosen:
             yield step
             continue
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as trace:
             yield step
         path = pathlib.Path(run_dir) / PROFILE / f"step-{chosen:08d}-rank-{roles.rank:03d}-{roles.name}.json.gz"
@@ -38,21 +40,23 @@ def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) 
 class StepTimer:
     """Seconds of each phase of one step. A phase inside another pauses it, so no second counts twice.
 
-    Phase `startup`, loading models, is not the step's; `other` is what no phase has.
+    Phase `startup`, loading models, does not belong to the step. `other` is the time outside of all phases.
     """
 
     def __init__(self, is_driver: bool = False) -> None:
-        """is_driver: `startup` prints what it does."""
-        self.is_driver, self.current = is_driver, "other"
+        """Start the clock. is_driver: `startup` prints what it does."""
+        self.is_driver = is_driver
+        self.current = "other"
         self.seconds: dict[str, float] = {}
         self.step_start = self.last_change = time.perf_counter()
-        self._range = contextlib.ExitStack()  # the phase's in a profiler's trace
+        self._range = contextlib.ExitStack()  # of the current phase, in a profiler's trace
 
     def enter(self, name: str) -> None:
-        """Begin phase `name`, which lasts until the next one begins. What fails meanwhile failed in it."""
+        """Begin phase `name`, which lasts until the next one begins. Errors in it are reported with its name."""
         now = time.perf_counter()
         self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self.last_change
-        self.current, self.last_change = name, now
+        self.current = name
+        self.last_change = now
         set_place(phase=name)
         self._range.close()
         if name != "other":
@@ -61,14 +65,14 @@ class StepTimer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the wall seconds of the `with` block to phase `name` (startup, generate, reference, train, ...)."""
-        before = self.current
+        outer = self.current
         self.enter(name)
         yield
-        self.enter(before)  # not if the block raised: what failed, failed in this phase
+        self.enter(outer)  # not if the block raised, because the error belongs to this phase
 
     @contextlib.contextmanager
     def startup(self, what: str) -> Iterator[None]:
-        """Phase `startup`; the driver prints `what` the user waits for, and the seconds since the process began."""
+        """Add the block to phase `startup`. The driver prints `what` it does and the age of the process in seconds."""
         if self.is_driver:
             line = f"starting {time.perf_counter() - BEGAN:4.0f} s  {what}"
             Console(highlight=False, markup=False).print(line, style="dim", soft_wrap=True)
@@ -76,12 +80,13 @@ class StepTimer:
             yield
 
     def close_step(self) -> dict[str, float]:
-        """Seconds since the last call: `time/PHASE` of each phase that ran, `time/other`, `time/step`.
+        """Return the seconds since the last call: `time/PHASE` of each phase that ran, `time/other`, `time/step`.
 
-        `time/step` is the sum of all others except `time/startup`. The next step starts here.
+        `time/step` is the sum of the others without `time/startup`. The next step starts here.
         """
         self.enter("other")
         times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         times["time/step"] = self.last_change - self.step_start - times.get("time/startup", 0.0)
-        self.seconds, self.step_start = {}, self.last_change
+        self.seconds = {}
+        self.step_start = self.last_change
         return times

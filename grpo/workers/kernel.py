@@ -58,7 +58,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 # Each call with its numbers on x86_64 and aarch64. A dash: that architecture has no such call.
 _SYSTEM_CALLS = """
-# The network: sockets of every family, also vsock, netlink and sockets in folders. Pairs remain, see _DENIED.
+# The network: sockets of every family, also vsock, netlink and sockets in folders. Pairs remain, see _CONDITIONS.
 socket:41/198 connect:42/203 bind:49/200 listen:50/201 accept:43/202 accept4:288/242 socketpair:53/199
 # Memory that no limit counts, and objects that outlive a process or that anybody who guesses a number can remove.
 shmget:29/194 shmat:30/196 shmctl:31/195 msgget:68/186 msgctl:71/187 msgsnd:69/189 msgrcv:70/188 semget:64/190
@@ -69,7 +69,7 @@ landlock_restrict_self:446/446
 unshare:272/97 setns:308/268 mount:165/40 umount2:166/39 pivot_root:155/41 chroot:161/51 open_tree:428/428
 open_tree_attr:467/467 move_mount:429/429 fsopen:430/430 fsconfig:431/431 fsmount:432/432 fspick:433/433
 mount_setattr:442/442 statmount:457/457 listmount:458/458
-# More processes. Threads remain, see _DENIED.
+# More processes. Threads remain, see _CONDITIONS.
 fork:57/- vfork:58/- clone:56/220 clone3:435/435
 # Other processes: their memory, descriptors, limits and priority.
 ptrace:101/117 process_vm_readv:310/270 process_vm_writev:311/271 process_madvise:440/440 process_mrelease:448/448
@@ -86,7 +86,7 @@ setdomainname:171/162 init_module:175/105 finit_module:313/273 delete_module:176
 kexec_file_load:320/294 settimeofday:164/170 clock_settime:227/112 adjtimex:159/171 clock_adjtime:305/266
 syslog:103/116 vhangup:153/58 iopl:172/- ioperm:173/- modify_ldt:154/- lookup_dcookie:212/18 uselib:134/-
 # Owner, mode, times, attributes and locks of files, which Landlock does not govern, and truncation, which Landlock
-# governs since its version 3. Other ways to open a file remain, see _DENIED.
+# governs since its version 3. Other ways to open a file remain, see _CONDITIONS.
 chmod:90/- fchmod:91/52 fchmodat:268/53 fchmodat2:452/452 chown:92/- fchown:93/55 lchown:94/- fchownat:260/54
 utime:132/- utimes:235/- futimesat:261/- utimensat:280/88 setxattr:188/5 lsetxattr:189/6 fsetxattr:190/7
 setxattrat:463/463 removexattr:197/14 lremovexattr:198/15 fremovexattr:199/16 removexattrat:466/466
@@ -124,8 +124,8 @@ _CLONE_NEW_NAMESPACES = 0x7E020000
 _MODES_WITHOUT_WRITING = (0, 3)
 _TRUNCATES = os.O_TRUNC | 0b11
 
-# These calls of the table are denied under any of their conditions. All others are always denied.
-_DENIED: dict[str, list[Condition]] = {
+# These calls of the table are denied if one of their conditions says so. All others are always denied.
+_CONDITIONS: dict[str, list[Condition]] = {
     # Pairs of streams remain. A datagram socket of a pair could send to any address.
     "socketpair": [DenyUnless(0, _AF_UNIX), DenyUnless(1, _SOCK_STREAM, _SOCK_TYPE)],
     "clone": [DenyUnless(0, _CLONE_THREAD, _CLONE_THREAD), DenyUnless(0, 0, _CLONE_NEW_NAMESPACES)],
@@ -179,16 +179,16 @@ def can_deny_calls() -> bool:
 
 
 def deny_calls() -> None:
-    """Have the kernel refuse the denied calls of this process with PermissionError, for good. Sets no_new_privs.
+    """Let the calls of the table fail with PermissionError in this process, for good. Sets no_new_privs.
 
     Those of `_UNKNOWN_CALLS` fail as if the kernel did not know them. A call by the numbers of another architecture
     (32-bit x86) ends the process.
     """
     _, architecture = _ARCHITECTURES[os.uname().machine]
     only_itself = [DenyUnless(0, os.getpid())]
-    conditions = _DENIED | dict.fromkeys(_SIGNALS, only_itself)
-    # An instruction is an operation, how many lines it skips if true and if false, and a number. Of what a filter can
-    # load, the call's number lies at 0, the architecture at 4, and the low half of argument n at 16 + 8 n.
+    conditions = _CONDITIONS | dict.fromkeys(_SIGNALS, only_itself)
+    # An instruction is an operation, how many lines it skips if true and if false, and a number. A filter can load the
+    # call's number from offset 0, the architecture from 4, and the low half of argument n from 16 + 8 n.
     program = [
         (_LOAD, 0, 0, 4),
         (_SKIP_IF_EQUAL, 1, 0, architecture),

@@ -29,7 +29,7 @@ _PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 
 class Failure(Exception):
-    """A call failed. The text is the whole reason, without a line of code."""
+    """A failed call whose text is the whole reason, so that messages show no line of code."""
 
 
 class Peer:

@@ -37,10 +37,11 @@ DEFAULTS = {
     "train_sft.py": (c.SFTConfig, str(ROOT / "configs" / "sft_llama3_1_8b.py")),
 }
 
-# One per reward function, number of samples, source
+# One per reward function, event of an episode, number of samples, source
 MANY = {
     "validation/<name>/loss",
     "reward/<function>",
+    "environment/calls",
     "environment/<fault>",
     "environment/ended_by/<why>_frac",
     "skipped/<cause>",

@@ -14,7 +14,7 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.rows import environment_of
 from grpo.environments.calls import style_of
 from grpo.environments.host import EnvironmentHost
-from grpo.environments.play import Decision, Episode, Player, as_integers, from_integers, play
+from grpo.environments.play import Decision, Episode, Player, play
 from grpo.environments.suffix import Turns
 from grpo.environments.tools import Toolbox, load_toolboxes
 from grpo.roles.engine import vllm_engine
@@ -58,7 +58,7 @@ class Episodes:
             host = EnvironmentHost(config, style, config.num_processes or most_at_once, variables)
             self.player = Player(config, host, turns, tokenizer, data.max_prompt_tokens)
 
-    def sample(
+    def play_rollouts(
         self,
         loop: EngineLoop,
         rollouts: list[tuple[Prompt, int]],
@@ -86,8 +86,7 @@ class Episodes:
         """Send the head's decisions to all ranks of the replica; the others pass None."""
         if len(self.roles.replica) == 1:
             return decisions
-        flat = None if decisions is None else as_integers(decisions)
-        return from_integers(vllm_engine.broadcast_in_replica(flat))
+        return vllm_engine.broadcast_in_replica(decisions)
 
     def close(self) -> None:
         """End the environment processes."""

@@ -116,14 +116,15 @@ class Generator:
 
         def add(number: int, ids: list[int], num_tokens: int, max_tokens: int) -> None:
             """Sample after `ids`, whose last `num_tokens` follow the prompt."""
-            seed = continuation_seed(request_seed(self.seed, mine[number].index, held_out), num_tokens)
-            self.loop.add(number, ids, self._parameters(temperature_of(mine[number]), seed, max_tokens))
+            request = mine[number]
+            seed = continuation_seed(request_seed(self.seed, request.index, held_out), num_tokens)
+            self.loop.add(number, ids, self._parameters(temperature_of(request), seed, max_tokens))
 
         completions = []
         with no_collection():
             if self.episodes and max_tokens is None:
                 rollouts = [(request.prompt, request.index % group_size) for request in mine]
-                episodes = self.episodes.sample(
+                episodes = self.episodes.play_rollouts(
                     self.loop, rollouts, limit, add, run_seed=self.seed, version=self.version, held_out=held_out
                 )
                 for episode, request in zip(episodes, mine, strict=False):  # no episodes on other ranks than the head

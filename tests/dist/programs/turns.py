@@ -66,7 +66,9 @@ class Episodes:
     def __init__(self) -> None:
         self.turns: Turns | None = None
 
-    def sample(self, loop: EngineLoop, rollouts: list, max_tokens: int, add, run_seed: int, version: int, held_out):
+    def play_rollouts(
+        self, loop: EngineLoop, rollouts: list, max_tokens: int, add, run_seed: int, version: int, held_out: bool
+    ):
         self.handed: dict[int, list[list[int]]] = {n: [] for n in range(len(rollouts))}
         self.said: dict[int, list[float]] = {n: [] for n in self.handed}
         self.sampled: dict[int, list[int]] = {n: [] for n in self.handed}

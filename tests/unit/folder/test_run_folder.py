@@ -85,10 +85,10 @@ def test_what_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
     for name, message in {
-        "file": "file cannot be written: .*/file is no writable folder",
-        "file/run": "file/run cannot be written: .*/file is no writable folder",
-        "nowhere": "cannot be written: .*/nowhere is no writable folder",
-        "/proc/nowhere": "/proc/nowhere cannot be written: /proc is no writable folder",  # for root too
+        "file": "file cannot be written: .*/file is not a writable folder",
+        "file/run": "file/run cannot be written: .*/file is not a writable folder",
+        "nowhere": "cannot be written: .*/nowhere is not a writable folder",
+        "/proc/nowhere": "/proc/nowhere cannot be written: /proc is not a writable folder",  # for root too
     }.items():
         with pytest.raises(ValueError, match=f"{message}.*--run-dir"):
             check(tmp_path / name)
@@ -97,7 +97,7 @@ def test_what_cannot_be_a_folder(tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_may_not_be_written(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(ValueError, match="is no writable folder"):
+    with pytest.raises(ValueError, match="is not a writable folder"):
         check(tmp_path / "run")
     tmp_path.chmod(0o700)
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from grpo.report.warnings import Evaluation, Watch, lost_accuracy
+from grpo.report.warnings import CurveReader, Evaluation, lost_accuracy
 
 # name: (streams, {step: how its warning begins})
 STREAMS = {
@@ -78,7 +78,7 @@ STREAMS = {
 @pytest.mark.parametrize("name", STREAMS)
 def test_streams(name):
     streams, expected = STREAMS[name]
-    watch, (length,) = Watch(), {len(stream) for stream in streams.values()}
+    watch, (length,) = CurveReader(), {len(stream) for stream in streams.values()}
     found = {i + 1: watch.look({name: stream[i] for name, stream in streams.items()}) for i in range(length)}
     found = {step: texts for step, texts in found.items() if texts}
     assert found.keys() == expected.keys()
@@ -106,7 +106,7 @@ def test_lost_accuracy(evaluations, why):
 def test_an_accuracy_that_differs_by_chance_asks_for_no_lower_rate():
     """The policy is the same; samples of it are not."""
     for rate, num_told in ((0.0, 0), (1e-3, 1)):
-        watch = Watch()
+        watch = CurveReader()
         watch.look({"eval/accuracy": 0.5, "eval/accuracy_stderr": 0.01})
         for _ in range(10):
             watch.look({"reward/mean": 0.5, "learning_rate": rate})
@@ -114,7 +114,7 @@ def test_an_accuracy_that_differs_by_chance_asks_for_no_lower_rate():
 
 
 def test_accuracy_before_the_first_step_counts():
-    watch = Watch()
+    watch = CurveReader()
     assert watch.look({"eval/accuracy": 0.55, "eval/accuracy_stderr": 0.02}) == []
     found = [watch.look({"reward/mean": reward}) for reward in (0.4, 0.42, 0.3, 0.2)]  # 0.33 on average
     found += [watch.look({"eval/accuracy": 0.23, "eval/accuracy_stderr": 0.02})]
@@ -122,7 +122,7 @@ def test_accuracy_before_the_first_step_counts():
 
 
 def test_each_held_out_set_is_watched_for_itself():
-    watch = Watch()
+    watch = CurveReader()
     assert watch.look({"eval/a/accuracy": 0.5, "eval/b/accuracy": 0.1}) == []  # before the first step
     found = []
     for reward, a, b in ((0.2, 0.5, 0.5), (0.4, 0.4, 0.6), (0.6, 0.3, 0.7), (0.7, 0.6, 0.7), (0.8, 0.2, 0.8)):

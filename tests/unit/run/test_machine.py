@@ -146,8 +146,7 @@ def test_disk_for_checkpoints_and_export(fields, tmp_path, monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(2**50, 0, free))
         row = check_disk(config, sizes(QWEN3_1_7B))
         assert row.fits == fits and f"{checkpoints} checkpoints of 19.23 GiB" in row.found
-    assert ("--checkpoint.keep" in row.to_do) == (config.checkpoint.keep > 1 and checkpoints > 1)
-    assert ("--checkpoint.no-export" in row.to_do) == bool(exports)
+    assert all(flag in row.to_do for flag in ("--run-dir", "--checkpoint.keep", "--checkpoint.no-export"))
 
 
 def test_what_a_resumed_run_replaces_counts_as_room(tmp_path, monkeypatch):
