@@ -66,7 +66,6 @@ OTHER_FILES = {
     "apps/sft/main.py",
 }
 OTHER_TOOLS_FLAGS = {
-    "--lr",
     "--learning-rate",
     "--field",
     "--no-field",
