@@ -57,8 +57,8 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
         try:
             tokenizer.chat_template = pathlib.Path(own).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            where = pathlib.Path(own).absolute()
-            raise ValueError(f"data.prompt_template file {where} cannot be read as text in UTF-8 ({error})") from error
+            path = pathlib.Path(own).absolute()
+            raise ValueError(f"data.prompt_template file {path} cannot be read as text in UTF-8 ({error})") from error
     if not tokenizer.chat_template and not own:
         raise ValueError(
             f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or say what a prompt "

@@ -117,11 +117,11 @@ def write_example(
         messages = messages[: (learned_turns or turns)[-1] + 1]
 
     @functools.cache
-    def write(num_messages: int, opening: bool = False) -> tuple[str, list[Span] | None]:
+    def write(num_messages: int, *, opening: bool) -> tuple[str, list[Span] | None]:
         """Write the first messages, see `render`."""
         return render(tokenizer, data, messages[:num_messages], opening, example.tools)
 
-    whole, marked = write(len(messages))
+    whole, marked = write(len(messages), opening=False)
     text = whole
     ends_with_label = messages[-1]["role"] == "assistant" and (train_on == "all" or bool(learned_turns))
     prompt = None
@@ -267,8 +267,8 @@ def _spans_of_turns(write: Writer, spans: list[Span], turns: list[int]) -> list[
     """Keep the spans of these turns. The chat written up to a turn says how many spans lie before it."""
     kept = []
     for turn in turns:
-        num_before = len(write(turn)[1]) if turn else 0
-        num_through = len(write(turn + 1)[1])
+        num_before = len(write(turn, opening=False)[1]) if turn else 0
+        num_through = len(write(turn + 1, opening=False)[1])
         kept += spans[num_before:num_through]
     return kept
 
@@ -281,7 +281,7 @@ def _prefix_spans(write: Writer, text: str, turns: list[int], num_messages: int,
 
     def length_of(number: int, opening: bool = False) -> int:
         """Return how many characters the first messages take up at the start of the text."""
-        beginning, _ = write(number, opening)
+        beginning, _ = write(number, opening=opening)
         if text.startswith(beginning):
             return len(beginning)
         place = len(os.path.commonprefix([text, beginning]))

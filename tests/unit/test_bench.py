@@ -75,4 +75,6 @@ def test_flags_of_a_real_run_parse(name, tmp_path):
     )
     paths = [source.path for source in (*config.data.all_sources, *config.evaluation.held_out(config.data))]
     assert config.num_steps == 3 and config.trainer.learning_rate == 0.5
+    # rows that a function of a package makes need no folder
+    paths = [path for path in paths if ".py:" not in path]
     assert all(path.startswith(str(tmp_path)) for path in (config.model.path, *paths))
