@@ -165,7 +165,7 @@ def play_turns(player: Player, stage: Stage) -> None:
         beginning = END_OF_THOUGHT
     if stage.by_hand:
         print(how_to_play(toolbox, stage.style))
-    while any(max_tokens for _, max_tokens, _ in player.collect([0], 1)):
+    while any(decision.max_tokens for decision in player.collect([0], 1)):
         if stage.by_hand:
             texts = [episode.opening or episode.prompt.content]
             if episode.turns:
@@ -177,7 +177,7 @@ def play_turns(player: Player, stage: Stage) -> None:
         else:
             text = draw.choice(WORDS)
         ids = player.tokenizer(beginning + text, add_special_tokens=False)["input_ids"] + stage.stop_token_ids[:1]
-        player.ended(0, ids, [0.0] * len(ids), "stop")
+        player.add_turn(0, ids, [0.0] * len(ids), "stop")
     player.finish()
 
 

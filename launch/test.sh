@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Formatting, lint and tests, as continuous integration runs them. Arguments go to pytest:
+# Formatting, lint, types and tests, as continuous integration runs them. Arguments go to pytest:
 #
 #   bash launch/test.sh
 #   bash launch/test.sh tests/unit -k losses
@@ -14,6 +14,7 @@ export OMP_NUM_THREADS=1
 
 python -m ruff format --check .
 python -m ruff check .
+python -m mypy
 if [[ $# -gt 0 ]]; then
     exec python -m pytest "$@"
 fi

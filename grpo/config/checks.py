@@ -32,7 +32,7 @@ READ_WITH = {
     "algorithm.kl_estimator": "algorithm.kl_coef",
     "algorithm.kl_in": "algorithm.kl_coef",
 }
-OFF = (False, "", {}, (), "constant")  # values of a switch
+OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
 # Fields -> those that are read in their place
 REPLACED_BY = {
     "data.path": "data.sources",
@@ -392,6 +392,5 @@ def suggest_roles(config: GRPOConfig | SFTConfig, world_size: int) -> str:
                     f"--roles.num-generators {generators}"
                 )
     if world_size % shards == 0 and world_size % config.generator.tensor_parallel == 0:
-        overlap = " --overlap-steps 0" if config.overlap_steps else ""
-        return f"--roles.colocated --roles.num-trainers {world_size} --roles.num-references 0{overlap}"
+        return f"--roles.colocated --roles.num-trainers {world_size} --roles.num-references 0 --overlap-steps 0"
     return "no layout fits these tensor_parallel degrees; lower them"

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import pathlib
 import re
+from typing import Any
 
 from grpo.config.fields import GeneratorConfig, Table
 from grpo.config.user_files import near_miss
@@ -49,7 +50,7 @@ SAMPLING_SET_HERE = {
 # SamplingParams that choose among the tokens of one distribution, whatever text came before
 TRUNCATING = ("top_p", "top_k", "min_p")
 # SamplingParams that give tokens other probabilities than the policy's -> values that change nothing
-RESHAPING = {
+RESHAPING: dict[str, tuple] = {
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
@@ -74,7 +75,7 @@ def check_engine_options(generator: GeneratorConfig) -> None:
     _check_names("engine", generator.engine, "vllm/engine/arg_utils.py", "EngineArgs", ENGINE_SET_HERE)
     _check_names("sampling", generator.sampling, "vllm/sampling_params.py", "SamplingParams", SAMPLING_SET_HERE)
     for name in ("max_num_seqs", "kv_cache_memory_bytes"):  # the estimate of memory needs them as numbers
-        value = generator.engine.get(name, 1)
+        value: Any = generator.engine.get(name, 1)
         if not fits(value, int) or value < 1:
             raise ValueError(f"generator.engine {name}={value!r} must be a whole number, at least 1")
     quantization = generator.engine.get("quantization")

@@ -8,7 +8,7 @@ import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from grpo.config.values import Above, AtLeast, AtMost, Below, ResumeSafe, Source, names_function, parse_source
 
@@ -106,7 +106,7 @@ class GeneratorConfig:
     @property
     def max_num_seqs(self) -> int:
         """Most sequences that one engine decodes at once. `fit_engine` sets it when a run starts."""
-        return self.engine.get("max_num_seqs", MAX_NUM_SEQS)
+        return self.engine.get("max_num_seqs", MAX_NUM_SEQS)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ class DataConfig:
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
         prompt = self.prompt_column if has_name else ""
         pairs = [(prompt, prompt), ("answer", self.answer_column), (self.environment_column, self.environment_column)]
-        return {name: column for name, column in pairs if column} | self.columns
+        return {name: column for name, column in pairs if column} | dict(self.columns)
 
     @property
     def is_text_template(self) -> bool:
@@ -477,14 +477,14 @@ class AlgorithmConfig:
                     f"algorithm.{slot}={name!r} is unknown; use {', '.join(built_in)}, or write your own as "
                     "path/file.py:function"
                 )
-        defaults = {"old_logprobs": "policy"} | PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS)
+        defaults: dict[str, Any] = {"old_logprobs": "policy"} | PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS)
         by_policy = (self.old_logprobs or defaults["old_logprobs"]) == "policy"
         defaults["importance_correction"] = "truncate" if by_policy else "none"
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
 # Values that make a loss the algorithm of its paper
-PAPER_DEFAULTS = {
+PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
     "dr_grpo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2},
     "dapo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28},
@@ -565,7 +565,7 @@ class RunConfig:
     @property
     def num_ranks(self) -> int:
         """Number of processes that torchrun must start."""
-        roles = self.roles
+        roles = self.roles  # type: ignore[attr-defined]
         if roles.colocated:
             return roles.num_trainers
         return roles.num_trainers + roles.num_references + roles.num_generators
@@ -573,7 +573,7 @@ class RunConfig:
     @property
     def num_engines(self) -> int:
         """Number of vLLM engines."""
-        return self.roles.num_engine_ranks // self.generator.tensor_parallel
+        return self.roles.num_engine_ranks // self.generator.tensor_parallel  # type: ignore[attr-defined]
 
     @property
     def evaluation_completions(self) -> int:

@@ -18,10 +18,7 @@ from grpo.config.user_files import cause_and_line, near_miss, run_file
 from grpo.config.values import ResumeSafe, check_fields, field_paths, settings
 
 # Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
-FOR_ONE_START = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
-
-# What `Unrecognized options` leaves open
-HOW_FLAGS_ARE_WRITTEN = "write --field VALUE, for a switch --field or --no-field"
+FOR_ONE_START: dict[str, Any] = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
 
 
 def load(
@@ -42,7 +39,7 @@ def load(
     recipe = default_recipe
     if arguments and not arguments[0].startswith("-"):
         recipe = arguments.pop(0)
-    default = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
+    default: Any = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
     for word in arguments:
         if word.endswith(".py") and os.path.isfile(word):  # which a flag of many words would take for one of them
             raise ValueError(f"{word}: a recipe stands before the first flag, and there is only one")
@@ -51,17 +48,15 @@ def load(
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(help_text):
-            written = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
+            written: Any = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
     except SystemExit as stop:
         if not stop.code:
             raise
         _title, _, text = complaint.getvalue().partition("\n")
         text = re.sub("[\u2500-\u257f]+|-{3,}", " ", text)  # without frame and rulers
         message = " ".join(text.split()).partition(" For full helptext")[0]
-        if message.startswith("Unrecognized"):
-            message += f"; {HOW_FLAGS_ARE_WRITTEN}"
-        raise ValueError(message) from None
-    config = fit(written, default) if fit else written
+        raise ValueError(f"{message}; write --field VALUE, for a switch --field or --no-field") from None
+    config: Any = fit(written, default) if fit else written
     validate(config)
     check_effects(config, default)
     if is_first:
@@ -95,7 +90,7 @@ def _value_parsers():
     return registry
 
 
-def load_recipe(path: str, *config_types: type[Config]) -> Config:
+def load_recipe(path: str, *config_types: type) -> Any:
     """Run a recipe file and return the `config` it binds, which must be of one of the types.
 
     Raises ValueError if there is none, a field does not take its value, or a line raised, which the message names.
@@ -129,18 +124,19 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
     `base` is a config, or a recipe file; a relative path starts in the folder of the file that calls. `changes` has new
     values by the dotted paths of their fields. Raises ValueError if there is no such field or recipe.
     """
-    if not dataclasses.is_dataclass(base):
+    config: Any = base
+    if isinstance(base, (str, os.PathLike)):
         caller = sys._getframe(1).f_globals.get("__file__", "")  # "" at an interactive prompt
-        base = load_recipe(os.path.join(os.path.dirname(caller), base), GRPOConfig, SFTConfig)
+        config = load_recipe(os.path.join(os.path.dirname(caller), base), GRPOConfig, SFTConfig)
     for path, value in changes.items():
-        paths = list(field_paths(base))
+        paths = list(field_paths(config))
         if path not in paths:
             raise ValueError(f"there is no field {path}{near_miss(path, paths)}")
         section, _, name = path.rpartition(".")
         if section:
-            value = dataclasses.replace(getattr(base, section), **{name: value})
-        base = dataclasses.replace(base, **{section or name: value})
-    return base
+            value = dataclasses.replace(getattr(config, section), **{name: value})
+        config = dataclasses.replace(config, **{section or name: value})
+    return config
 
 
 def for_one_process(config: Config, recipe: Config | None = None) -> Config:
@@ -151,7 +147,7 @@ def for_one_process(config: Config, recipe: Config | None = None) -> Config:
     """
     if config.num_ranks == 1:
         return config
-    changes = {"trainer.tensor_parallel": 1, "trainer.data_replicas": 1, "generator.tensor_parallel": 1}
+    changes: dict[str, Any] = {"trainer.tensor_parallel": 1, "trainer.data_replicas": 1, "generator.tensor_parallel": 1}
     if isinstance(config, SFTConfig):
         return change(config, changes | {"num_trainers": 1})
     changes |= {"roles.colocated": True, "roles.num_trainers": 1, "roles.num_references": 0, "overlap_steps": 0}

@@ -38,8 +38,15 @@ class ResumeSafe:
     """
 
 
-WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NoneType: "None"}
-WORDS |= {list: "a list", dict: "a dict"}
+WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "None",
+    list: "a list",
+    dict: "a dict",
+}
 
 
 def check_fields(config: Any, path: str = "") -> None:

@@ -1,160 +1,198 @@
-"""Environment processes: the head's side, which waits for none of them, and what happens in one of them.
+"""Environment processes: the side of the replica's head, which never waits for one, and what happens inside of them.
 
-They live on the host of the head of each replica, so that nothing passes over the bridges between ranks while episodes
-are played. The user's file is imported once, in their supervisor, and processes are forked from it. An episode keeps
-its process until it has finished; where there are only functions as tools, any process answers any turn.
+The processes run on the host of the replica's head, so that nothing passes over the bridges between ranks during an
+episode. A supervisor imports the user's file once and forks the processes. An episode keeps its process to its end. If
+there are only functions as tools, any process answers any turn.
 
-Whatever the policy may have caused is an answer that it reads; what it cannot have caused is raised, and the episode
-has no reward. Left out: deadlines, which are the supervisor's.
+What the policy may have caused becomes an answer that it reads. What it cannot have caused is raised, and the episode
+gets no reward. Left out: deadlines, which the supervisor keeps.
 """
 
 import functools
 import json
-import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from grpo.config import EnvironmentConfig
-from grpo.environments import calls
-from grpo.environments.tools import Lost, Toolbox, awaited, load_toolboxes, run_call
+from grpo.environments.calls import ToolCall, other_style, parse
+from grpo.environments.tools import Lost, Toolbox, await_result, load_toolboxes, run_call
 from grpo.text import shorten
 from grpo.workers.processes import Call, Workers
 from grpo.workers.worker import Failure, plain_values
 
-# Of all answers to a turn, and of what `get_info` says: what a tool floods is cut here, before it fills a socket.
-MOST_CHARACTERS = 32_000
+# Limit for all answers to a turn together, and for what `get_info` returns. A flood is cut before it fills a socket.
+MAX_CHARACTERS = 32_000
 
 
-class Asked(NamedTuple):
-    """A message that waits for its reply."""
+@dataclass(frozen=True)
+class PendingCall:
+    """A call of an environment that waits for its reply."""
 
     do: str
     arguments: list[Any]
     seconds: float
-    again: bool = False
+    is_retry: bool
 
 
 class EnvironmentHost:
     """The environment processes of one replica."""
 
-    def __init__(self, config: EnvironmentConfig, style: str, num_processes: int, variables: Collection[str] = ()):
-        """Have the user's file loaded. Call it on the main thread.
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        style: str,
+        num_processes: int,
+        variables: Collection[str] = (),
+    ):
+        """Load the user's file. Call it on the main thread.
 
-        style: how the model writes calls. variables: names of environment variables that the processes get. Raises
+        style: how the model writes calls. variables: names of environment variables for the processes. Raises
         ValueError if the file cannot be loaded.
         """
         self.config = config
-        self._asked: dict[int, Asked] = {}
-        loader = functools.partial(load, config, style)
-        self.workers = Workers("environments", loader, num_processes, config.memory_gib, variables, loads_once=True)
+        self._pending: dict[int, PendingCall] = {}
+        load = functools.partial(load_environment, config, style)
+        self.workers = Workers("environments", load, num_processes, config.memory_gib, variables, loads_once=True)
 
-    def ask(self, episode: int, do: str, arguments: list[Any], seconds: float, again: bool = False) -> None:
-        """Have an episode do `reset`, `turn` or `finish`, see `Episode`; `poll` gives the reply.
+    def ask(
+        self,
+        episode: int,
+        do: str,
+        arguments: list[Any],
+        seconds: float,
+        is_retry: bool = False,
+    ) -> None:
+        """Ask an episode to `reset`, `turn` or `finish` (see `LiveEnvironment`). `poll` returns its reply.
 
-        Within `seconds`, or it has failed; a message waits before that for a free process.
+        It fails after `seconds`, which begin when a process is free.
         """
-        self._asked[episode] = Asked(do, arguments, seconds, again)
+        self._pending[episode] = PendingCall(do, arguments, seconds, is_retry)
         conversation = episode if self.config.all_classes else None
         line = json.dumps([do, *arguments]).encode()
         self.workers.submit([Call(episode, line, seconds, conversation=conversation, ends=do == "finish")])
 
     def drop(self, episode: int) -> None:
-        """End an episode that is given up."""
+        """End an episode early."""
         self.workers.drop(episode)
 
     def poll(self, seconds: float = 0.0) -> list[dict[str, Any]]:
-        """Replies that are there, or the first within `seconds`. Raises RuntimeError if the supervisor ended.
+        """Return the replies that have arrived. If there are none, wait up to `seconds` for the first.
 
-        `{episode, ...}`, what `Episode` replied, or `{episode, failed, kind}`. `kind` is `hung` where the process was
-        computing when its time was over, which the policy's call has most likely caused; `lost` where it was waiting or
-        died, which the policy cannot have caused.
+        Raises RuntimeError if the supervisor has ended. The list is empty if a `reset` is being tried again.
+
+        A reply is `{episode, ...}` with what `LiveEnvironment` returned, or `{episode, failed, kind}`. `kind` is `hung`
+        if the process was still computing at its deadline or reached its memory limit: the policy's call has most
+        likely caused that. It is `lost` if the process was waiting or died, which the policy cannot have caused.
         """
-        give_up_at = time.monotonic() + seconds
-        while True:
-            left = max(0.0, give_up_at - time.monotonic())
-            outcomes = self.workers.poll(left)
-            if (replies := [reply for outcome in outcomes if (reply := self._reply(**outcome))]) or not outcomes:
-                return replies
+        replies = map(self._reply, self.workers.poll(seconds))
+        return [reply for reply in replies if reply]
 
-    def _reply(self, call: int, value: Any = None, failed: str = "", cause: str = "") -> dict[str, Any] | None:
-        """What came of a message; None of a failed reset, which is tried once more in another process."""
-        asked = self._asked.pop(call)
-        if not cause:
-            return {"episode": call, **value}
-        if asked.do == "reset" and not asked.again:
-            self.ask(call, *asked[:3], again=True)
+    def _reply(self, outcome: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the reply to a call. A `reset` that failed is tried once more in another process: None."""
+        episode = outcome["call"]
+        call = self._pending.pop(episode)
+        if "value" in outcome:
+            return {"episode": episode, **outcome["value"]}
+        cause = outcome["cause"]
+        if call.do == "reset" and not call.is_retry:
+            self.ask(episode, call.do, call.arguments, call.seconds, is_retry=True)
             return None
-        is_late = asked.do == "turn" and cause in ("late", "busy")
+        is_late = call.do == "turn" and cause in ("late", "busy")
         if is_late and not self.config.all_classes:
-            answer = f"It took longer than {asked.seconds:g} s and was stopped."
+            answer = f"It took longer than {call.seconds:g} s and was stopped."
             counts = {"calls": 1, "hung_calls": 1}
-            return {"episode": call, "answers": [answer], "role": "", "ended": False, "counts": counts}
+            return {"episode": episode, "answers": [answer], "role": "", "ended": False, "counts": counts}
+        failure = outcome["failed"]
         if cause == "memory":
-            failed = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
+            failure = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
         is_hung = cause == "memory" or (is_late and cause == "busy")
-        return {"episode": call, "failed": f"{asked.do}: {failed}", "kind": "hung" if is_hung else "lost"}
+        return {"episode": episode, "failed": f"{call.do}: {failure}", "kind": "hung" if is_hung else "lost"}
 
     def close(self) -> None:
         """End all processes and wait until they are gone."""
         self.workers.close()
 
 
-def load(config: EnvironmentConfig, style: str) -> Callable[..., dict[str, Any]]:
-    """Load the user's files; returns what does `reset`, `turn` or `finish` for the episode that a process is at.
+def load_environment(config: EnvironmentConfig, style: str) -> Callable[..., dict[str, Any]]:
+    """Load the user's files in an environment process. Returns a function that does `reset`, `turn` or `finish`.
 
     style: how the model writes calls, see calls.py.
     """
-    episode = Episode(load_toolboxes(config), style)
+    environment = LiveEnvironment(load_toolboxes(config), style)
 
     def answer(do: str, *arguments: Any) -> dict[str, Any]:
-        if do != "reset" and config.all_classes and episode.object is None:
+        if do != "reset" and config.all_classes and environment.object is None:
             raise Lost("its process ended between two turns")
-        return getattr(episode, do)(*arguments)
+        return getattr(environment, do)(*arguments)
 
     return answer
 
 
-class Episode:
-    """One rollout's object, None where there are only functions as tools."""
+class LiveEnvironment:
+    """The object of one rollout in its process. The object is None if there are only functions as tools."""
 
     def __init__(self, toolboxes: Mapping[str, Toolbox], style: str):
-        """toolboxes: by the names of environments."""
-        self.toolboxes, self.style = toolboxes, style
-        self.toolbox, self.object = toolboxes.get(""), None
+        """Start without an object. toolboxes: by environment name."""
+        self.toolboxes = toolboxes
+        self.toolbox = toolboxes.get("")
+        self.style = style
+        self.object = None
 
-    def reset(self, row: dict[str, Any], seed: int, rollout: int, environment: str = "") -> dict[str, Any]:
-        """Begin; `text` stands behind the row's own prompt, None for nothing. environment: the name of its class."""
+    def reset(
+        self,
+        row: dict[str, Any],
+        seed: int,
+        rollout: int,
+        environment: str = "",
+    ) -> dict[str, Any]:
+        """Make the object and call its `reset`. Returns the `text` that goes behind the row's prompt, or None.
+
+        environment: the name of the class.
+        """
         self.toolbox = self.toolboxes[environment]
-        self.object = self.toolbox.factory()
-        text = awaited(self.object.reset(**self.toolbox.reset_arguments(row, seed, rollout)))
-        if text is not None and not isinstance(text, str):
+        self.object = self.toolbox.kind(**self.toolbox.options)
+        text = await_result(self.object.reset(**self.toolbox.reset_arguments(row, seed, rollout)))
+        if not isinstance(text, str | None):
             raise Lost(f"reset returned {type(text).__name__}, not text or None")
         return {"text": text}
 
-    def turn(self, text: str, earns: bool = False, opened_thought: str = "") -> dict[str, Any]:
-        """Answer a turn of the model: by its calls, by `reply` where it has none, or with nothing, which ends it.
+    def turn(
+        self,
+        text: str,
+        earns: bool = False,
+        opened_thought: str = "",
+    ) -> dict[str, Any]:
+        """Answer a turn of the model: each of its calls, or by `reply` if it has none. No answer ends the episode.
 
-        opened_thought: what the chat template wrote of the turn's thoughts; a call inside them is none.
-        `role`: who answers, if not the tools. `unread`: the style of its calls, if that is not the one that is read.
-        `earned`, if it earns and is not the last one: the reward so far. Raises Lost where that is None, because the
-        rewards of this turn and the next are then not known.
+        opened_thought: the beginning of the thoughts if the chat template wrote it; calls inside thoughts do not count.
+
+        Returns `answers`, `counts` and whether the episode has `ended`. `role`: who answers; empty for the tools.
+        `unread`: the style of the calls, if it is not the one that is read. `earned`: the reward so far, if the turn
+        earns and is not the last one. Raises Lost if that is None, because the rewards of this turn and the next are
+        then unknown.
         """
-        counts = {"calls": 0, "bad_calls": 0, "tool_errors": 0, "unread_calls": 0}
-        answers, role, unread = [], "", ""
-        whole = opened_thought + text
-        for call in calls.parse(whole, self.style) if self.toolbox.tools else []:
-            counts["calls"] += 1
-            answer, kind = run_call(self.toolbox, self.object, call) if isinstance(call, calls.Call) else (call, "bad")
-            counts["bad_calls"] += kind == "bad"
-            counts["tool_errors"] += kind == "error"
+        turn = opened_thought + text
+        answers = []
+        kinds = []
+        for call in parse(turn, self.style) if self.toolbox.tools else []:
+            if isinstance(call, ToolCall):
+                answer, kind = run_call(self.toolbox, self.object, call)
+            else:
+                answer = call
+                kind = "bad"
             answers.append(answer)
-        if not answers and self.toolbox.tools:
-            unread = calls.other_style(whole, self.style, self.toolbox.tools)
-            counts["unread_calls"] += bool(unread)
+            kinds.append(kind)
+        unread = "" if answers else other_style(turn, self.style, self.toolbox.tools)
+        role = ""
         if not answers and self.toolbox.has_reply:
-            answer = awaited(self.object.reply(text))
-            answers, role = [] if answer is None else [str(answer)], "user"
-        answers = [shorten(answer, MOST_CHARACTERS // len(answers)) for answer in answers]
+            role = "user"
+            answer = await_result(self.object.reply(text))
+            if answer is not None:
+                answers = [str(answer)]
+        counts = {"calls": len(kinds), "bad_calls": kinds.count("bad"), "tool_errors": kinds.count("error")}
+        counts["unread_calls"] = int(bool(unread))
+        answers = [shorten(answer, MAX_CHARACTERS // len(answers)) for answer in answers]
         done = getattr(self.object, "done", False)
         ended = not answers or (bool(done) and not callable(done))  # a method `done` is a tool
         reply = {"answers": answers, "role": role, "ended": ended, "counts": counts}
@@ -167,36 +205,39 @@ class Episode:
         return reply
 
     def finish(self) -> dict[str, Any]:
-        """End: the episode's reward (None without `get_reward`) and what reward functions learn of the object."""
-        own = hasattr(self.object, "get_info")
-        info = awaited(self.object.get_info()) if own else _plain_attributes(self.object)
-        if not isinstance(info, dict) or len(json.dumps(info)) > MOST_CHARACTERS:
-            raise Lost(f"get_info returned no dict of at most {MOST_CHARACTERS} characters as JSON")
+        """End the episode. Returns its `reward`, None without `get_reward`, and the `info` for reward functions."""
+        if hasattr(self.object, "get_info"):
+            info = await_result(self.object.get_info())
+        else:
+            info = _plain_attributes(self.object)
+        if not isinstance(info, dict) or len(json.dumps(info)) > MAX_CHARACTERS:
+            raise Lost(f"get_info returned no dict of at most {MAX_CHARACTERS} characters as JSON")
         reward = self._reward()
         if hasattr(self.object, "close"):
-            awaited(self.object.close())
+            await_result(self.object.close())
         self.object = None
         return {"reward": reward, "info": info}
 
     def _reward(self) -> float | None:
-        """Raises Lost where `get_reward` gives no finite number."""
+        """Ask for the reward. Raises Lost if it is not a finite number."""
         if not self.toolbox.has_reward:
             return None
         try:
-            return plain_values([awaited(self.object.get_reward())], 1)[0]
+            return plain_values([await_result(self.object.get_reward())], 1)[0]
         except Failure as error:
             raise Lost(f"get_reward {error}") from error
 
 
 def _plain_attributes(environment: Any) -> dict[str, Any]:
-    """The object's public attributes that JSON has, numpy's numbers among them, as far as there is room."""
-    plain, room = {}, MOST_CHARACTERS
+    """Return the public attributes that JSON can hold, including numpy's numbers, up to MAX_CHARACTERS in all."""
+    attributes = {}
+    room = MAX_CHARACTERS
     for name, value in getattr(environment, "__dict__", {}).items():
         try:
             text = json.dumps({name: value}, default=lambda number: number.item())
         except (TypeError, ValueError, AttributeError, RecursionError):
             continue
         if not name.startswith("_") and len(text) < room:
-            plain |= json.loads(text)
+            attributes |= json.loads(text)
             room -= len(text)
-    return plain
+    return attributes

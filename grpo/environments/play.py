@@ -1,21 +1,20 @@
-"""Episodes on the engine of one replica: a rollout whose turn has ended goes to its environment and comes back.
+"""Episodes on the engine of one replica: when a turn ends, the environment answers it and the rollout goes on.
 
-Its answer's tokens are appended to its ids, and it joins the engine as a new request, while the others decode on. When
-it joins is up to `environment.answer_steps`: 0, as soon as it is there; N, so many steps of the engine after its turn
-has ended, so that how fast a tool was changes no bit of what is sampled; with `environment.rounds`, when no other
-rollout runs any more.
+The tokens of the answer are appended to the ids of the rollout, which joins the engine again as a new request while the
+others decode on. `environment.answer_steps` says when it joins. With 0 it joins as soon as the answer is there. With N
+it joins N steps of the engine after its turn ended, so that the speed of a tool changes no bit of what is sampled. With
+`environment.rounds` it joins when no other rollout is running.
 
-The head of a replica talks to the environments; its other ranks are told what to add, since all must add the same
-requests in the same order.
+The head of a replica talks to the environments. It sends its decisions to the other ranks of the replica, because all
+of them must add the same requests in the same order.
 """
 
 import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -27,70 +26,60 @@ from grpo.environments.host import EnvironmentHost
 from grpo.environments.suffix import Turns
 from grpo.types import Piece, Prompt
 
-# For `finish`, which may compute the reward.
+# Deadline of `finish`, which may compute the reward
 FINISH_SECONDS = 60.0
-# Waited for replies at once; the supervisor has the deadlines.
+# Longest wait for replies before looking again; the supervisor keeps the deadlines.
 POLL_SECONDS = 1.0
 
-# What is decided about a rollout: its number, the most tokens of its next turn, and the ids behind those that it has;
-# 0 tokens if it has ended.
-Decision = tuple[int, int, list[int]]
 
+@dataclass
+class Decision:
+    """How a rollout goes on: with another turn, or not at all."""
 
-def as_integers(decisions: list[Decision]) -> list[int]:
-    """Decisions as they go over the wire: how many there are, then each, with how many ids it has."""
-    flat = [len(decisions)]
-    for number, most, ids in decisions:
-        flat += [number, most, len(ids), *ids]
-    return flat
-
-
-def from_integers(flat: Iterable[int]) -> list[Decision]:
-    """Undo `as_integers`."""
-    values, decisions = iter(flat), []
-    for _ in range(next(values)):
-        number, most, length = islice(values, 3)
-        decisions.append((number, most, list(islice(values, length))))
-    return decisions
+    number: int
+    """Which rollout."""
+    max_tokens: int
+    """Limit for its next turn; 0 if the rollout has ended."""
+    new_ids: list[int]
+    """Ids to append before its next turn."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """One rollout on its way, as the head sees it."""
+    """One rollout in progress, as the head sees it."""
 
     prompt: Prompt
     rollout: int
     """Its place in the group."""
     seed: int
-    """For `reset`: the same for all rollouts of a group."""
+    """Seed for `reset`, the same for all rollouts of a group."""
     version: int
     environment: str = ""
-    """Which of `environment.classes` it has; empty if there is one."""
+    """Its class, one of `environment.classes`. Empty if there is only one."""
     number: int = 0
-    """Its place among those that are played together."""
+    """Its place among the episodes that are played together."""
     ids: list[int] = field(default_factory=list)
-    """The prompt's and what followed; only appended to."""
-    """Of each turn, see `Stretch`; none for a dense model."""
+    """The prompt and all that followed. Only appended to."""
     pieces: list[Piece] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    """`text`, `tokens` and `answers` of each turn of the model. `earned`: what `get_reward` said after it, if asked.
-    `unread`: the style of its calls, if that is not the one that is read."""
+    """`text`, `tokens` and `answers` of each turn of the model. `earned`: the reward after it, if it was asked for.
+    `unread`: the style of its calls, if it is not the one that is read."""
     counts: Counter = field(default_factory=Counter)
     opening: str | None = None
     """The user's message, if `reset` wrote the end of it."""
     num_prompt_tokens: int = 0
     ended_by: str = ""
-    """Why no further turn begins: done, tokens, turns, seconds, hung, lost."""
+    """Why no further turn begins: done, tokens, turns, seconds, hung or lost."""
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
     began: float = field(default_factory=time.monotonic)
     asked_at: float | None = None
-    """When its environment was asked for what has not come yet."""
+    """When its environment was asked. None if no reply is due."""
     waited: float = 0.0
-    """Seconds that its environment took."""
-    decided: Decision | None = None
-    """What is known of its next turn and was not told yet."""
+    """Seconds that its environment has taken."""
+    decision: Decision | None = None
+    """How it goes on, until the ranks of the replica have been told."""
 
     def write(self, ids: list[int]) -> None:
         """Append tokens that were not sampled."""
@@ -99,32 +88,41 @@ class Episode:
         self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version))
 
     def end(self, ended_by: str) -> None:
-        """No further turn begins."""
-        self.ended_by, self.decided = ended_by, (self.number, 0, [])
+        """Let no further turn begin."""
+        self.ended_by = ended_by
+        self.decision = Decision(self.number, 0, [])
 
     def note(self) -> dict[str, Any]:
-        """What the driver learns of it besides the tokens; JSON."""
+        """Return what the driver learns besides the tokens, as JSON values."""
         names = ("turns", "opening", "ended_by", "reward", "info", "failure", "waited")
         return {name: getattr(self, name) for name in names} | {"counts": dict(self.counts)}
 
 
 @dataclass(eq=False)
 class Player:
-    """Plays episodes on the head of a replica: asks environments and makes token ids of what they answer."""
+    """The head's side of the episodes: it asks the environments and turns their answers into token ids."""
 
     config: EnvironmentConfig
     host: EnvironmentHost
     turns: Mapping[str, Turns]
-    """By the names of environments, see `Episode.environment`."""
+    """By the name of the environment, see `Episode.environment`."""
     tokenizer: PreTrainedTokenizerBase
     max_prompt_tokens: int
 
-    def begin(self, episodes: list[Episode], max_tokens: int, turns_earn: bool = False) -> None:
+    def begin(
+        self,
+        episodes: list[Episode],
+        max_tokens: int,
+        turns_earn: bool = False,
+    ) -> None:
         """Reset the environments.
 
-        max_tokens: everything behind the prompt, answers included. turns_earn: ask for the reward after each turn too.
+        max_tokens: limit for everything after the prompt, including answers. turns_earn: ask for the reward after each
+        turn.
         """
-        self.episodes, self.max_tokens, self.turns_earn = episodes, max_tokens, turns_earn
+        self.episodes = episodes
+        self.max_tokens = max_tokens
+        self.turns_earn = turns_earn
         for number, episode in enumerate(episodes):
             episode.number = number
             if self.config.all_classes:
@@ -133,8 +131,14 @@ class Player:
             else:
                 self._open(episode, None)
 
-    def ended(self, number: int, ids: list[int], logprobs: list[float], reason: str) -> None:
-        """Take in a turn that the engine has ended. A turn that ran out of tokens ends the episode."""
+    def add_turn(
+        self,
+        number: int,
+        ids: list[int],
+        logprobs: list[float],
+        reason: str,
+    ) -> None:
+        """Add a turn that the engine has finished. A turn that ran out of tokens ends the episode."""
         episode = self.episodes[number]
         piece = Piece.sampled(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), episode.version)
         episode.pieces.append(piece)
@@ -148,42 +152,46 @@ class Player:
         else:
             self._end(episode, "tokens")
 
-    def collect(self, due: list[int], least: int) -> list[Decision]:
-        """What is decided about the rollouts that are `due`; waits until that is something about so many of them."""
-        self._take_in(0.0)
-        while len(decided := [self.episodes[number] for number in due if self.episodes[number].decided]) < least:
-            self._take_in(POLL_SECONDS)
-        decisions = [episode.decided for episode in decided]
-        for episode in decided:
-            episode.decided = None
+    def collect(self, due: list[int], min_decisions: int) -> list[Decision]:
+        """Return how the rollouts in `due` go on. Waits until at least `min_decisions` of them are decided."""
+        self._receive(0.0)
+        while sum(self.episodes[number].decision is not None for number in due) < min_decisions:
+            self._receive(POLL_SECONDS)
+        decisions = []
+        for number in due:
+            if self.episodes[number].decision:
+                decisions.append(self.episodes[number].decision)
+                self.episodes[number].decision = None
         return decisions
 
     def finish(self) -> list[Episode]:
-        """Wait until each environment has told its reward."""
+        """Wait for the rewards of all episodes."""
         while any(episode.asked_at is not None for episode in self.episodes):
-            self._take_in(POLL_SECONDS)
+            self._receive(POLL_SECONDS)
         return self.episodes
 
     def _ask(self, episode: Episode, do: str, arguments: list[Any], seconds: float) -> None:
         episode.asked_at = time.monotonic()
         self.host.ask(episode.number, do, arguments, seconds)
 
-    def _take_in(self, seconds: float) -> None:
+    def _receive(self, seconds: float) -> None:
+        """Handle the replies of the environments. Without any, wait up to `seconds`."""
         for reply in self.host.poll(seconds):
             episode = self.episodes[reply["episode"]]
             episode.waited += time.monotonic() - episode.asked_at
             episode.asked_at = None
             if "failed" in reply:
-                self._failed(episode, reply["failed"], reply["kind"])
+                self._fail(episode, reply["failed"], reply["kind"])
             elif "text" in reply:
                 self._open(episode, reply["text"])
             elif "answers" in reply:
                 self._answer(episode, reply)
             else:
-                episode.reward, episode.info = reply["reward"], reply["info"]
+                episode.reward = reply["reward"]
+                episode.info = reply["info"]
 
     def _open(self, episode: Episode, text: str | None) -> None:
-        """Begin the first turn. text: of `reset`, which stands at the end of the prompt."""
+        """Begin the first turn. text: what `reset` adds to the end of the prompt."""
         if text is None:
             episode.ids = list(episode.prompt.ids)
         else:
@@ -191,62 +199,63 @@ class Player:
             episode.opening = last["content"] + text
             messages = [*earlier, last | {"content": episode.opening}]
             episode.write(self.turns[episode.environment].opening(messages))
-        episode.num_prompt_tokens = number = len(episode.ids)
-        if number > self.max_prompt_tokens:
-            name = "data.max_prompt_tokens"
-            why = f"the prompt with reset's text has {number} tokens; raise {name}={self.max_prompt_tokens}"
-            self._failed(episode, why, "lost")
+        episode.num_prompt_tokens = len(episode.ids)
+        if len(episode.ids) > self.max_prompt_tokens:
+            limit = f"data.max_prompt_tokens={self.max_prompt_tokens}"
+            self._fail(episode, f"the prompt with reset's text has {len(episode.ids)} tokens; raise {limit}", "lost")
         else:
             self._next_turn(episode, episode.ids)
 
     def _answer(self, episode: Episode, reply: dict[str, Any]) -> None:
-        """Take in what the environment said to a turn; the next one begins, or the episode ends."""
-        config, turn = self.config, episode.turns[-1]
+        """Append the answer to a turn and begin the next turn, or end the episode."""
+        config = self.config
+        turn = episode.turns[-1]
         episode.counts.update(reply["counts"])
         turn["answers"] = [self._cut(answer, episode.counts) for answer in reply["answers"]]
-        for name in ("earned", "unread"):
-            if name in reply:
-                turn[name] = reply[name]
+        turn.update({name: reply[name] for name in ("earned", "unread") if name in reply})
         if reply["ended"]:
-            self._end(episode, "done")
-        elif len(episode.turns) == config.max_turns:
-            self._end(episode, "turns")
-        elif config.rollout_seconds and time.monotonic() - episode.began > config.rollout_seconds:
-            self._end(episode, "seconds")
-        else:
-            turns = self.turns[episode.environment]
-            suffix = turns.ids(turn["answers"], episode.ids[-1], reply["role"])
-            if len(episode.ids) + len(suffix) - episode.num_prompt_tokens >= self.max_tokens:
-                self._end(episode, "tokens")
-            else:
-                episode.write(suffix)
-                self._next_turn(episode, suffix)
+            return self._end(episode, "done")
+        if len(episode.turns) == config.max_turns:
+            return self._end(episode, "turns")
+        if config.rollout_seconds and time.monotonic() - episode.began > config.rollout_seconds:
+            return self._end(episode, "seconds")
+        turns = self.turns[episode.environment]
+        suffix = turns.ids(turn["answers"], episode.ids[-1], reply["role"])
+        if len(episode.ids) + len(suffix) - episode.num_prompt_tokens >= self.max_tokens:
+            return self._end(episode, "tokens")
+        episode.write(suffix)
+        self._next_turn(episode, suffix)
 
-    def _next_turn(self, episode: Episode, further: list[int]) -> None:
+    def _next_turn(self, episode: Episode, new_ids: list[int]) -> None:
         room = self.max_tokens - (len(episode.ids) - episode.num_prompt_tokens)
-        episode.decided = episode.number, min(room, self.config.max_turn_tokens or room), list(further)
+        max_tokens = min(room, self.config.max_turn_tokens or room)
+        episode.decision = Decision(episode.number, max_tokens, list(new_ids))
 
     def _cut(self, answer: str, counts: Counter) -> str:
-        """An answer of at most `max_answer_tokens` tokens: what is cut out of its middle is said."""
-        most = self.config.max_answer_tokens
+        """Cut the middle out of an answer of more than `max_answer_tokens` tokens, and say so in its place."""
         ids = self.tokenizer(answer, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        if len(ids) <= most:
+        if len(ids) <= self.config.max_answer_tokens:
             return answer
         counts["cut_answers"] += 1
-        first, last = self.tokenizer.decode(ids[: most // 2]), self.tokenizer.decode(ids[len(ids) - most // 2 :])
-        return f"{first}\n[.. {len(ids) - 2 * (most // 2)} tokens left out ..]\n{last}"
+        half = self.config.max_answer_tokens // 2
+        first = self.tokenizer.decode(ids[:half])
+        last = self.tokenizer.decode(ids[len(ids) - half :])
+        return f"{first}\n[.. {len(ids) - 2 * half} tokens left out ..]\n{last}"
 
     def _end(self, episode: Episode, ended_by: str) -> None:
+        """End an episode and ask its environment for the reward."""
         episode.end(ended_by)
         if self.config.all_classes:
             self._ask(episode, "finish", [], FINISH_SECONDS)
 
-    def _failed(self, episode: Episode, reason: str, kind: str) -> None:
-        """A hung environment is scored, because the policy has most likely caused it; a lost one has no reward."""
+    def _fail(self, episode: Episode, reason: str, kind: str) -> None:
+        """End an episode that failed. If it is hung it gets `hung_reward`, since the policy most likely caused that."""
         episode.reward = self.config.hung_reward if kind == "hung" else None
-        if is_lost := episode.reward is None:
+        if episode.reward is None:
             episode.failure = f"{reason} ({socket.gethostname()}, seed {episode.seed}, row {episode.prompt.row})"
-        episode.end(kind if is_lost else episode.ended_by or kind)
+            episode.end(kind)
+        else:
+            episode.end(episode.ended_by or kind)
         self.host.drop(episode.number)
 
 
@@ -260,34 +269,37 @@ def play(
 ) -> None:
     """Play rollouts 0 to `num_rollouts` - 1 until none of them samples any more. Every rank of the replica calls it.
 
-    loop: the EngineLoop, whose requests are these numbers. add(number, ids, how many of them are behind the prompt,
-    most tokens) gives it a turn that begins. player: on the head,
-    after `begin`; None elsewhere. tell: hands what the head decided to all ranks. When it speaks follows from counts of
-    steps alone, which are the same on all of them.
+    loop: the EngineLoop; rollouts are its requests. add: gives the loop a turn that begins; its arguments are number,
+    ids, how many of the ids are behind the prompt, and the most tokens to sample. player: on the head, after `begin`;
+    None on other ranks. tell: sends the head's decisions to all ranks. They call it at the same steps, because these
+    follow from counts alone.
     """
     delay = math.inf if config.rounds else config.answer_steps
-    due = dict.fromkeys(range(num_rollouts), 0.0)  # the step from which on a rollout's next turn may begin
-    ids: list[list[int]] = [[] for _ in due]
+    # rollout that waits for its next turn -> first step at which it may begin
+    begins_at = dict.fromkeys(range(num_rollouts), 0.0)
+    all_ids: list[list[int]] = [[] for _ in range(num_rollouts)]
     num_prompt_tokens = [0] * num_rollouts
     step = 0.0
-    while due or loop.num_running:
-        idle = not loop.num_running
-        if idle:
-            step = max(step, min(due.values()))
-        if now := sorted(number for number, at in due.items() if at <= step):
-            least = len(now) if delay else int(idle)
-            for number, max_tokens, further in tell(player.collect(now, least) if player else None):
-                del due[number]
-                if not ids[number]:
-                    num_prompt_tokens[number] = len(further)
-                ids[number] += further
-                if max_tokens:
-                    num_behind = len(ids[number]) - num_prompt_tokens[number]
-                    add(number, list(ids[number]), num_behind, max_tokens)
+    while begins_at or loop.num_running:
+        is_idle = not loop.num_running
+        if is_idle:
+            step = max(step, min(begins_at.values()))
+        due = sorted(number for number, first_step in begins_at.items() if first_step <= step)
+        if due:
+            min_decisions = len(due) if delay else int(is_idle)
+            for decision in tell(player.collect(due, min_decisions) if player else None):
+                number = decision.number
+                ids = all_ids[number]
+                del begins_at[number]
+                if not ids:
+                    num_prompt_tokens[number] = len(decision.new_ids)
+                ids += decision.new_ids
+                if decision.max_tokens:
+                    add(number, list(ids), len(ids) - num_prompt_tokens[number], decision.max_tokens)
         if loop.num_running:
-            step = 1.0 if math.isinf(step) else step + 1  # with rounds, each begins anew
+            step = 1.0 if math.isinf(step) else step + 1  # with rounds, each round counts from 1
             for stretch in sorted(loop.step(), key=lambda stretch: stretch.request):
-                ids[stretch.request] += stretch.ids
-                due[stretch.request] = step + delay
+                all_ids[stretch.request] += stretch.ids
+                begins_at[stretch.request] = step + delay
                 if player:
-                    player.ended(stretch.request, stretch.ids, stretch.logprobs, stretch.reason)
+                    player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason)

@@ -1,8 +1,8 @@
-"""The chat template of the exported model: earlier turns as the model wrote them, so that serving equals training.
+"""The chat template of the exported model: it keeps earlier turns as the model wrote them, so serving equals training.
 
-Many templates drop the thoughts of earlier turns, or trim what was written. In training a turn stays as it was sampled.
-So the model's own template is put into another one, which hands it marks in place of what the model wrote, and then
-writes those texts where the marks stand, behind the opening that each turn of the training had.
+Many templates drop the thoughts of earlier turns or trim what was written, but in training a turn stays as it was
+sampled. So the model's own template is put into another one. That one gives it marks in place of what the model wrote,
+and then puts the texts in place of the marks, behind the opening that each turn of the training had.
 """
 
 import contextlib
@@ -17,11 +17,12 @@ from grpo.environments.suffix import OPENED_THOUGHT
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What templates drop, split or trim of a turn.
+# Has all that templates drop, split or trim of a turn
 PROBE = " <think>MARKthought</think> MARKtext \n"
-# With what marks begin and end: characters for private use, which no text has.
-BEGIN, END = "\ue000", "\ue001"
-# A server may hand on thoughts apart from the text, or the text in parts. Words in capitals are filled in.
+# Around marks: characters for private use, which no text has
+BEGIN = "\ue000"
+END = "\ue001"
+# A server may pass on thoughts apart from the text, or the text in parts. Words in capitals are filled in.
 TEMPLATE = """\
 {#- Earlier turns stay as the model wrote them; the model's own template is the part between set and endset. -#}
 {%- set kept = namespace(messages=[], texts=[], all='') -%}
@@ -52,39 +53,49 @@ TEMPLATE = """\
 
 
 def serving_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str | None:
-    """The chat template that keeps earlier turns; empty if the run's template keeps them, None if it cannot be made to.
+    """Return a chat template that keeps earlier turns. Empty if the run's template already does.
 
-    It cannot if it needs what only a run gives it, or writes something between the opening and a turn.
+    None if the run's template cannot be made to: it needs what only a run gives it, or writes something between the
+    opening and a turn.
     """
-    if data.is_text_template or _keeps(tokenizer, data):
+    if data.is_text_template or _keeps_turns(tokenizer, data):
         return ""
     own = tokenizer.get_chat_template(data.chat_template_kwargs.get("chat_template"))
-    # markers of what is to be learned count characters of the whole, and mean nothing in a part
-    for word, other in (("generation", "if true"), ("endgeneration", "endif")):
-        own = re.sub(rf"(\{{%[-+]?\s*){word}(\s*[-+]?%\}})", rf"\1{other}\2", own)
-    thought = OPENED_THOUGHT.search(render(tokenizer, data, prompt_messages(data, "?"), opening=True)[0])[0]
-    written = [before for text in _chats(tokenizer, data, BEGIN) for before in text.split(BEGIN)[:-1]]
-    others = sorted({OPENED_THOUGHT.search(before)[0] for before in written} - {""}, key=len, reverse=True)
-    fields = {"THOUGHT": repr(thought), "OTHERS": repr(others), "BEGIN": BEGIN, "END": END, "OWN": own}
-    template = re.sub("|".join(fields), lambda found: fields[found.group()], TEMPLATE)
-    kwargs = dict(data.chat_template_kwargs) | {"chat_template": template}
+    # the tags around what is to be learned count characters of the whole text, and mean nothing inside of another
+    for tag, plain_tag in (("generation", "if true"), ("endgeneration", "endif")):
+        own = re.sub(rf"(\{{%[-+]?\s*){tag}(\s*[-+]?%\}})", rf"\1{plain_tag}\2", own)
+    thought = OPENED_THOUGHT.search(_opening(tokenizer, data))[0]
+    others = set()  # thoughts that the template itself writes in front of earlier turns
+    for chat in _chats(tokenizer, data, BEGIN):
+        others |= {OPENED_THOUGHT.search(before)[0] for before in chat.split(BEGIN)[:-1]}
+    longest_first = sorted(others - {""}, key=len, reverse=True)
+    fields = {"THOUGHT": repr(thought), "OTHERS": repr(longest_first), "BEGIN": BEGIN, "END": END, "OWN": own}
+    template = re.sub("|".join(fields), lambda match: fields[match[0]], TEMPLATE)
+    kwargs = {**data.chat_template_kwargs, "chat_template": template}
     needs_question = data.prompt_template and "question" in own
-    if needs_question or not _keeps(tokenizer, dataclasses.replace(data, chat_template_kwargs=kwargs)):
+    if needs_question or not _keeps_turns(tokenizer, dataclasses.replace(data, chat_template_kwargs=kwargs)):
         return None
     return template
 
 
-def _keeps(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> bool:
-    """Whether the template writes a turn, whoever answers it, as it was written, behind the opening of the prompt."""
-    opened = render(tokenizer, data, prompt_messages(data, "?"), opening=True)[0]
-    return all(text.startswith(opened + PROBE) and text.count(PROBE) == 2 for text in _chats(tokenizer, data, PROBE))
+def _keeps_turns(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> bool:
+    """Check that the template writes earlier turns as they were written, behind the opening at the end of a prompt."""
+    opening = _opening(tokenizer, data)
+    chats = _chats(tokenizer, data, PROBE)
+    return all(chat.startswith(opening + PROBE) and chat.count(PROBE) == 2 for chat in chats)
+
+
+def _opening(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str:
+    """Return a prompt up to the opening of the model's turn."""
+    return render(tokenizer, data, prompt_messages(data, "?"), opening=True)[0]
 
 
 def _chats(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, turn: str) -> list[str]:
-    """What the template writes of two turns with an answer between them, by a user and by a tool, if it takes it."""
-    found, said = [], {"role": "assistant", "content": turn}
+    """Write a chat of two turns, answered by the user and, if the template allows it, by a tool."""
+    message = {"role": "assistant", "content": turn}
+    chats = []
     for role in ("user", "tool"):
-        chat = [*prompt_messages(data, "?"), said, {"role": role, "content": "!"}, said]
+        messages = [*prompt_messages(data, "?"), message, {"role": role, "content": "!"}, message]
         with contextlib.suppress(Refused):
-            found.append(render(tokenizer, data, chat, opening=False)[0])
-    return found
+            chats.append(render(tokenizer, data, messages, opening=False)[0])
+    return chats

@@ -1,10 +1,11 @@
-"""What stands between two turns of the model, as token ids: the chat template writes it once, around marks.
+"""What stands between two turns of the model, as token ids. The chat template writes it once, around marks.
 
-A mark in place of the model's text, and another in place of an answer, show what the template writes behind a turn: its
-end, the answer, the opening of the next turn. Ids only grow by it, `ids + sampled + suffix`: nothing sampled is decoded
-and encoded again, and no part of an answer becomes a special token. Six rules say whether a template can carry that.
+One mark takes the place of the model's text and another that of an answer. Around them the template shows what it
+writes after a turn: its end, the answer, the opening of the next turn. So ids only grow, `ids + sampled + suffix`:
+nothing that was sampled is decoded and encoded again, and no part of an answer becomes a special token. Six rules check
+that a template allows this.
 
-Left out: templates that need a call as data, with an id or a tool's name, beside the model's text.
+Left out: templates that need a call as data, with an id or a tool's name, next to the model's text.
 """
 
 import os.path
@@ -20,18 +21,23 @@ from grpo.text import without_surrogates
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Stand for texts: no template writes such words.
-QUESTION, TEXT, EARLIER, ANSWER, OTHER = "MARKquestion", "MARKtext", "MARKearlier", "MARKanswer", "MARKother"
-# What a template that trims, quotes or escapes answers changes.
+# Marks in place of texts. No template writes such words itself.
+QUESTION = "MARKquestion"
+TEXT = "MARKtext"
+EARLIER = "MARKearlier"
+ANSWER = "MARKanswer"
+OTHER = "MARKother"
+# A text that a template changes if it trims, quotes or escapes answers
 ODD = ' "a"\\b\n<c>&é{d} \n'
-# The thought that a template writes itself, at the end of an opening: empty, or to be filled in, or none.
+# The thought that a template writes itself at the end of an opening: none, an empty one, or one to be continued
 OPENED_THOUGHT = re.compile(r"(?:<think>\s*(?:</think>\s*)?)?\Z")
-# Characters shown of a text in a refusal, before and behind the place from which on it is another one.
-SHOWN_BEFORE, SHOWN_BEHIND = 20, 40
+# Characters shown in a refusal before and after the place where two texts begin to differ
+SHOWN_BEFORE = 20
+SHOWN_AFTER = 40
 
 
 class Turns:
-    """Makes token ids of what an environment says, as the chat template of a run writes it."""
+    """Turns what an environment says into token ids, in the words of the run's chat template."""
 
     def __init__(
         self,
@@ -42,15 +48,21 @@ class Turns:
         reply_as: str = "tool",
         has_reply: bool = False,
     ):
-        """Try the template's rules. Raises ValueError, with both texts and the way out, if it breaks one.
+        """Check the template. Raises ValueError, with both texts and the way out, if it breaks a rule.
 
         stop_token_ids: tokens at which a turn ends. schemas: of the tools, for the template. reply_as: the role that
-        answers calls. has_reply: turns without calls are answered as well, by the user.
+        answers calls. has_reply: the user answers turns without calls.
         """
-        self.tokenizer, self.data, self.schemas, self.stop_token_ids = tokenizer, data, schemas, {*stop_token_ids}
+        self.tokenizer = tokenizer
+        self.data = data
+        self.schemas = schemas
+        self.stop_token_ids = set(stop_token_ids)
         self.start = prompt_messages(data, QUESTION)
-        roles = ([reply_as] if schemas else []) + (["user"] if has_reply or not schemas else [])
-        self.role, self.frames = roles[0], {}
+        roles = [reply_as] if schemas else []
+        if has_reply or not schemas:
+            roles.append("user")
+        self.role = roles[0]
+        self.frames: dict[str, tuple[str, str, str]] = {}
         for role in dict.fromkeys(roles):
             try:
                 self.frames[role] = self._frame(role)
@@ -60,102 +72,130 @@ class Turns:
                     f"{template_name(tokenizer, data)} cannot carry several turns with answers of role {role}: {error}"
                     f"; try it with {hint}another template (--data.prompt-template FILE.jinja)"
                 ) from error
-        scaffolds = [self._write(self.start), *(text for frame in self.frames.values() for text in frame)]
-        self.special_ids = self._special_ids("".join(scaffolds))
-        # with what each turn begins, though the template and not the model wrote it
-        self.opened_thought = OPENED_THOUGHT.search(self._write(self.start))[0]
-        self.rewrites = {role: ODD not in self._behind(role, [ODD]) for role in self.frames}
+        opened = self._write(self.start)
+        self.special_ids = self._special_ids(opened + "".join(map("".join, self.frames.values())))
+        # a turn begins with this thought, although the template and not the model wrote it
+        self.opened_thought = OPENED_THOUGHT.search(opened)[0]
+        self.rewrites = {role: ODD not in self._after_turn(role, [ODD]) for role in self.frames}
 
     @property
     def line(self) -> str:
-        """What a user should know about the template, empty if there is nothing."""
+        """Advice about the template for the user. Empty if there is nothing to say."""
         prompt = self._write(self.start)
         if all(schema["function"]["name"] in prompt for schema in self.schemas):
             return ""
         return "the chat template does not show the tools; describe them in data.system_prompt"
 
     def opening(self, prompt: str | list[Message]) -> list[int]:
-        """A first prompt: the system prompt, the tools, the user's message or messages, the opening of the answer."""
+        """Return the ids of a first prompt: system prompt, tools, the user's messages, the opening of the answer."""
         *earlier, last = as_messages(prompt)
         text = last["content"]
-        marked, written = (
-            self._write(prompt_messages(self.data, [*earlier, last | {"content": content}]))
-            for content in (QUESTION, text)
-        )
-        before, _, behind = marked.partition(QUESTION)
-        return self._encode(before) + self._plain_ids(_cut(written, before, behind, text)) + self._encode(behind)
+        marked = self._write(prompt_messages(self.data, [*earlier, last | {"content": QUESTION}]))
+        written = self._write(prompt_messages(self.data, [*earlier, last]))
+        before, _, after = marked.partition(QUESTION)
+        return self._encode(before) + self._plain_ids(_between(written, before, after, text)) + self._encode(after)
 
     def ids(self, answers: list[str], last: int, role: str = "") -> list[int]:
-        """What follows a turn whose last token is `last`: the rest of its end, the answers, the next opening.
+        """Return the ids after a turn that ended with token `last`: rest of its end, answers, opening of the next turn.
 
-        role: who answers, if not `reply_as`: user, for a turn without calls. Several answers of the user are one
-        message. Raises ValueError if `last` ends no turn.
+        role: who answers: empty for `reply_as`, `user` after a turn without calls. Several answers of the user become
+        one message. Raises ValueError if `last` ends no turn.
         """
         if last not in self.stop_token_ids:
             raise ValueError(f"a turn ended with token {last}, which is none of {sorted(self.stop_token_ids)}")
         role = role or self.role
         answers = ["\n\n".join(answers)] if role == "user" else answers
-        before, between, behind = self.frames[role]
-        ids = self._encode(before)[1:]  # the model sampled the token that ends it, this one or another
+        before, between, after = self.frames[role]
+        ids = self._encode(before)[1:]  # the model sampled the token that ends the turn, this one or another
         for number, answer in enumerate(answers):
-            if number:
+            if number > 0:
                 ids += self._encode(between)
             if self.rewrites[role]:
-                answer = _cut(self._behind(role, [answer]), before, behind, answer)
+                answer = _between(self._after_turn(role, [answer]), before, after, answer)
             ids += self._plain_ids(answer)
-        return ids + self._encode(behind)
+        return ids + self._encode(after)
 
     def _frame(self, role: str) -> tuple[str, str, str]:
-        """The texts before, between and behind answers. Raises Refused if a rule does not hold."""
-        suffix, between = self._behind(role, [ANSWER]), ""
-        before, answer, behind = suffix.partition(ANSWER)
-        _must(answer == ANSWER, "an answer is not written", ANSWER, suffix)
+        """Find the texts before, between and after answers. Raises Refused if the template breaks a rule."""
+        suffix = self._after_turn(role, [ANSWER])
+        before, answer, after = suffix.partition(ANSWER)
+        if not answer:
+            _refuse("an answer is not written", ANSWER, suffix)
+        between = ""
         if role != "user":
-            between = self._behind(role, [ANSWER, OTHER]).removeprefix(before + ANSWER).partition(OTHER)[0]
-            three = before + between.join([ANSWER, OTHER, ANSWER]) + behind
-            found = self._behind(role, [ANSWER, OTHER, ANSWER])
-            _must(found == three, "a row of three answers is written otherwise", three, found)
-        for name, other in (("in the second round", role), ("in a longer chat", "user")):
-            found = self._behind(role, [ANSWER], self._chat(self.start, EARLIER, other, [ANSWER]))
-            _must(found == suffix, f"what follows a turn {name} is written otherwise", suffix, found)
+            between = self._after_turn(role, [ANSWER, OTHER]).removeprefix(before + ANSWER).partition(OTHER)[0]
+            three = [ANSWER, OTHER, ANSWER]
+            expected = before + between.join(three) + after
+            written = self._after_turn(role, three)
+            if written != expected:
+                _refuse("a row of three answers is written otherwise", expected, written)
+        for place, earlier_role in (("in the second round", role), ("in a longer chat", "user")):
+            written = self._after_turn(role, [ANSWER], self._chat(self.start, EARLIER, earlier_role, [ANSWER]))
+            if written != suffix:
+                _refuse(f"what follows a turn {place} is written otherwise", suffix, written)
         first = self._encode(before)[:1]
-        name = f"{self.tokenizer.convert_ids_to_tokens(first)[0]!r} ({first[0]})" if first else "nothing"
-        what = f"what follows a turn begins with {name}, at which the model does not stop (generator.stop_token_ids)"
-        _must(self.stop_token_ids.issuperset(first or [None]), what)
-        opened, closed = self._write(self.start), self._write(self.start, opening=False)
-        closed = os.path.commonprefix([closed, opened])  # some write a token at the end of closed chats
-        opening = opened.removeprefix(closed) or opened.partition(QUESTION)[2]  # the end of a question opens, in some
-        _must(behind.endswith(opening), "a turn is not opened as the first one is", opening, behind)
+        if not self.stop_token_ids.intersection(first):
+            name = self.tokenizer.convert_ids_to_tokens(first)
+            raise Refused(
+                f"what follows a turn begins with {name} (ids {first}), at which the model does not stop "
+                "(generator.stop_token_ids)"
+            )
+        opened = self._write(self.start)
+        closed = self._write(self.start, opening=False)
+        closed = os.path.commonprefix([closed, opened])  # some templates write a token at the end of closed chats
+        opening = opened.removeprefix(closed) or opened.partition(QUESTION)[2]  # or the end of a question opens a turn
+        if not after.endswith(opening):
+            _refuse("a turn is not opened as the first one is", opening, after)
         whole = self._write(self._chat(self.start, TEXT, role, [ANSWER]))
-        start = whole[: len(closed)]
-        _must(start == closed, "the prompt, once a turn follows, is written otherwise", closed, start)
-        asked, found = OPENED_THOUGHT.sub("", opened), OPENED_THOUGHT.sub("", whole.partition(TEXT)[0])
-        _must(found == asked, "what stands before a turn is written otherwise", asked, found)
-        return before, between, behind
+        if not whole.startswith(closed):
+            _refuse("the prompt, once a turn follows, is written otherwise", closed, whole)
+        prompt = OPENED_THOUGHT.sub("", opened)
+        before_turn = OPENED_THOUGHT.sub("", whole.partition(TEXT)[0])
+        if before_turn != prompt:
+            _refuse("what stands before a turn is written otherwise", prompt, before_turn)
+        return before, between, after
 
-    def _chat(self, history: list[Message], text: str, role: str, answers: list[str]) -> list[Message]:
+    def _chat(
+        self,
+        history: list[Message],
+        text: str,
+        role: str,
+        answers: list[str],
+    ) -> list[Message]:
+        """Return messages with a turn of the model and its answers behind them."""
         answered = [{"role": role, "content": answer} for answer in answers]
         return [*history, {"role": "assistant", "content": text}, *answered]
 
     def _write(self, messages: list[Message], opening: bool = True) -> str:
         return render(self.tokenizer, self.data, messages, opening, self.schemas or None)[0]
 
-    def _behind(self, role: str, answers: list[str], history: list[Message] | None = None) -> str:
-        """What stands behind a turn of the model that is answered so."""
+    def _after_turn(
+        self,
+        role: str,
+        answers: list[str],
+        history: list[Message] | None = None,
+    ) -> str:
+        """Return what the template writes after a turn that gets these answers."""
         return self._write(self._chat(history or self.start, TEXT, role, answers)).partition(TEXT)[2]
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _special_ids(self, scaffold: str) -> set[int]:
-        """Special tokens, and other added ones with which the template sets answers apart; not the unknown one."""
-        own, written = self.tokenizer, {*self._encode(scaffold)}
-        added = {token for token, entry in own.added_tokens_decoder.items() if entry.special or token in written}
-        unknown = {own.unk_token_id} - {own.eos_token_id, own.bos_token_id, own.pad_token_id}
-        return (added | {*own.all_special_ids}) - unknown
+        """Return the ids that no answer may contain: special tokens, and added tokens that the template itself writes.
+
+        The unknown token may occur. scaffold: all texts that the template writes.
+        """
+        tokenizer = self.tokenizer
+        written = set(self._encode(scaffold))
+        added = tokenizer.added_tokens_decoder.items()
+        special = {token for token, entry in added if entry.special or token in written} | {*tokenizer.all_special_ids}
+        return special - (
+            {tokenizer.unk_token_id} - {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+        )
 
     def _plain_ids(self, text: str) -> list[int]:
-        """Ids of a text of which nothing may become a special token; pieces of it, where it otherwise would."""
+        """Return ids of a text without special tokens. Where the text would become one, it is split into pieces."""
         text = without_surrogates(text)
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if not self.special_ids.intersection(ids) or len(text) < 2:
@@ -164,18 +204,18 @@ class Turns:
         return self._plain_ids(text[:half]) + self._plain_ids(text[half:])
 
 
-def _must(holds: bool, what: str, expected: str = "", found: str = "") -> None:
-    """Raise Refused for a rule that does not hold, and show where two texts part."""
-    if holds:
-        return
-    if expected or found:
-        at = max(0, len(os.path.commonprefix([expected, found])) - SHOWN_BEFORE)
-        texts = [text[at : at + SHOWN_BEFORE + SHOWN_BEHIND] for text in (expected, found)]
-        what += f": {texts[0]!r} is expected, {texts[1]!r} is there"
-    raise Refused(what)
+def _refuse(what: str, expected: str, actual: str) -> None:
+    """Raise Refused and show where the two texts begin to differ."""
+    start = max(0, len(os.path.commonprefix([expected, actual])) - SHOWN_BEFORE)
+    end = start + SHOWN_BEFORE + SHOWN_AFTER
+    raise Refused(f"{what}: {expected[start:end]!r} is expected, {actual[start:end]!r} is there")
 
 
-def _cut(written: str, before: str, behind: str, text: str) -> str:
-    """`text` as the template writes it between `before` and `behind`, trimmed or quoted; as it is, if not found so."""
-    found = written.startswith(before) and written.endswith(behind) and len(written) >= len(before + behind)
-    return written[len(before) : len(written) - len(behind)] if found else text
+def _between(written: str, before: str, after: str, text: str) -> str:
+    """Return what the template made of `text`, which it may trim or quote: all that is between `before` and `after`.
+
+    Returns `text` if these are not found.
+    """
+    if written.startswith(before) and written.endswith(after) and len(written) >= len(before + after):
+        return written[len(before) : len(written) - len(after)]
+    return text

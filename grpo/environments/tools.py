@@ -1,7 +1,8 @@
-"""What the model may call: a user's functions and the public methods of a user's class, their schemas, and one call.
+"""What the model may call: functions and methods of the user, their schemas, and how one call is carried out.
 
-Whatever the model can have caused is told to it: an unknown tool, wrong arguments, a tool that raises. What it cannot
-have caused, as a server that is down, is raised as `Lost`. It imports little, because worker processes import it.
+Whatever the model can have caused becomes an answer that it reads: an unknown tool, wrong arguments, a tool that
+raises. What it cannot have caused, such as a server that is down, is raised as `Lost`. Worker processes import this
+module, so it imports little.
 """
 
 import asyncio
@@ -19,131 +20,138 @@ from typing import Any, Literal
 from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function, near_miss
 from grpo.environments.builtin import calculator, python_tool
-from grpo.environments.calls import Call
+from grpo.environments.calls import ToolCall
 from grpo.text import one_line
 from grpo.workers.programs import ProgramError
 from grpo.workers.worker import Failure
 
-# Methods of a class that are no tools, though public, and that it need not have -> what the run calls them with.
-CALLED_WITH = {"reply": ("a text",), "get_reward": (), "get_info": (), "close": ()}
-# Errors that say something about the machine or the network, and nothing about the call.
+# Optional public methods of a class that are not tools -> what the run calls them with
+OPTIONAL_METHODS = {"reply": ["a text"], "get_reward": [], "get_info": [], "close": []}
+# Errors that come from the machine or the network, not from the call
 OUTAGES = (ConnectionError, TimeoutError, ProgramError)
 OUTAGE_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM}
 OUTAGE_NUMBERS |= {errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT}
 
 
 class Lost(Failure):
-    """Something failed that the policy cannot have caused: the rollout has no reward and is left out of the loss."""
+    """A failure that the policy cannot have caused. The rollout gets no reward and is left out of the loss."""
 
 
 @dataclass(frozen=True)
 class Toolbox:
-    """All tools of a run, and the class whose objects hold a rollout's state."""
+    """The tools of a run, together with the class whose objects hold the state of a rollout."""
 
     functions: Mapping[str, Callable]
-    """Tools without a state, by their names."""
+    """Tools without a state, by name."""
     kind: type | None = None
-    """The class; None if there are functions only."""
+    """The class. None if there are only functions."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments with which an object is made."""
+    """Arguments for making an object of the class."""
 
     @property
     def name(self) -> str:
-        """The class's, or `tools`."""
+        """Name of the class, or `tools`."""
         return self.kind.__name__ if self.kind else "tools"
 
     @functools.cached_property
     def methods(self) -> dict[str, Callable]:
-        """The class's tools, in TRL's order, by name."""
-        public = [name for name in dir(self.kind) if not name.startswith("_") and name not in ("reset", *CALLED_WITH)]
-        return {name: getattr(self.kind, name) for name in public if inspect.isroutine(getattr(self.kind, name))}
+        """Public methods of the class, which are tools, by name and in TRL's order."""
+        taken = ("reset", *OPTIONAL_METHODS)
+        methods = inspect.getmembers(self.kind, inspect.isroutine)
+        return {name: method for name, method in methods if name not in taken and not name.startswith("_")}
 
     @property
     def tools(self) -> dict[str, Callable]:
-        """All of them, methods as the class has them."""
+        """Functions and methods, by name. Methods are not bound to an object."""
         return {**self.functions, **self.methods}
 
     @property
     def has_reply(self) -> bool:
-        """Whether it answers turns without calls too."""
+        """True if turns without a call get an answer too."""
         return hasattr(self.kind, "reply")
 
     @property
     def has_reward(self) -> bool:
-        """Whether its objects tell a reward."""
+        """True if an object of the class gives a reward."""
         return hasattr(self.kind, "get_reward")
 
     @functools.cached_property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as a chat template gets them, JSON schemas. Raises ValueError for what cannot be told to a model.
+        """JSON schemas of the tools, for the chat template. Raises ValueError for a tool that has none.
 
-        Loads transformers, which worker processes do without.
+        This loads transformers, which worker processes do not need.
         """
         from transformers.utils import get_json_schema
 
         schemas = []
         for name, function in self.tools.items():
             try:
-                schemas.append(get_json_schema(function))
-                arguments = schemas[-1]["function"]["parameters"]["properties"]
-                inspect.signature(function).bind_partial(**arguments)  # a model gives each by its name
-            except Exception as error:  # that library has own ones, and raises others for odd type hints
-                own = "; a method that is no tool begins with _" if name in self.methods else ""
-                raise ValueError(f"tool {name}: {one_line(str(error))}{own}") from error
+                schema = get_json_schema(function)
+                arguments = schema["function"]["parameters"]["properties"]
+                inspect.signature(function).bind_partial(**arguments)  # a model gives every argument by name
+            except Exception as error:  # the library has its own, and raises others for odd type hints
+                hint = "; a method that is no tool begins with _" if name in self.methods else ""
+                raise ValueError(f"tool {name}: {one_line(str(error))}{hint}") from error
+            schemas.append(schema)
         return schemas
 
-    def factory(self) -> Any:
-        """The object of one rollout."""
-        return self.kind(**self.options)
-
-    def reset_arguments(self, row: Mapping[str, Any], seed: int, rollout: int) -> dict[str, Any]:
-        """What `reset` gets: the row's columns that it takes, all with **row, and those facts of the run it names."""
-        known = dict(list(inspect.signature(self.kind.reset).parameters.items())[1:])
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        columns = {name: value for name, value in row.items() if takes_all or name in known}
-        return columns | {name: value for name, value in (("seed", seed), ("rollout", rollout)) if name in known}
+    def reset_arguments(
+        self,
+        row: Mapping[str, Any],
+        seed: int,
+        rollout: int,
+    ) -> dict[str, Any]:
+        """Choose what `reset` gets: the columns that it names or, with `**row`, all; `seed` and `rollout` if named."""
+        parameters = inspect.signature(self.kind.reset).parameters
+        named = list(parameters)[1:]
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        columns = {name: value for name, value in row.items() if takes_all or name in named}
+        facts = {"seed": seed, "rollout": rollout}
+        return columns | {name: value for name, value in facts.items() if name in named}
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise ValueError if `reset` needs a column that rows do not have."""
-        if self.kind is None:
-            return
-        try:
-            inspect.signature(self.kind.reset).bind(None, **self.reset_arguments(dict.fromkeys(columns), 0, 0))
-        except TypeError as error:
-            raise ValueError(
-                f"{self.name}.reset does not take rows with the columns {', '.join(columns) or 'none'}: {error}; name "
-                "columns with --data.columns NAME COLUMN, or give its argument a default"
-            ) from error
+        """Raise ValueError if `reset` needs a column that the rows do not have."""
+        if self.kind is not None:
+            what = (
+                f"{self.name}.reset cannot be called with the columns {', '.join(columns) or 'none'} of the rows (name "
+                "others with --data.columns NAME COLUMN, or give the argument a default)"
+            )
+            _check_call(self.kind.reset, what, [None], self.reset_arguments(dict.fromkeys(columns), 0, 0))
 
 
 def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
-    """The functions that a config names, with each of its classes, checked; the only toolbox has an empty name.
+    """Load and check the functions and classes of a config. Returns a toolbox for each class, by environment name.
 
-    Raises ValueError for what cannot be used, and why.
+    If there is only one, its name is empty. Raises ValueError, with the reason, for what cannot be used.
     """
     built_ins = {"calculator": calculator, "python": python_tool(config)}
     functions = []
     for spec in config.tools:
-        what = "environment.tools" if ":" in spec else f"environment.tools (built in: {', '.join(built_ins)})"
-        functions.append(built_ins.get(spec) or load_function(spec, what))
-        if not inspect.isroutine(functions[-1]):
+        function = built_ins.get(spec) or load_function(spec, f"environment.tools (built in: {', '.join(built_ins)})")
+        if not inspect.isroutine(function):
             raise ValueError(f"environment.tools {spec} is no function; write def ..., and a class as environment.name")
+        functions.append(function)
     by_name = {function.__name__: function for function in functions}
-    found = {name: _of_class(spec, config, by_name) for name, spec in config.all_classes.items()}
-    found = found or {"": Toolbox(by_name)}
-    for toolbox in found.values():
-        names = [*(function.__name__ for function in functions), *toolbox.methods]
-        if twice := [name for name in toolbox.tools if names.count(name) > 1]:
-            raise ValueError(f"two tools of a class and environment.tools are called {twice[0]}; rename one")
-    return found
+    toolboxes = {name: _load_class(spec, config, by_name) for name, spec in config.all_classes.items()}
+    toolboxes = toolboxes or {"": Toolbox(by_name)}
+    for toolbox in toolboxes.values():
+        names = [function.__name__ for function in functions] + list(toolbox.methods)
+        for name in toolbox.tools:
+            if names.count(name) > 1:
+                raise ValueError(f"two tools of a class and environment.tools are called {name}; rename one")
+    return toolboxes
 
 
-def _of_class(spec: str, config: EnvironmentConfig, functions: Mapping[str, Callable]) -> Toolbox:
-    """The toolbox of a user's class. Raises ValueError for one that cannot be played with."""
-    where = "environment.classes" if config.classes else "environment.name"
-    kind = load_function(spec, where)
+def _load_class(
+    spec: str,
+    config: EnvironmentConfig,
+    functions: Mapping[str, Callable],
+) -> Toolbox:
+    """Load a class of the user and check it. Raises ValueError if it cannot be an environment."""
+    field_name = "environment.classes" if config.classes else "environment.name"
+    kind = load_function(spec, field_name)
     if not inspect.isclass(kind):
-        raise ValueError(f"{where} {spec} is no class; write functions as environment.tools")
+        raise ValueError(f"{field_name} {spec} is no class; write functions as environment.tools")
     toolbox = Toolbox(functions, kind, config.options)
     if not callable(getattr(kind, "reset", None)):
         raise ValueError(f"class {kind.__name__} has no method reset, which begins an episode")
@@ -151,15 +159,27 @@ def _of_class(spec: str, config: EnvironmentConfig, functions: Mapping[str, Call
         raise ValueError(
             f"class {kind.__name__} can answer nothing; give it a public method, which is a tool, or reply"
         )
-    what = f"class {kind.__name__} does not take environment.options {config.options}"
+    _check_call(kind, f"class {kind.__name__} does not take environment.options {config.options}", [], config.options)
+    for name, arguments in OPTIONAL_METHODS.items():
+        if hasattr(kind, name):
+            what = (
+                f"{kind.__name__}.{name} is no tool here, and is called with {', '.join(arguments) or 'no arguments'}"
+            )
+            _check_call(getattr(kind, name), what, [None, *arguments], {})
+    return toolbox
+
+
+def _check_call(
+    function: Callable,
+    what: str,
+    arguments: list[Any],
+    named: Mapping[str, Any],
+) -> None:
+    """Raise ValueError, with `what` and the reason, if a function does not take these arguments."""
     try:
-        inspect.signature(kind).bind(**config.options)
-        for name, given in CALLED_WITH.items():
-            what = f"{kind.__name__}.{name} is no tool here, and is called with {', '.join(given) or 'no arguments'}"
-            inspect.signature(getattr(kind, name, lambda *_: None)).bind(None, *given)
+        inspect.signature(function).bind(*arguments, **named)
     except TypeError as error:
         raise ValueError(f"{what}: {error}") from error
-    return toolbox
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,73 +187,85 @@ def _of_class(spec: str, config: EnvironmentConfig, functions: Mapping[str, Call
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def run_call(toolbox: Toolbox, environment: Any, call: Call) -> tuple[str, Literal["ok", "bad", "error"]]:
-    """What a call answers, and how it went: bad is a call that fits no tool, error one whose tool raised.
+def run_call(
+    toolbox: Toolbox,
+    environment: Any,
+    call: ToolCall,
+) -> tuple[str, Literal["ok", "bad", "error"]]:
+    """Carry out a call. Returns its answer, and how it went: `bad` if it fits no tool, `error` if the tool raised.
 
-    environment: the rollout's object, None without a class. Raises Lost for an outage, and MemoryError.
+    environment: the object of the rollout, None without a class. Raises Lost for an outage, and MemoryError.
     """
     if call.name not in toolbox.tools:
         names = ", ".join(toolbox.tools) or "none"
         return f"There is no tool {call.name!r}{near_miss(call.name, toolbox.tools)}. Tools: {names}.", "bad"
     function = toolbox.functions.get(call.name) or getattr(environment, call.name)
-    signature, hints = inspect.signature(function), typing.get_type_hints(function)
+    signature = inspect.signature(function)
+    hints = typing.get_type_hints(function)
     arguments = _by_name(call.arguments, next(iter(signature.parameters), ""), hints)
     try:
         signature.bind(**arguments)
         for name, value in arguments.items():
-            if not _fits(value, hints.get(name)):
+            if not _has_type(value, hints.get(name)):
                 raise TypeError(f"{name} cannot be {json.dumps(value)[:100]}")
     except TypeError as error:
         return f"{call.name}: {error}. It is {call.name}{signature}", "bad"
     try:
-        return _as_text(awaited(function(**arguments))), "ok"
+        return _as_text(await_result(function(**arguments))), "ok"
     except (MemoryError, Lost):
         raise
-    except (Exception, SystemExit) as error:  # whatever a user's tool may raise
+    except (Exception, SystemExit) as error:  # a tool of the user may raise anything
         if is_outage(error):
-            raise Lost(f"{call.name}: {in_words(error)}") from error
-        return in_words(error), "error"
+            raise Lost(f"{call.name}: {error_for_model(error)}") from error
+        return error_for_model(error), "error"
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The process's own, the same for all calls: a client that one of them opened belongs to it."""
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process. All calls share it: a client works only in the loop that opened it."""
     return asyncio.new_event_loop()
 
 
-def awaited(result: Any) -> Any:
-    """What a user's function or method returned; of an async one, once it is done."""
-    return _loop().run_until_complete(result) if inspect.isawaitable(result) else result
+def await_result(result: Any) -> Any:
+    """Return the result of a function of the user. An async function is run to its end first."""
+    return _event_loop().run_until_complete(result) if inspect.isawaitable(result) else result
 
 
 def _as_text(result: Any) -> str:
-    """A tool's result as the model reads it: text, JSON, or the parts of a message that are text."""
+    """Write a result of a tool as the model reads it: as text, as JSON, or as the text parts of a message."""
+    if not isinstance(result, dict | list):
+        return str(result)
     parts = result if isinstance(result, list) else []
     if parts and all(isinstance(part, dict) and part.get("type") in ("text", "image") for part in parts):
         if any(part["type"] == "image" for part in parts):
             raise Lost("a tool answered with an image, which these models do not read; answer with text")
         return "".join(part["text"] for part in parts)
-    is_json = isinstance(result, dict | list)
-    return json.dumps(result, ensure_ascii=False, default=str) if is_json else str(result)
+    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Whether an error, or one that it follows from, says something about the machine or the network alone."""
+    """Decide whether the machine or the network caused an error, or an error that it follows from."""
     while error is not None:
-        is_number = isinstance(error, OSError) and error.errno in OUTAGE_NUMBERS
-        if isinstance(error, OUTAGES) or is_number or getattr(error, "infrastructure", False) is True:
+        if isinstance(error, OUTAGES) or (isinstance(error, OSError) and error.errno in OUTAGE_NUMBERS):
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 
-def in_words(error: BaseException) -> str:
-    """`KeyError: 'x'`, or the kind alone."""
+def error_for_model(error: BaseException) -> str:
+    """Write an error as the model reads it: `KeyError: 'x'`, or the type alone if there is no message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _by_name(arguments: dict[str, Any] | str, first: str, hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name. A text is that of the `first`, read as JSON where that is no text; empty without a first."""
+def _by_name(
+    arguments: dict[str, Any] | str,
+    first: str,
+    hints: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return arguments by name. A text goes to the argument `first`, as JSON unless that one is a text.
+
+    first: empty for a tool without arguments.
+    """
     if isinstance(arguments, dict):
         return arguments
     if hints.get(first) is not str:
@@ -242,15 +274,18 @@ def _by_name(arguments: dict[str, Any] | str, first: str, hints: Mapping[str, An
     return {first: arguments} if first or arguments else {}
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is what a type hint says; hints of other types hold for everything."""
-    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+def _has_type(value: Any, hint: Any) -> bool:
+    """Check that a JSON value has the type of a hint. Hints that JSON has no values for allow every value."""
+    kind = typing.get_origin(hint) or hint
+    parts = typing.get_args(hint)
     if kind is Literal:
         return value in parts
     if kind in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
-    if kind in (list, tuple):
-        return isinstance(value, list) and (kind is tuple or not parts or all(_fits(v, parts[0]) for v in value))
-    if kind in (int, float):  # True is an int to Python
+        return any(_has_type(value, part) for part in parts)
+    if kind is tuple:
+        return isinstance(value, list)
+    if kind is list:
+        return isinstance(value, list) and (not parts or all(_has_type(item, parts[0]) for item in value))
+    if kind in (int, float):  # True is an int in Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     return isinstance(value, kind) if kind in (str, bool, dict, type(None)) else True

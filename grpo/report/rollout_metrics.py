@@ -60,11 +60,12 @@ def episode_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     episodes = [r.completion.episode for r in rollouts]
     metrics = {
         "environment/turns": _mean(len(e["turns"]) for e in episodes),
+        "environment/calls": _mean(e["counts"].get("calls", 0) for e in episodes),
         "environment/lost_count": sum(bool(e["failure"]) for e in episodes),
         "time/environment": _mean(e["waited"] for e in episodes),
     }
-    for event in ("calls", "bad_calls", "unread_calls", "tool_errors", "hung_calls", "cut_answers"):
-        metrics[f"environment/{event}"] = _mean(e["counts"].get(event, 0) for e in episodes)
+    for fault in ("bad_calls", "unread_calls", "tool_errors", "hung_calls", "cut_answers"):
+        metrics[f"environment/{fault}"] = _mean(e["counts"].get(fault, 0) for e in episodes)
     for end in ("done", "tokens", "turns", "seconds", "hung", "lost"):
         metrics[f"environment/ended_by/{end}_frac"] = _mean(e["ended_by"] == end for e in episodes)
     return metrics

@@ -1,32 +1,34 @@
-"""Where the answer stands in a completion, and when two answers are the same: the rule of configs/ANSWERS.md.
+"""Where the answer is in a completion, and when two answers are the same: the rule of configs/ANSWERS.md.
 
-Which number a text is stands in numbers.py, what an expression is in latex.py. Wherever a careful reader could doubt,
-the answer is not the same. Reading takes one pass: nothing but braces or tags takes no quadratic time.
+numbers.py says which number a text is, latex.py compares expressions. Wherever a careful reader could doubt, two
+answers are not the same. The text is read in one pass, so that a megabyte of braces or tags takes no quadratic time.
 """
 
 import re
 from fractions import Fraction
+from typing import NamedTuple
 
 from grpo.rewards.latex import same_expression
 from grpo.rewards.numbers import TEXT_COMMAND, arithmetic, clean_text, read_number
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the answer stands
+# Where the answer is
 
 # Tags in any case, with blanks and attributes: thoughts stay thoughts if their <Think > is odd.
 _THINK_TAG = re.compile(r"<\s*(?P<close>/\s*)?think\b[^<>]*>", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<\s*(?P<close>/\s*)?answer\s*>", re.IGNORECASE)
 _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9]+(?:[.,/][0-9]+)*))|\\.|[{}]", re.DOTALL)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
-_LINE = re.compile(r"(?s:.*)####\s*(.*)")  # the last one
+_LAST_HASHES = re.compile(r"(?s:.*)####\s*(.*)")
 _BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
-# Between two answers that are a choice: joining signs and words alone, or "or" in the same sentence.
+# Two answers are a choice if only signs and joining words are between them, or an "or" in the same sentence.
 _JOINED = re.compile(r"(?:[\s,;$.*&/\\]|\b(?:and|also|maybe|perhaps)\b)*+", re.IGNORECASE)
 _OR = re.compile(r"\bor\b", re.IGNORECASE)
 _NEXT_SENTENCE = re.compile(r"[.!?\n]")
 
-# So many characters are looked at on each side of a box, and behind an answer for what takes it back.
-_BESIDE_CHARACTERS, _BEHIND_CHARACTERS = 120, 400
+# Characters that are looked at on each side of a box, and after an answer for words that take it back
+_CHARACTERS_BESIDE = 120
+_CHARACTERS_AFTER = 400
 _UNSEEN = re.compile(
     r"\\(?:left|right|displaystyle|q?quad|begin ?\{[a-z]+\*?\})(?![a-zA-Z])|(?<!\\)(?:\\[()\[\],;: ]|\$)"
     r"|(?<!~)~(?!~)|[*#`]|&(?!\s*-?\d)"
@@ -37,91 +39,108 @@ _TAKEN_BACK = re.compile(
     r"|\A[\W\d]*\b(?:(?:and|also)\W+)*(?:or|maybe|perhaps)\b|\A[\W\d]*\b(?:(?:and|also)\W+)+\d|\A\s*\\?[,;/&]\W*\d",
     re.IGNORECASE,
 )
-# Words beside a box that change what is in it.
+# Words next to a box that change what is in it
 _CHANGING = "or not minus negative plus times twice half double than squared cubed doubled factorial mod dozen hundred"
 _CHANGING += " thousand grand million billion trillion mln bln trn lakh crore"
 _WORD = rf"(?<![\\\w'’])(?!(?i:{_CHANGING.replace(' ', '|')})\b)[^\W\d_]"
 _ARROW = r"[-=]>|[→⇒∴]|\\(?:implies|iff|therefore|to|in|(?:[Ll]ong)?[Rr]ightarrow)(?![a-zA-Z])"
-# What may stand before and behind a box without being part of it, and the sign and the unit that are.
+# What may be before and after a box without changing it. The sign and the unit belong to the answer.
 _BEFORE = re.compile(
     rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|(?<![0-9]),\s|[:.;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}|(?!and\b){_WORD}{{2,}})\s*"
     r"(?P<sign>-|≈|\\approx(?![a-zA-Z])|\\\$|)\s*\Z"
 )
-_BEHIND = re.compile(
+_AFTER = re.compile(
     rf"(?:[ ^{{]*(?P<unit>\\?%|(?:°|\\circ\b)[ }}]*[CF]?\b|(?!in\b){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
     rf"(?:\Z|\n|[.;:?)}}\"”。](?![0-9])|[,，](?!\s*[0-9])|(?<=\s)!|[—\u2600-\u27bf\U0001f300-\U0001faff]"
     rf"| \([a-zA-Z]{{2}}|<[/|]|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{_WORD}{{2,}})"
 )
 
-Span = tuple[int, int, str]  # start, end, content
+
+class Span(NamedTuple):
+    """An answer in a text: where its tag or box starts and ends, and what is in it."""
+
+    start: int
+    end: int
+    content: str
 
 
 def extract_answer(text: str, answer_format: str) -> str | None:
-    """The final answer in a completion, without surrounding blanks and boxes; None if there is none or it is empty.
+    """Return the final answer in a completion, without blanks or boxes around it. None if there is none.
 
-    Thoughts are no answer (see `without_thoughts`). answer_tag: content of the last <answer>..</answer>. boxed: content
-    of the last \\boxed{} that is not empty, with a sign or unit beside it. hashes: the line behind the last ####. Where
-    the completion has an <answer>, box and hashes are looked for only in it. None also for an answer that is cut off,
-    taken back, one of a choice, or part of a larger expression: configs/ANSWERS.md has examples of each.
+    answer_tag: content of the last <answer>..</answer>. boxed: content of the last \\boxed{} that is not empty, with
+    the sign or unit next to it. hashes: the line after the last ####. Boxes and hashes are looked for only in the
+    <answer> if there is one, and never in thoughts (see `without_thoughts`). There is no answer if the last one is
+    empty, cut off, taken back, one of a choice, or part of a larger expression: configs/ANSWERS.md has examples.
 
     Raises ValueError on another format.
     """
     if answer_format not in ("answer_tag", "boxed", "hashes"):
         raise ValueError(f"answer_format={answer_format!r} is unknown; use answer_tag, boxed or hashes")
     text = without_thoughts(text)
-    if tags := _tags(text):
-        text = _last(text, tags)
+    tags = _answer_tags(text)
+    if tags:
+        text = _last_of(tags, text)
     boxes = _boxes(text)
+    answer = ""
     if answer_format == "hashes":
-        line = _LINE.match(text)
-        answer = _last(text, [(*line.span(1), line[1])]) if line else ""
+        line = _LAST_HASHES.match(text)
+        if line:
+            answer = _last_of([Span(line.start(1), line.end(1), line[1])], text)
     elif boxes and (tags or answer_format == "boxed"):
-        several = bool(tags) and len({content.strip() for _, _, content in boxes}) > 1
-        answer = "" if several or not _last(text, boxes) else _with_neighbours(text, boxes)
-    else:
-        answer = _EMPTY_BOX.sub("", text) if tags and answer_format == "answer_tag" else ""
+        is_choice = tags and len({box.content.strip() for box in boxes}) > 1
+        if not is_choice and _last_of(boxes, text):
+            answer = _with_neighbours(boxes, text)
+    elif answer_format == "answer_tag" and tags:
+        answer = _EMPTY_BOX.sub("", text)
     return answer.strip() or None
 
 
 def last_box(text: str) -> str:
-    """The content of the last box in a reference, whatever stands around it; "" without one."""
+    """Return the content of the last box in a reference, whatever is around it. Empty without a box."""
     boxes = _boxes(text)
-    return _unboxed(boxes[-1][2]).strip() if boxes else ""
+    return _unboxed(boxes[-1].content).strip() if boxes else ""
 
 
 def without_thoughts(text: str) -> str:
-    """The text without its thoughts: what stands between the first <think> and the last </think>.
+    """Return the text without its thoughts: all between the first <think> and the last </think>.
 
-    A block that never ends hides all that follows; a closing tag without an opening one (chat templates open <think> in
-    the prompt) hides all before it.
+    A <think> that never ends hides all that follows. A </think> without a beginning hides all before it, because chat
+    templates can open <think> in the prompt.
     """
-    tags = list(_THINK_TAG.finditer(text)) if "<" in text else []
+    tags = list(_THINK_TAG.finditer(text))
     if not tags:
         return text
     closing = [tag for tag in tags if tag["close"]]
-    start = tags[0].start() if closing and not tags[0]["close"] else 0
-    end = closing[-1].end() if closing else 0
-    opened = next((tag.start() for tag in tags if tag.start() >= end), len(text))
-    return text[:start] + text[end:opened]
+    start = 0
+    end = 0
+    if closing:
+        end = closing[-1].end()
+        if not tags[0]["close"]:
+            start = tags[0].start()
+    unclosed = [tag.start() for tag in tags if tag.start() >= end]
+    return text[:start] + text[end : min(unclosed, default=len(text))]
 
 
-def _tags(text: str) -> list[Span]:
-    """All <answer>..</answer>, in order; one that is cut off comes last and has no content."""
-    found, opened = [], None
-    for tag in _ANSWER_TAG.finditer(text) if "<" in text else ():
+def _answer_tags(text: str) -> list[Span]:
+    """Find all <answer>..</answer> in order. One that is cut off comes last and has no content."""
+    spans = []
+    opened = None
+    for tag in _ANSWER_TAG.finditer(text):
         if not tag["close"]:
             opened = tag
         elif opened:
-            found.append((opened.start(), tag.end(), text[opened.end() : tag.start()]))
+            spans.append(Span(opened.start(), tag.end(), text[opened.end() : tag.start()]))
             opened = None
-    return [*found, (opened.start(), len(text), "")] if opened else found
+    if opened:
+        spans.append(Span(opened.start(), len(text), ""))
+    return spans
 
 
 def _boxes(text: str) -> list[Span]:
-    """The outermost boxes that are not empty, in order; one that is cut off comes last and has no content."""
+    """Find the outermost boxes that are not empty, in order. One that is cut off comes last and has no content."""
     closed: list[tuple[int, int, int, int]] = []  # start, start and end of the content, end
-    opened: list[tuple[bool, int, int]] = []
-    for match in _BOX_OR_BRACE.finditer(text) if "box" in text else ():
+    opened: list[tuple[bool, int, int]] = []  # whether it is a box, start, start of the content
+    for match in _BOX_OR_BRACE.finditer(text):
         token = match[0]
         if match["bare"]:
             closed.append((match.start(), *match.span("bare"), match.end()))
@@ -130,123 +149,146 @@ def _boxes(text: str) -> list[Span]:
         elif token == "}" and opened:
             is_box, start, inside = opened.pop()
             if is_box:
-                while closed and closed[-1][0] > start:
+                while closed and closed[-1][0] > start:  # a box inside of this one
                     closed.pop()
                 closed.append((start, inside, match.start(), match.end()))
-    found = [(start, end, text[inside:close]) for start, inside, close, end in closed]
-    cut = [(start, len(text), "") for is_box, start, _ in opened if is_box]
-    return [span for span in found if span[2].strip()] + cut[:1]
+    spans = [Span(start, end, text[inside:close]) for start, inside, close, end in closed]
+    cut_off = [Span(start, len(text), "") for is_box, start, _ in opened if is_box]
+    return [span for span in spans if span.content.strip()] + cut_off[:1]
 
 
-def _last(text: str, found: list[Span]) -> str:
-    """The last of several answers; "" if it is one of a choice, or taken back in its sentence or the next."""
-    if len(found) > 1:
-        (_, end, before), (start, _, last) = found[-2:]
-        if before.strip() not in ("", last.strip()) and _is_choice(text[end:start]):
+def _last_of(spans: list[Span], text: str) -> str:
+    """Return the content of the last answer. Empty if it is one of a choice, or taken back within two sentences."""
+    last = spans[-1]
+    if len(spans) > 1:
+        earlier = spans[-2]
+        differs = earlier.content.strip() not in ("", last.content.strip())
+        if differs and _is_choice(text[earlier.end : last.start]):
             return ""
-    _, end, content = found[-1]
-    sentences = _SENTENCE_END.split(_beside(text[end : end + _BEHIND_CHARACTERS]), 2)[:2]
-    return "" if any(map(_TAKEN_BACK.search, sentences)) else content
+    sentences = _SENTENCE_END.split(_seen(text[last.end : last.end + _CHARACTERS_AFTER]), 2)[:2]
+    if any(map(_TAKEN_BACK.search, sentences)):
+        return ""
+    return last.content
 
 
 def _is_choice(between: str) -> bool:
-    """Whether what stands between two answers makes a choice of them."""
+    """Decide whether the text between two answers makes them a choice."""
     return bool(_JOINED.fullmatch(between) or (_OR.search(between) and not _NEXT_SENTENCE.search(between)))
 
 
-def _with_neighbours(text: str, boxes: list[Span]) -> str:
-    """The content of the last box with the sign and the unit beside it; "" if anything else beside it may change it."""
-    start, end, content = boxes[-1]
-    floor = max(start - _BESIDE_CHARACTERS, boxes[-2][1] if len(boxes) > 1 else 0)
-    before = _BEFORE.search(_beside(text[floor:start])[-24:])  # the last word, or its end
-    behind = _BEHIND.match(_beside(text[end : end + _BESIDE_CHARACTERS]))
-    if not before or not behind:
+def _with_neighbours(boxes: list[Span], text: str) -> str:
+    """Return the content of the last box with the sign and unit next to it. Empty if anything else may change it."""
+    box = boxes[-1]
+    ends = [box.end for box in boxes[-2:-1]]
+    floor = max(0, box.start - _CHARACTERS_BESIDE, *ends)
+    before = _BEFORE.search(_seen(text[floor : box.start])[-24:])  # the last word, or its end
+    after = _AFTER.match(_seen(text[box.end : box.end + _CHARACTERS_BESIDE]))
+    if not before or not after:
         return ""
-    sign, unit = before["sign"], behind["unit"] or ""
-    answer = sign + _unboxed(content)
+    unit = after["unit"] or ""
+    answer = before["sign"] + _unboxed(box.content)
     number = read_number(clean_text(f"{answer} {unit}"))
     if number and number.has_known_unit:
         return f"{answer} {unit}"
-    return "" if sign or len(unit) == 1 else answer  # a word behind it is prose, a letter is a factor
+    if before["sign"] or len(unit) == 1:  # a letter is a factor
+        return ""
+    return answer  # a word is prose
 
 
-def _beside(text: str) -> str:
-    """What stands beside an answer, without marks of formulas, Markdown, spacing and text."""
+def _seen(text: str) -> str:
+    """Return the text next to an answer without marks of formulas, Markdown, spacing and text."""
     return TEXT_COMMAND.sub(r" \1 ", _UNSEEN.sub(" ", _EMPTY_BOX.sub("", text)))
 
 
 def _unboxed(content: str) -> str:
-    """Content of a box without boxes that stand inside it."""
+    """Return the content of a box without the boxes inside of it."""
     content = _BOX_COMMAND.sub("", _EMPTY_BOX.sub("", content)).strip()
-    return content[1:-1] if content[:1] == "{" and content[-1:] == "}" else content
+    if content.startswith("{") and content.endswith("}"):
+        return content[1:-1]
+    return content
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# When two are the same
+# When two answers are the same
 
-# Longer answers are equal only as they stand: nothing below has to be fast for a text of any length.
+# Longer answers are equal only if their words are: nothing below has to be fast for a text of any length.
 ANSWER_CHARACTERS = 1000
 
 # x, x_1, f(x), \theta. Two letters may be a product.
 _NAME = re.compile(r"(?:(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\w|_\{\w{1,8}\})? ?(?:\([a-zA-Z]\))?)?")
 _EQUALS = re.compile(r" ?= ?|(?<=[^ ]) ?(?=≈|\\approx)")
-# Blanks around signs, and behind a factor: 5 x.
+# Blanks that say nothing: around signs, and after a factor (5 x)
 _IDLE_BLANK = re.compile(r" ?([^\w\s]) ?|(?<=[0-9]) (?=[a-zA-Z])")
-# What has no case: any word but LaTeX's commands; in a box only longer words and "no", since other letters are symbols.
-_CASELESS = {
-    False: re.compile(r"(?<![\\a-zA-Z])[^\W\d_]+"),
-    True: re.compile(r"(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|(?i:no))(?![^\W\d_])"),
-}
+# Words whose case does not count: in a tag all except LaTeX's commands. In a box only "no" and words of three letters
+# or more, because other letters are symbols.
+_CASELESS_IN_TAG = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]+")
+_CASELESS_IN_BOX = re.compile(r"(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|(?i:no))(?![^\W\d_])")
 
 
 def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bool:
-    """Whether two answers are the same, with `latex` also as expressions (in the process's main thread only).
+    """Decide whether two answers are the same; with `latex` also as expressions, in the process's main thread only.
 
-    Raises OutOfTime if expressions take too long.
+    Raises OutOfTime if comparing expressions takes too long.
     """
     if max(len(given), len(reference)) > ANSWER_CHARACTERS:
         return given.split() == reference.split()
-    given, reference = clean_text(given), clean_text(reference)
+    given = clean_text(given)
+    reference = clean_text(reference)
     if not given or not reference:
         return False
-    (name, given_end), (other, reference_end) = _last_side(given), _last_side(reference)
-    if name == other or "=" not in given or "=" not in reference:
-        given, reference = given_end, reference_end
-    found, expected = read_number(given), read_number(reference)
-    if found and expected:
-        missing = not found.unit or not expected.unit
-        if found.unit != expected.unit and not (missing and found.has_known_unit and expected.has_known_unit):
-            symbols = latex and not (found.has_known_unit or expected.has_known_unit)  # 3y x^2
-            return symbols and same_expression(given, reference, tolerance)
-        if found.is_division and not expected.is_division:
+    name, given_value = _split_name(given)
+    reference_name, reference_value = _split_name(reference)
+    if name == reference_name or "=" not in given or "=" not in reference:
+        given = given_value
+        reference = reference_value
+    number = read_number(given)
+    expected = read_number(reference)
+    if number and expected:
+        missing = not number.unit or not expected.unit
+        if number.unit != expected.unit and not (missing and number.has_known_unit and expected.has_known_unit):
+            are_symbols = latex and not number.has_known_unit and not expected.has_known_unit  # 3y x^2
+            return are_symbols and same_expression(given, reference, tolerance)
+        if number.is_division and not expected.is_division:
             return False
-        integers = found.value.denominator == expected.value.denominator == 1
-        exact = integers or found.is_rounded or expected.is_rounded
+        are_integers = number.value.denominator == expected.value.denominator == 1
+        if are_integers or number.is_rounded or expected.is_rounded:
+            return number.value == expected.value
         # the tolerance as it is written: a millionth, and not the float next to it
-        return abs(found.value - expected.value) <= (0 if exact else Fraction(str(tolerance)) * abs(expected.value))
+        return abs(number.value - expected.value) <= Fraction(str(tolerance)) * abs(expected.value)
     if expected and expected.has_known_unit:
         return False
-    if _text(given, latex) == _text(reference, latex):
+    if _comparable(given, latex) == _comparable(reference, latex):
         return True
     return latex and same_expression(given, reference, tolerance)
 
 
 def parse_number(text: str) -> int | Fraction | None:
-    """The value of the one number that an answer is, without its unit and "x ="; None if it is none."""
-    number = read_number(_last_side(clean_text(text[:ANSWER_CHARACTERS]))[1])
+    """Return the value of the one number that an answer is, without its unit and `x =`. None if it is not a number."""
+    _, value = _split_name(clean_text(text[:ANSWER_CHARACTERS]))
+    number = read_number(value)
     return number.value if number and number.has_known_unit else None
 
 
-def _last_side(text: str) -> tuple[str, str]:
-    """The name before `=` and what is behind it: (`x`, `7`) of `x = 7` and `x = 3+4 = 7`; (``, the text) if not so."""
-    name, *work = _EQUALS.split(text)
+def _split_name(text: str) -> tuple[str, str]:
+    """Return the name in front of `=` and what follows: `x` and `7` for `x = 7`, and for `x = 3+4 = 7`, which is true.
+
+    The name is empty if there is none, and for anything else all of the text follows.
+    """
+    name, *sides = _EQUALS.split(text)
     if not _NAME.fullmatch(name):
-        name, work = "", [name, *work]
-    last = work.pop() if work else text
-    number = read_number(last) if work else None
-    return (name, last) if all(number and arithmetic(side) == number.value for side in work) else ("", text)
+        sides.insert(0, name)
+        name = ""
+    if not sides:
+        return name, text
+    *work, last = sides
+    if work:
+        number = read_number(last)
+        if not number or any(arithmetic(side) != number.value for side in work):
+            return "", text
+    return name, last
 
 
-def _text(text: str, latex: bool) -> str:
-    """What is compared as text: without blanks that say nothing, and without the case of words."""
-    return _CASELESS[latex].sub(lambda match: match[0].casefold(), _IDLE_BLANK.sub(r"\1", text))
+def _comparable(text: str, latex: bool) -> str:
+    """Return the text that is compared: without blanks that say nothing, and without the case of words."""
+    caseless = _CASELESS_IN_BOX if latex else _CASELESS_IN_TAG
+    return caseless.sub(lambda match: match[0].casefold(), _IDLE_BLANK.sub(r"\1", text))

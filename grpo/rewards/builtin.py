@@ -1,12 +1,12 @@
-"""The built-in reward functions, text to float.
+"""The built-in reward functions, from texts to numbers.
 
-A reward function is `f(completions: list[str], **columns: list) -> list[float | None]`: the texts, then each column of
-the data set as a list of the same length, and those that every call gets. None means "no reward for this completion".
-It is called with one completion at a time; one marked `@group_level` with all completions of one prompt.
+A reward function is `f(completions: list[str], **columns: list) -> list[float | None]`. It gets the texts, and each
+column of the data set as a list of the same length. None means "no reward for this completion". One call has one
+completion, or all completions of a prompt if the function is marked `@group_level`.
 
-Its arguments with a default or behind a `*` are options: `reward.options` sets them, and what the run knows itself is
-filled in. Each built-in function checks its options before it looks at a completion, and is called with none at the
-start of a run. None imports torch: worker processes must start fast.
+Arguments with a default or behind a `*` are options. `reward.options` sets them, and the run fills in what it knows.
+Each built-in function checks its options first, and the start of a run calls it without completions to have that done.
+None of them imports torch, because worker processes must start fast.
 """
 
 import contextlib
@@ -20,15 +20,14 @@ from typing import Any
 
 from grpo.rewards.answers import extract_answer, last_box, same_answer
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
-from grpo.rewards.latex import OutOfTime
-from grpo.rewards.latex import load as load_math_verify
+from grpo.rewards.latex import OutOfTime, load_math_verify
 from grpo.workers.programs import Limits, run_python
 
 RewardFunction = Callable[..., list[float | None]]
 
 
 def group_level(function: RewardFunction) -> RewardFunction:
-    """Mark a reward function that compares the completions of one prompt, and so is called with all of them."""
+    """Mark a reward function that compares the completions of a prompt. One call then has all of them."""
     function.group_level = True
     return function
 
@@ -46,14 +45,14 @@ def math_reward(
     partial_credit: float = 0.0,
     **columns: list,
 ) -> list[float | None]:
-    """1.0 where the completion's answer equals the reference in `answer`, else 0.0: the rule of configs/ANSWERS.md.
+    """Pay 1.0 if the answer in a completion equals the reference in `answer`, else 0.0: the rule of configs/ANSWERS.md.
 
-    With answer_format="boxed" expressions are compared, which needs the process's main thread. A reference with ####
-    (GSM8K's solutions) counts from the last one on, one with a box is what stands in the last box.
+    A reference with #### (GSM8K's solutions) is what follows the last one, and a reference with boxes is the content of
+    the last box. With answer_format="boxed" expressions are compared, which needs the process's main thread.
 
-    Returns `partial_credit` (0 to 1) for a wrong answer in the right form, None where the reference is empty or None,
-    and where a comparison takes more than LATEX_SECONDS of CPU time. Raises ValueError for a reference that is neither
-    text nor number.
+    Returns `partial_credit` (0 to 1) for a wrong answer in the right form. Returns None if the reference is empty or
+    None, or if a comparison takes more than LATEX_SECONDS of CPU time. Raises ValueError for a reference that is
+    neither a text nor a number.
     """
     extract_answer("", answer_format)  # refuses an unknown format
     latex = answer_format == "boxed"
@@ -73,14 +72,17 @@ def math_reward(
             reference = box
         if not reference:
             return None
-        if (given := extract_answer(text, answer_format)) is None:
+        given = extract_answer(text, answer_format)
+        if given is None:
             return 0.0
         try:
-            return 1.0 if same_answer(given, reference, tolerance, latex) else partial_credit
+            if same_answer(given, reference, tolerance, latex):
+                return 1.0
+            return partial_credit
         except OutOfTime:
             return None
 
-    return [reward(*pair) for pair in zip(completions, answer, strict=True)]
+    return [reward(text, reference) for text, reference in zip(completions, answer, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,19 +99,19 @@ def code_reward(
     worker_memory_gib: float = math.inf,
     **columns: list,
 ) -> list[float | None]:
-    """1.0 where the completion's program passes all of its tests, else 0.0; None where there are none.
+    """Pay 1.0 if the program in a completion passes all of its tests, else 0.0. None if there are no tests.
 
-    The program is the last closed block fenced as ```python, or, if there is none, without a language. `tests` is
-      - Python source (or a list of lines, as MBPP has them) that runs after the program, in its namespace, and raises
-        if a test fails. Its end must be reached: a program that exits early, with whatever code, gets 0.0.
-      - or a list of {"input": .., "output": ..}, or its JSON: the program runs once per pair and must read the one from
-        stdin, print the other except for blanks at line ends and empty lines at the end, and exit with 0.
-    `timeout_seconds` is wall clock for all tests of one completion together, and CPU time of each process;
-    `memory_gib` the address space of each.
+    The program is the last closed block fenced as ```python or, if there is none, without a language. `tests` is one of
+      - Python source, or a list of lines as in MBPP. It runs after the program in its namespace and raises if a test
+        fails. Its end must be reached: a program that exits early, with whatever code, gets 0.0.
+      - a list of {"input": .., "output": ..}, or its JSON. The program runs once for each pair. It must read the input
+        from stdin, print the output and exit with 0. Blanks at line ends and empty lines at the end do not count.
+    `timeout_seconds` limits the wall clock for all tests of a completion together, and the CPU time of each process.
+    `memory_gib` limits the address space of each process.
 
-    Python tests run in the program's own process, so a program that walks the interpreter's frames for the success
-    marker, or returns objects that equal everything, can win. Pairs are compared outside, and the program never sees
-    the expected output. workers/programs.py says what the program itself can and cannot do.
+    Python tests run in the program's own process. So a program can win that searches the interpreter's frames for the
+    success marker, or that returns objects which equal everything. Pairs are compared outside, and the program never
+    sees the expected output. workers/programs.py says what a program can and cannot do.
 
     Raises ValueError if `tests` has none of these forms.
     """
@@ -123,34 +125,37 @@ def code_reward(
             f"memory_gib is {memory_gib}; set it above 0 and to at most reward.memory_gib = {worker_memory_gib}, which "
             "the process that starts the code has itself"
         )
+    limits = Limits(timeout_seconds, memory_gib)
     rewards = []
     for text, test in zip(completions, map(_read_tests, tests), strict=True):
         code = _last_program(text)
-        passes = bool(test and code) and _passes(code, test, Limits(timeout_seconds, memory_gib))
+        passes = bool(test and code) and _passes(code, test, limits)
         rewards.append(float(passes) if test else None)
     return rewards
 
 
 def _last_program(text: str) -> str | None:
-    """The last closed ```python block, else the last without a language; line by line, so that each fence pairs up."""
-    found: dict[str, str] = {}
-    language, block = None, []
+    """Return the last closed ```python block, or else the last without a language. Blocks are read line by line."""
+    last_blocks: dict[str, str] = {}
+    language = None
     for line in text.splitlines(keepends=True):
         fence = line.strip()
         if language is None and fence.startswith("```"):
-            language, block = fence[3:].strip().lower(), []
+            language = fence[3:].strip().lower()
+            block = ""
         elif language is not None and fence == "```":
-            found[language] = "".join(block)
+            last_blocks[language] = block
             language = None
         elif language is not None:
-            block.append(line)
-    return next((found[name] for name in ("python", "py", "python3", "") if found.get(name, "").strip()), None)
+            block += line
+    programs = [last_blocks.get(name, "") for name in ("python", "py", "python3", "")]
+    return next(filter(str.strip, programs), None)
 
 
 def _read_tests(tests: Any) -> str | list[tuple[str, str]]:
-    """Python source or pairs of input and output, in one of the forms that code_reward describes; empty if none.
+    """Return tests as Python source or as pairs of input and output. Empty if there are none.
 
-    Raises ValueError if `tests` has none of these forms.
+    Raises ValueError if `tests` has none of the forms that code_reward describes.
     """
     if isinstance(tests, str) and tests.lstrip().startswith("["):
         with contextlib.suppress(ValueError):  # Python that starts with a list
@@ -169,10 +174,10 @@ def _read_tests(tests: Any) -> str | list[tuple[str, str]]:
     )
 
 
-# Runs program, then tests, as one module named __main__ whose namespace has nothing of this harness. The marker comes
-# in through stdin and not in a file, and goes out only once the tests are through; all that is called after the program
-# ran was taken before, so that replacing exec or os.write changes nothing; and leaving by _exit keeps threads and exit
-# handlers from having a say.
+# Runs the program and then the tests as one module named __main__, whose namespace has nothing of this harness. The
+# marker comes in through stdin and not in a file, and goes out only after the tests have passed. Whatever is called
+# after the program was looked up before it, so that replacing exec or os.write changes nothing. Leaving by _exit keeps
+# threads and exit handlers out.
 _HARNESS = """
 def run(exec=exec):
     import json, os, sys, types
@@ -190,7 +195,7 @@ run()
 
 
 def _passes(code: str, tests: str | list[tuple[str, str]], limits: Limits) -> bool:
-    """Whether the program passes all tests. The seconds are for all of them together."""
+    """Run the program on its tests. True if it passes all of them within the seconds for all together."""
     if isinstance(tests, str):
         marker = secrets.token_hex(16)
         outcome = run_python(_HARNESS, json.dumps({"program": code, "tests": tests, "marker": marker}), limits)
@@ -207,6 +212,7 @@ def _passes(code: str, tests: str | list[tuple[str, str]], limits: Limits) -> bo
 
 
 def _lines(output: str) -> list[str]:
+    """Split an output into lines without blanks at their ends or empty lines at the end."""
     return [line.rstrip() for line in output.rstrip().split("\n")]
 
 
@@ -222,10 +228,10 @@ def overlong_penalty(
     max_completion_tokens: int,
     **columns: list,
 ) -> list[float | None]:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), with L_max = `max_completion_tokens` and
-    L_cache = `tokens`, or a quarter of L_max if that is 0.
+    """Punish long completions softly, as DAPO does (arXiv:2503.14476, equation 13).
 
-    0 up to a length of L_max - L_cache, then ((L_max - L_cache) - length) / L_cache, so -1 at L_max, and -1 beyond.
+    L_max is `max_completion_tokens`, and L_cache is `tokens`, or a quarter of L_max if that is 0. The reward is 0 up to
+    a length of L_max - L_cache. Then it falls as ((L_max - L_cache) - length) / L_cache. It is -1 at L_max and beyond.
     """
     if not 0 <= tokens <= max_completion_tokens or max_completion_tokens == 0:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The built-in reward functions of form and style: what a completion looks like, whatever its answer.
+"""The built-in reward functions for form and style: how a completion looks, whatever its answer.
 
-builtin.py says what a reward function is and lists them all. Each works in time that grows linearly with the text.
+builtin.py says what a reward function is, and lists them all. The time of each grows linearly with the text.
 """
 
 import functools
@@ -12,21 +12,26 @@ import unicodedata
 # Form
 
 
-def regex_match(completions: list[str], *, pattern: str, **columns: list) -> list[float | None]:
-    """1.0 where the regular expression `pattern` occurs anywhere in the completion (re.search), else 0.0."""
+def regex_match(
+    completions: list[str],
+    *,
+    pattern: str,
+    **columns: list,
+) -> list[float | None]:
+    """Pay 1.0 if the regular expression `pattern` occurs anywhere in the completion (re.search), else 0.0."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(
             f"pattern {pattern!r} is no regular expression: {error}; escape literal signs with a backslash"
         ) from error
-    return [1.0 if compiled.search(text) else 0.0 for text in completions]
+    return [float(bool(compiled.search(text))) for text in completions]
 
 
-# What a reader takes for a tag: in any case, with blanks or attributes. Possessive, so that blanks are read once.
+# All that a reader takes for a tag: in any case, with blanks or attributes. Possessive, so that blanks are read once.
 _TAG = re.compile(r"<\s*+(/?)\s*+(think|answer)\b[^<>\n]*+>", re.IGNORECASE)
 _PROPER_TAG = re.compile(r"</?(?:think|answer)>")
-# Characters without width, which hide a tag from a search for its letters.
+# Characters without width, which hide a tag from a search for its letters
 _NO_WIDTH = re.compile(
     "[\xad\u0300-\u036f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e01ef]"
 )
@@ -34,49 +39,57 @@ _THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>
 
 
 def format_reward(completions: list[str], **columns: list) -> list[float | None]:
-    """1.0 if the completion is <think>..</think><answer>..</answer> and nothing else but blanks around, else 0.0.
+    """Pay 1.0 if the completion is <think>..</think><answer>..</answer> with only blanks around it, else 0.0.
 
-    Each tag occurs once, written exactly so: `<THINK>`, `< think >` and `<think now="yes">` count as tags too, but
-    malformed. Both have content (see `has_content`). A <think> that the prompt opens counts (`look_at_prompt`).
+    Each tag must occur once and exactly so: `<THINK>`, `< think >` and `<think now="yes">` are malformed tags. Thoughts
+    and answer must have content (see `has_content`). A <think> at the end of the prompt counts (see `look_at_prompt`).
     """
     rewards = []
     for text in completions:
-        tags, proper = _tags(text)
-        match = _THINK_THEN_ANSWER.fullmatch(text) if proper and len(tags) == len(set(tags)) else None
-        rewards.append(1.0 if match and has_content(match[1]) and has_content(match[2]) else 0.0)
+        tags, are_proper = _tags(text)
+        parts = None
+        if are_proper and len(tags) == len(set(tags)):  # else the pattern could take quadratic time
+            parts = _THINK_THEN_ANSWER.fullmatch(text)
+        is_right = parts is not None and has_content(parts[1]) and has_content(parts[2])
+        rewards.append(float(is_right))
     return rewards
 
 
 def thinking_reward(completions: list[str], **columns: list) -> list[float | None]:
-    """1.0 for exactly one <think>..</think> block with content, before the answer; 0.5 for a broken one; 0.0 for none.
+    """Pay 1.0 for one <think>..</think> block with content before the answer, 0.5 for a broken block, 0.0 for none.
 
-    Broken: a tag is missing, repeated or malformed (see `format_reward`), the block has no content (see `has_content`),
-    or an answer comes before the block or only inside it. A <think> that the prompt opens counts (`look_at_prompt`).
+    A block is broken if a tag is missing, repeated or malformed (see `format_reward`), if it has no content (see
+    `has_content`), or if an answer comes before it or only inside of it. A <think> at the end of the prompt counts (see
+    `look_at_prompt`).
     """
     rewards = []
     for text in completions:
-        tags, proper = _tags(text)
+        tags, are_proper = _tags(text)
         before, _, rest = text.partition("<think>")
-        thoughts, closed, after = rest.partition("</think>")
-        early, inside, late = map(_begins_answer, (before, thoughts, after))
-        once = proper and tags.count("think") == tags.count("/think") == 1 and closed
-        whole = once and has_content(thoughts) and not early and (late or not inside)
-        rewards.append(1.0 if whole else 0.5 if {"think", "/think"}.intersection(tags) else 0.0)
+        thoughts, closing, after = rest.partition("</think>")
+        has_one_block = are_proper and tags.count("think") == tags.count("/think") == 1 and closing
+        is_before_answer = not _has_answer(before) and (_has_answer(after) or not _has_answer(thoughts))
+        if has_one_block and is_before_answer and has_content(thoughts):
+            rewards.append(1.0)
+        elif "think" in tags or "/think" in tags:
+            rewards.append(0.5)
+        else:
+            rewards.append(0.0)
     return rewards
 
 
 def _tags(text: str) -> tuple[list[str], bool]:
-    """The tags in order, such as `think` and `/answer`, and whether all of them are written as they should be."""
-    found = [slash + name.lower() for slash, name in _TAG.findall(_NO_WIDTH.sub("", text))]
-    return found, len(found) == len(_PROPER_TAG.findall(text))
+    """Find the tags in order, such as `think` and `/answer`, and tell whether all of them are written properly."""
+    tags = [slash + name.lower() for slash, name in _TAG.findall(_NO_WIDTH.sub("", text))]
+    return tags, len(tags) == len(_PROPER_TAG.findall(text))
 
 
-def _begins_answer(text: str) -> bool:
-    """Whether an answer starts here, in whatever format the run uses."""
+def _has_answer(text: str) -> bool:
+    """Look for the beginning of an answer in any format."""
     return "<answer>" in text or "\\boxed" in text or "####" in text
 
 
-# What is written and not seen: entities, comments, tags, the line that opens a code block.
+# All that is written but not seen: entities, comments, tags, the line that opens a code block
 _UNSEEN = re.compile(
     r"&(?:[a-zA-Z][a-zA-Z0-9]{0,31}|#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6});?"
     r"|<!--(?s:.*?)(?:-->|\Z)|</?[a-zA-Z][^<>]*+>|^[ \t]*+(?:```|~~~).*$",
@@ -86,10 +99,10 @@ _LETTER_OR_DIGIT = re.compile(r"[^\W_]")
 
 
 def has_content(text: str) -> bool:
-    """Whether there is a letter, a digit or a sign of mathematics beyond ASCII (the answer ∅): one of them suffices.
+    """Look for a letter, a digit or a mathematical sign beyond ASCII (the answer ∅). One of them is enough.
 
-    Not content: punctuation, emoji, blanks of any width, HTML's entities, comments and tags, and the line that opens a
-    code block. LaTeX's commands are, whether or not a reader would see what they print.
+    These are not content: punctuation, emoji, blanks of any width, HTML's entities, comments and tags, and the line
+    that opens a code block. LaTeX's commands are content, whether or not a reader would see what they print.
     """
     seen = _UNSEEN.sub(" ", text)
     if _LETTER_OR_DIGIT.search(seen):
@@ -100,32 +113,37 @@ def has_content(text: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Style
 
-# Scripts that are written without blanks between words: Thai, Lao, Tibetan, Burmese, Khmer, kana, Chinese.
+# Scripts that are written without blanks between words: Thai, Lao, Tibetan, Burmese, Khmer, kana, Chinese
 _NO_BLANKS = (
     "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
-_SEPARATORS = r"\s\u200b\u2060\ufeff"  # blanks, also those without width
+_SEPARATORS = r"\s\u200b\u2060\ufeff"  # blanks, including those without width
 _WORD = re.compile(rf"[{_NO_BLANKS}]|[^{_SEPARATORS}{_NO_BLANKS}]+")
-# The longest unit that is found when it is repeated inside a word, in characters.
+# Longest unit that is found when it is repeated inside a word
 _UNIT_CHARACTERS = 64
 _REPEATED = re.compile(rf"([^{_SEPARATORS}{_NO_BLANKS}]{{1,{_UNIT_CHARACTERS}}}?)\1{{2,}}+")
-# What has no letter (1000000, a line of dashes) is an ordinary word up to so many characters.
+# Up to this length, a repetition without a letter (1000000, a line of dashes) is an ordinary word.
 _SIGNS_CHARACTERS = 32
-_MOST_NGRAM = 100  # n-grams of a text of 100 kB take about 100 MB then
+_MAX_NGRAM = 100  # the n-grams of a text of 100 kB then take about 100 MB
 
 
-def repetition_penalty(completions: list[str], *, ngram: int = 4, **columns: list) -> list[float | None]:
-    """Minus the share of n-grams of `ngram` words that occurred before: -(1 - distinct / total), 0 with fewer words.
+def repetition_penalty(
+    completions: list[str],
+    *,
+    ngram: int = 4,
+    **columns: list,
+) -> list[float | None]:
+    """Punish repetition by -(1 - distinct / total) of the n-grams of `ngram` words. Fewer words give 0.
 
-    Words are split at blanks, case ignored. In scripts that are written without blanks (Chinese, Japanese, Thai ..)
-    each character is a word. What a word repeats three times or more in a row counts as that many words: `hahaha` as
-    `ha ha ha`; a unit without a letter (1000000, a line of dashes) only if the whole has more than 32 characters.
+    Words are split at blanks, and case is ignored. In scripts without blanks (Chinese, Japanese, Thai ..) each
+    character is a word. If a word repeats a unit three times or more in a row, each repetition is a word: `hahaha`
+    counts as `ha ha ha`. A unit without a letter (1000000, a line of dashes) counts so only beyond 32 characters.
 
-    One number per completion, as open-r1 has it (after arXiv:2502.03373, appendix C.2, which penalizes tokens).
+    Each completion has one number, as in open-r1 (after arXiv:2502.03373, appendix C.2, which penalizes tokens).
     """
-    if not 1 <= ngram <= _MOST_NGRAM:
-        raise ValueError(f"ngram is {ngram}; set 1 word or more, up to {_MOST_NGRAM}")
+    if not 1 <= ngram <= _MAX_NGRAM:
+        raise ValueError(f"ngram is {ngram}; set 1 word or more, up to {_MAX_NGRAM}")
     rewards = []
     for text in completions:
         words = _WORD.findall(_REPEATED.sub(_spread, text.casefold()))
@@ -135,18 +153,24 @@ def repetition_penalty(completions: list[str], *, ngram: int = 4, **columns: lis
 
 
 def _spread(repeated: re.Match) -> str:
-    """`hahaha` as ` ha ha ha `."""
-    whole, unit = repeated[0], repeated[1]
+    """Write `hahaha` as ` ha ha ha `."""
+    whole = repeated[0]
+    unit = repeated[1]
     if len(whole) <= _SIGNS_CHARACTERS and not any(map(str.isalpha, unit)):
         return whole
     return f" {f'{unit} ' * (len(whole) // len(unit))}"
 
 
-def language_reward(completions: list[str], *, language: str = "latin", **columns: list) -> list[float | None]:
-    """Share of the completion's letters (characters, not words) in one script; None if it has no letters.
+def language_reward(
+    completions: list[str],
+    *,
+    language: str = "latin",
+    **columns: list,
+) -> list[float | None]:
+    """Pay the share of the completion's letters (characters, not words) that are of one script. None without letters.
 
-    `language` is how Unicode starts the names of that script's letters: latin, cyrillic, greek, arabic, cjk, hangul ...
-    After DeepSeek-R1's language consistency reward (arXiv:2501.12948), which counts words of the target language.
+    `language` is the word with which Unicode begins the names of these letters: latin, cyrillic, greek, arabic, cjk ...
+    This follows DeepSeek-R1's language consistency reward (arXiv:2501.12948), which counts words of a language.
     """
     prefix = f"{language.upper()} "
     if not _is_script(prefix):
@@ -164,5 +188,6 @@ def language_reward(completions: list[str], *, language: str = "latin", **column
 
 @functools.cache  # it may look at all of Unicode
 def _is_script(prefix: str) -> bool:
+    """Check that the names of some letters begin with `prefix`."""
     letters = filter(str.isalpha, map(chr, range(sys.maxunicode)))
     return any(unicodedata.name(letter, "").startswith(prefix) for letter in letters)

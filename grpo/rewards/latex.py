@@ -1,13 +1,12 @@
-"""Whether two LaTeX expressions are equal, by math-verify, without letting a text run code or restate its question.
+"""Compare two LaTeX expressions by math-verify. A text can neither run code nor pass by restating its question.
 
-sympy evaluates a sum by compiling Python source into which it prints the names of symbols, and LaTeX can make anything
-a name (`\\hat{..}`). So a completion could run Python wherever an expression is evaluated, also while parsing. Two
-things stand against that, for references too, because a data set may be poisoned: `load` takes the compiler away from
-sympy, and `is_plain` lets only numbers, short names and a list of commands be parsed, among them none for sums.
+To evaluate a sum, sympy compiles Python source into which it prints the names of symbols, and LaTeX can make anything a
+name (`\\hat{..}`). So a completion could run Python wherever an expression is evaluated, even while it is parsed. Two
+measures prevent that, for references too, because a data set may be poisoned. `load_math_verify` takes the compiler
+away from sympy. `is_plain` allows only numbers, short names and a list of commands, without those for sums.
 
-The parser and the comparison are the libraries', which take a second to load: `load` imports them where an expression
-is first needed. Their time limit is CPU time of the process (SIGPROF, so its main thread), which a busy machine leaves
-as it is.
+The libraries take a second to load, so they are imported when the first expression needs them. Their time limit is CPU
+time of the process, which does not depend on how busy the machine is. It uses SIGPROF, hence the main thread.
 """
 
 import functools
@@ -17,36 +16,37 @@ import signal
 from collections import Counter
 from typing import Any
 
-# Longest LaTeX answer compared as an expression, and seconds of CPU time for each parse and comparison.
+# Longest answer that is compared as an expression
 LATEX_CHARACTERS = 300
+# CPU time for each parse and for each comparison
 LATEX_SECONDS = 2
-# Of the largest number on the way to an expression's value: no alarm interrupts Python's powers of integers.
+# Most digits of a number that occurs in a calculation: no alarm interrupts Python's powers of integers.
 LATEX_DIGITS = 2000
 
 
 class OutOfTime(BaseException):
-    """A parse or comparison took LATEX_SECONDS. No Exception, because the libraries catch those."""
+    """A parse or comparison took LATEX_SECONDS. It is not an Exception, because the libraries catch those."""
 
 
 @functools.cache
-def load() -> None:
-    """Import math-verify, and with it sympy, which compiles no text from then on."""
+def load_math_verify() -> None:
+    """Import math-verify and sympy, and keep sympy from compiling texts from then on."""
     import math_verify  # noqa: F401
     import sympy.core.evalf
     from latex2sympy2_extended import latex2sympy
 
     # what `hypsum` sums is substituted, term by term, instead of compiled
     sympy.core.evalf.lambdify = lambda name, expression: lambda k: int(expression.subs(name, k))
-    latex2sympy(r"\frac{x}{2}").equals(latex2sympy("x"))  # what is made at first use is no answer's time
+    latex2sympy(r"\frac{x}{2}").equals(latex2sympy("x"))  # the first use takes longer, which no answer should pay for
 
 
 def same_expression(given: str, reference: str, tolerance: float) -> bool:
-    """Whether math-verify takes two clean LaTeX texts as equal. Numbers must also agree within `tolerance`, relative.
+    """Decide by math-verify whether two clean LaTeX texts are equal. Numbers must agree within a relative `tolerance`.
 
-    False for a text that is no expression, too long, too large, or not plain; for two that differ in their words, their
-    equals signs, the case of a symbol or their brackets around lists; and where `given` leaves more work of some kind
-    than the reference, or is not solved for what the reference is solved for, and so may state the question instead of
-    answering it. Raises OutOfTime.
+    A text is equal to nothing if it is no expression, too long, too large or not plain. The two must have the same
+    words, equals signs, brackets around lists and case of symbols. And `given` must not state the question instead of
+    answering it: it may leave no more work of any kind than the reference, and must be solved for the same symbols.
+    Raises OutOfTime.
     """
     if _shape(given) != _shape(reference) or not _has_one_case(f"{given} {reference}"):
         return False
@@ -57,35 +57,41 @@ def same_expression(given: str, reference: str, tolerance: float) -> bool:
     if not set(_FUNCTION.findall(given)) <= set(_FUNCTION.findall(reference)):  # the parser makes x of e^{\ln x}
         return False
     expected = parse_expression(reference)
-    found = None if expected is None else parse_expression(given)
-    equal = found is not None and _within_seconds(_equal, found, expected, tolerance)
-    return bool(equal and _within_seconds(_is_as_worked_out, found, expected))
+    if expected is None:
+        return False
+    expression = parse_expression(given)
+    if expression is None or not _within_seconds(_equal, expression, expected, tolerance):
+        return False
+    return bool(_within_seconds(_is_as_worked_out, expression, expected))
 
 
 @functools.lru_cache(maxsize=1024)  # the completions of a group have one reference
 def parse_expression(text: str) -> Any | None:
-    """The sympy expression that a LaTeX text is; None if it is none, too long, or not safe to evaluate.
+    """Parse a LaTeX text into a sympy expression. None if it is none, too long, or not safe to evaluate.
 
     Raises OutOfTime.
     """
     if len(text) > LATEX_CHARACTERS:
         return None
-    load()
+    load_math_verify()
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from math_verify.grader import should_treat_as_complex
 
-    # the library's own clean-up first: the text checked is the text parsed; without its units, by which "5t" is 5
+    # the library's own clean-up comes first, so that the text that is checked is the text that is parsed; without its
+    # units, because of which "5t" would be 5
     cleanup = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     text = normalize_latex(text, cleanup)
     if not text or not is_plain(text):
         return None
     options = {"is_real": not should_treat_as_complex(text), "convert_degrees": False, "normalization_config": None}
     expression = _within_seconds(latex2sympy, text, **options)
-    return expression if _is_small(expression) else None
+    if not _is_small(expression):
+        return None
+    return expression
 
 
 def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | None:
-    """Call the function; None if it raises. Raises OutOfTime after LATEX_SECONDS of the process's CPU time."""
+    """Call a function of the libraries. None if it raises. Raises OutOfTime after LATEX_SECONDS of CPU time."""
 
     def stop(*_: Any) -> None:
         raise OutOfTime
@@ -94,7 +100,7 @@ def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | Non
     signal.setitimer(signal.ITIMER_PROF, LATEX_SECONDS)
     try:
         return function(*arguments, **options)
-    except Exception:  # the parser raises plain Exception for a syntax error, sympy nearly any class for what it lacks
+    except Exception:  # the parser raises plain Exception for a syntax error, and sympy nearly any class
         return None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -105,7 +111,7 @@ def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | Non
 # What may be parsed
 
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
-# Commands that may be parsed. Other ones (accents, \operatorname, \sum, \binom ..) are not.
+# Commands that may be parsed; accents, \operatorname, \sum, \binom and others may not.
 _NOTATION = frozenset(
     _COMMAND.findall(
         r"\frac \sqrt \cdot \times \pi \infty \emptyset \le \leq \ge \geq \lt \gt \cup \cap \in \lbrace \rbrace "
@@ -115,56 +121,60 @@ _NOTATION = frozenset(
     )
 )
 _FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?(?![a-zA-Z])|\\(?:log|ln)(?![a-zA-Z])")
-# The parser takes 7(8) for the mixed number 15, and 7e3 for 21 e.
+# The parser reads 7(8) as the mixed number 15, and 7e3 as 21 e.
 _MIXED = re.compile(r"[0-9] ?\)? ?\( ?-?[0-9. /]+\)|[0-9]e[0-9]")
 _MATRIX = re.compile(r"\\(?:begin|end)\{[bp]?matrix\}")
-# Subscripts become part of a name; behind a digit they would be another base.
-_PLAIN = re.compile(  # in one way alone, since possessive groups match too little before Python 3.11.4
+# Subscripts become part of a name. After a digit they would be the base of a number.
+_PLAIN = re.compile(  # each text matches in one way only, since possessive groups match too little before Python 3.11.4
     r"(?:[0-9a-zA-Z+\-*/^=<>|()\[\]{}.,;& ]|\\[a-zA-Z]+(?![a-zA-Z])|\\[{}\\]"
     r"|(?<=[a-zA-Z])_(?:[a-zA-Z0-9]|\{[a-zA-Z0-9]{1,2}\}))*"
 )
 
 
 def is_plain(text: str) -> bool:
-    """Whether a LaTeX text is made of numbers, one-letter names and known commands alone."""
+    """Check that a LaTeX text has nothing but numbers, one-letter names and known commands."""
     return (
         bool(_PLAIN.fullmatch(text))
         and not _MIXED.search(text)
         and _NOTATION.issuperset(_COMMAND.findall(text))
-        and not any(len(run) > 2 for run in _letters(text))  # a word; the parser would take it for a product
+        and not any(len(word) > 2 for word in _words(text))  # the parser would read it as a product
         and _has_one_case(text)
     )
 
 
 def _has_one_case(text: str) -> bool:
-    """Whether no symbol is a capital in one place and small in another, which are the same to the parser."""
+    """Check that no symbol is a capital in one place and small in another, which are the same to the parser."""
     symbols = set(re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", _MATRIX.sub(" ", text)))
     return len({symbol.lower() for symbol in symbols}) == len(symbols)
 
 
 def _has_division(text: str) -> bool:
-    """Whether a fraction of digits is not in lowest terms; the parser makes a number of it."""
+    """Look for a fraction of digits that is not in lowest terms. The parser would make a number of it."""
     fractions = re.findall(r"\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}", text)
     return any(math.gcd(int(top), int(bottom)) > 1 or int(bottom) == 1 for top, bottom in fractions)
 
 
-def _letters(text: str) -> list[str]:
-    """The letters that stand together in a text, except for commands."""
+def _words(text: str) -> list[str]:
+    """Find the letters that are next to each other in a text, without commands."""
     return re.findall("[a-zA-Z]+", _COMMAND.sub(" ", _MATRIX.sub(" ", text)))
 
 
 def _have_same_words(given: str, reference: str) -> bool:
-    """Whether two texts have the same letters together (`on` is not `no`), or the same in a row (`3 x y` is `3xy`)."""
-    runs, others = _letters(given), _letters(reference)
-    words, other_words = ([run for run in some if len(run) > 1] for some in (runs, others))
-    return sorted(words) == sorted(other_words) or "".join(runs) == "".join(others)
+    """Compare the words of two texts (`on` is not `no`), or else all their letters in a row (`3 x y` is `3xy`)."""
+    words = _words(given)
+    expected = _words(reference)
+    long_words = sorted(word for word in words if len(word) > 1)
+    return long_words == sorted(word for word in expected if len(word) > 1) or "".join(words) == "".join(expected)
 
 
-def _shape(text: str) -> tuple:
-    """What math-verify looks through: equals signs, and how many items stand in which brackets."""
-    items = len(re.findall("[,;]", text))
+def _shape(text: str) -> tuple[int, int, bool, str]:
+    """Return what math-verify ignores: the number of equals signs and of items, and the brackets around the items."""
+    num_items = len(re.findall("[,;]", text))
     is_set = "\\{" in text or "\\lbrace" in text
-    return text.count("="), items, is_set, (text[:1], text[-1:]) if items and not is_set else ""
+    brackets = ""
+    if num_items and not is_set:
+        brackets = text[:1] + text[-1:]
+    return text.count("="), num_items, is_set, brackets
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,24 +182,28 @@ def _shape(text: str) -> tuple:
 
 
 def _is_small(expression: Any) -> bool:
-    """Whether it is an expression, and no number on the way to its value has more than LATEX_DIGITS."""
+    """Check that this is an expression, and that no number on the way to its value has more than LATEX_DIGITS."""
     from sympy import Basic, MatrixBase
 
     if isinstance(expression, MatrixBase):
         return all(map(_is_small, expression.flat()))
-    return isinstance(expression, Basic) and _digits(expression) <= LATEX_DIGITS  # not so lists, booleans and None
+    # the parser can also return lists, booleans and None
+    return isinstance(expression, Basic) and _digits(expression) <= LATEX_DIGITS
 
 
 def _digits(node: Any) -> float:
-    """An upper bound of the decimal digits, before the point, of what an expression and its parts are worth."""
+    """Bound the digits before the point of the values of an expression and its parts."""
     from sympy import Number, Pow
 
     if isinstance(node, Number):
-        return math.log10(min(abs(node), 10**300) + 1) if node.is_finite else 1.0
+        if not node.is_finite:
+            return 1.0
+        return math.log10(min(abs(node), 10**300) + 1)
     parts = [_digits(part) for part in node.args]
     if isinstance(node, Pow):
         base, exponent = parts
-        exponent = 0.0 if node.exp.free_symbols else exponent
+        if node.exp.free_symbols:
+            exponent = 0.0
         return max(*parts, (base + 1) * (10**exponent if exponent < 10 else math.inf))
     return sum(parts) + len(parts)
 
@@ -197,35 +211,39 @@ def _digits(node: Any) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # Comparing
 
-
-# What is counted in a printed expression: numbers, names, sums, powers, calls. A factor of 1 stands before * and /.
+# Counted in a printed expression: numbers, names, sums, powers, calls; but not a factor of 1, which is before * and /
 _COUNTED = re.compile(r"(?!1[*/])[0-9.]+|[a-zA-Z]+| [-+] |\*\*|(?<=[a-z])\(")
 
 
 def _is_as_worked_out(given: Any, reference: Any) -> bool:
+    """Check that `given` leaves no more work than the reference and is solved for the same symbols."""
     return _work(given) <= _work(reference) and _isolated(reference) <= _isolated(given)
 
 
 def _isolated(expression: Any) -> set[Any]:
-    """The symbols, or functions such as f(x), that stand alone on one side of an equation or inequality."""
+    """Find the symbols, or functions such as f(x), that are alone on one side of an equation or inequality."""
     from sympy import preorder_traversal
     from sympy.core.function import AppliedUndef
     from sympy.core.relational import Relational
 
-    relations = [node for node in preorder_traversal(expression) if isinstance(node, Relational)]
-    sides = [side for relation in relations for side in (relation.args, relation.args[::-1])]
-    return {one for one, other in sides if (one.is_Symbol or isinstance(one, AppliedUndef)) and not other.has(one)}
+    isolated = set()
+    for node in preorder_traversal(expression):
+        if isinstance(node, Relational):
+            for side, other_side in (node.args, node.args[::-1]):
+                if (side.is_Symbol or isinstance(side, AppliedUndef)) and not other_side.has(side):
+                    isolated.add(side)
+    return isolated
 
 
 def _work(expression: Any) -> Counter[str]:
-    """How often an expression leaves each kind of work, see the page; the same work twice counts once."""
+    """Count each kind of work that an expression leaves (see configs/ANSWERS.md). The same work twice counts once."""
     import sympy
     from sympy.logic.boolalg import Boolean
 
     nodes = set(sympy.preorder_traversal(expression))
     numbers = sympy.Atom | sympy.Add | sympy.Mul | sympy.Pow | sympy.exp
-    others = sympy.Tuple | Boolean | sympy.Interval | sympy.FiniteSet | sympy.Union | sympy.MatrixBase
-    work = Counter(type(node).__name__ for node in nodes if not isinstance(node, numbers | others))
+    containers = sympy.Tuple | Boolean | sympy.Interval | sympy.FiniteSet | sympy.Union | sympy.MatrixBase
+    work = Counter(type(node).__name__ for node in nodes if not isinstance(node, numbers | containers))
     powers = [node for node in nodes if node.is_Pow and node.free_symbols and node.exp.is_Rational]
     divisions = [node for node in powers if node.exp.is_negative and not node.base.as_base_exp()[1].free_symbols]
     work["division"] = len(divisions)  # 1/e^x is no more work than e^{-x}
@@ -244,7 +262,7 @@ def _work(expression: Any) -> Counter[str]:
 
 
 def _can_cancel(expression: Any) -> bool:
-    """Whether numerator and denominator have a common factor."""
+    """Decide whether numerator and denominator have a common factor."""
     import sympy
 
     if not expression.free_symbols:
@@ -254,30 +272,37 @@ def _can_cancel(expression: Any) -> bool:
 
 
 def _has_arithmetic(expression: Any) -> bool:
-    """Whether sympy's arithmetic makes an expression shorter, or a power of numbers is left."""
+    """Decide whether sympy's arithmetic makes an expression shorter, or a power of numbers is left."""
     import sympy
 
     powers = [node for node in sympy.preorder_traversal(expression) if node.is_Pow and node.exp.is_Integer]
     plain = {power: sympy.Symbol("ten") for power in powers if power.base == 10}
     with sympy.evaluate(False):
         for node in expression.atoms(sympy.log):
-            if node.args[1:] == (sympy.E,):  # as the parser writes a natural logarithm
+            if node.args[1:] == (sympy.E,):  # the parser's natural logarithm
                 plain[node] = sympy.log(node.args[0])
         written = expression.xreplace(plain)
-    sizes = [len(_COUNTED.findall(str(form))) for form in (written, written.doit())]
-    left = [p for p in powers if p.is_number and not (p.exp == -1 or p.base.is_NumberSymbol or p.base == 10)]
-    return bool(left) or sizes[1] < sizes[0]
+    is_shorter = _length(written.doit()) < _length(written)
+    return is_shorter or any(
+        power.is_number and power.exp != -1 and not power.base.is_NumberSymbol and power.base != 10 for power in powers
+    )
+
+
+def _length(expression: Any) -> int:
+    """Return how long an expression is when it is printed."""
+    return len(_COUNTED.findall(str(expression)))
 
 
 def _equal(given: Any, reference: Any, tolerance: float) -> bool:
+    """Compare two expressions as math-verify does, and numbers by the tolerance as well."""
     from math_verify.grader import sympy_expr_eq
     from sympy import Eq, Expr, simplify
 
     if isinstance(given, Eq) and isinstance(reference, Eq):
-        # the library compares solutions, and no solution equals no solution
+        # the library would compare solutions, so that two equations without one would be equal
         ratio = simplify((given.lhs - given.rhs) / (reference.lhs - reference.rhs))
         return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
-    # what math_verify.verify does with one expression a side: six decimals, 15 digits
+    # as math_verify.verify does for one expression on each side: six decimals, 15 digits
     if not sympy_expr_eq(reference, given, float_rounding=6, numeric_precision=15):
         return False
     # two numbers may have the same six decimals and differ by more than the tolerance

@@ -1,9 +1,8 @@
-"""Reward functions, built-in ones and a user's own: from `config.reward` to functions, and calls in reward processes.
+"""Load reward functions, built-in or the user's, check them before a run, and call them in reward processes.
 
-Options are checked at the start of a run: against the function's signature, and a built-in one is called with no
-completion at all. A user's own function runs with the user's files and network. Built-in functions run confined
-(workers/lockdown.py): a completion is text from a policy that will find every hole, and a library that evaluates
-formulas may run one.
+Options are checked against the signature of a function. A built-in function also checks them itself, in a call without
+completions. The user's functions can use the user's files and network. Built-in functions run confined
+(workers/lockdown.py), because a policy finds every hole, and a library that evaluates formulas may have one.
 """
 
 import asyncio
@@ -31,9 +30,9 @@ from grpo.workers.processes import Workers
 from grpo.workers.worker import Failure, describe_error, plain_values
 
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
-# Of what a function prints, where that is shown.
+# Longest output of a function that is shown
 PRINTED_CHARACTERS = 2000
-# Arguments that TRL gives to reward functions and a run here does not, and what to take instead.
+# Arguments that TRL gives to reward functions and a run here does not -> what to do instead
 FROM_TRL = {
     "trainer_state": "take `step`, which counts steps from 1",
     "log_extra": "drop it; samples.txt and completions.jsonl have each function's value",
@@ -42,19 +41,24 @@ FROM_TRL = {
 
 
 def called_with(function: RewardFunction) -> Literal["completion", "group", "step"]:
-    """What one call has: a completion, with `@group_level` those of a prompt, as `async def` those of the step."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    """Say what one call has: one completion, for `@group_level` those of a prompt, for `async def` all of the step."""
+    function = getattr(function, "func", function)  # of a partial
     if inspect.iscoroutinefunction(function):
         return "step"
-    return "group" if getattr(function, "group_level", False) else "completion"
+    if getattr(function, "group_level", False):
+        return "group"
+    return "completion"
 
 
-def call_arguments(function: RewardFunction, completions: list, columns: Mapping[str, list]) -> tuple[tuple, dict]:
-    """Arguments of a call: completions by that name where the function has it, as in `f(prompts, completions, ...)`.
+def call_arguments(
+    function: RewardFunction,
+    completions: list,
+    columns: Mapping[str, list],
+) -> tuple[tuple, dict]:
+    """Return the arguments of a call. Completions go by their name if the function has it: `f(prompts, completions)`.
 
-    Else they are its first argument, whatever that is called, unless it is called as a column: `f(environments, **_)`.
-    Where the prompts are lists of messages, completions are too, each of one message; built-ins get texts.
+    Otherwise they are its first argument, unless that has the name of a column: `f(environments, **_)`. If prompts are
+    lists of messages, each completion is a list of one message. Built-in functions always get texts.
     """
     names = argument_names(function)
     prompts = columns.get("prompts")
@@ -67,29 +71,32 @@ def call_arguments(function: RewardFunction, completions: list, columns: Mapping
 
 @functools.cache  # looking at a signature takes longer than most calls
 def argument_names(function: RewardFunction) -> tuple[str, ...]:
-    """The names of all its arguments, `*` and `**` included."""
+    """Return the names of all arguments of a function, including those of `*` and `**`."""
     return tuple(inspect.signature(function).parameters)
 
 
 def is_built_in(function: RewardFunction) -> bool:
-    """Whether it comes with this package, also through functools.partial."""
+    """Check whether a function, or the function of a partial, is built in."""
     return getattr(function, "func", function) in BUILT_INS.values()
 
 
 def answer_format_of(functions: Mapping[str, RewardFunction]) -> str | None:
-    """Where the first function that reads answers looks for them (`reward.answer_format` or its own); None if none."""
-    bound = (getattr(function, "keywords", {}) for function in functions.values())
-    return next((keywords["answer_format"] for keywords in bound if "answer_format" in keywords), None)
+    """Return the format of the first function that reads answers. None if no function does."""
+    for function in functions.values():
+        options = getattr(function, "keywords", {})
+        if "answer_format" in options:
+            return options["answer_format"]
+    return None
 
 
 def load_functions(
     config: RewardConfig, columns: Collection[str] | None = None, max_completion_tokens: int | None = None
 ) -> dict[str, RewardFunction]:
-    """Name (as in `config.functions`) -> function with its options bound.
+    """Load the functions of `config.functions`, by name and with their options bound.
 
-    columns: the data set's columns that each function will be called with, on top of EXTRA_COLUMNS; given, they are
-    checked against its signature. max_completion_tokens: of the generator; None is unknown, and a function that needs
-    it is refused. Raises ValueError if a name, a column or an option does not fit, or the user's file raises.
+    columns: of the data set. If given, they are checked against the signatures, together with EXTRA_COLUMNS.
+    max_completion_tokens: of the generator. If None, a function that needs it is refused. Raises ValueError if a name,
+    a column or an option does not fit, or the user's file raises.
     """
     if columns is not None:
         for name in set(columns).intersection(EXTRA_COLUMNS):
@@ -104,25 +111,35 @@ def load_functions(
             f"{near_miss(name, config.functions)}; add it there or drop its options (--reward.options with nothing "
             "behind it drops all of a recipe's)"
         )
-    facts = {"answer_format": config.answer_format, "call_timeout_seconds": config.timeout_seconds}
-    facts |= {"worker_memory_gib": config.memory_gib, "max_completion_tokens": max_completion_tokens}
-    facts = {name: value for name, value in facts.items() if value is not None}
+    facts = {
+        "answer_format": config.answer_format,
+        "call_timeout_seconds": config.timeout_seconds,
+        "worker_memory_gib": config.memory_gib,
+    }
+    if max_completion_tokens is not None:
+        facts["max_completion_tokens"] = max_completion_tokens
     functions = {}
     for name in config.functions:
-        if name not in BUILT_INS and ":" not in name:
+        if name in BUILT_INS:
+            function = BUILT_INS[name]
+        elif ":" in name:
+            function = load_function(name, "reward")
+        else:
             raise ValueError(
                 f"unknown reward function {name!r}{near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
                 "your own is written path/file.py:function"
             )
-        function = BUILT_INS[name] if name in BUILT_INS else load_function(name, "reward")
         functions[name] = _bind_options(name, function, config.options.get(name, {}), facts, columns)
     return functions
 
 
-def try_built_ins(functions: Mapping[str, RewardFunction], columns: Mapping[str, Any]) -> None:
+def try_built_ins(
+    functions: Mapping[str, RewardFunction],
+    columns: Mapping[str, Any],
+) -> None:
     """Call each built-in function with an empty completion and the columns of one row.
 
-    Raises ValueError if it cannot read them, such as a list as the answer.
+    Raises ValueError if it cannot read a column, such as a list as the answer.
     """
     row = {name: [value] for name, value in (dict.fromkeys(EXTRA_COLUMNS, 0) | dict(columns)).items()}
     for name, function in functions.items():
@@ -137,67 +154,82 @@ def try_built_ins(functions: Mapping[str, RewardFunction], columns: Mapping[str,
 def _bind_options(
     name: str, function: RewardFunction, options: Mapping[str, Any], facts: Mapping[str, Any], columns: list[str] | None
 ) -> RewardFunction:
-    """The function with its options, and of the facts of the run those that it asks for and its options leave open."""
+    """Bind the options of a function, and those facts of the run that it asks for and that its options leave open."""
     check_options(function, options, f"reward function {name}", f"reward.options of {name}", facts)
     known = optional_arguments(function)
     bound = {fact: value for fact, value in facts.items() if fact in known} | dict(options)
-    # A call's arguments replace those that are bound: a column `language` would pass for the option.
-    options_of = known if name in BUILT_INS else bound
-    if taken := [column for column in columns or () if column in options_of]:
-        raise ValueError(
-            f"column {', '.join(taken)} is named like an option of {name}; rename it or leave it out of data.columns"
-        )
-    needed = {option for option, parameter in known.items() if parameter.default is parameter.empty}
-    missing = sorted(needed - {*bound, *(columns or ())})
-    if missing and (columns is not None or name in BUILT_INS):  # what a user's function needs may also be a column
-        raise ValueError(
-            f"reward function {name} needs {missing[0]}; give it with --reward.options {name} "
-            f"'{{\"{missing[0]}\": ...}}'" + ("" if name in BUILT_INS else ", or, if it is a column, in data.columns")
-        )
+    # the arguments of a call replace bound ones, so that a column `language` would replace the option
+    taken = known if name in BUILT_INS else bound
+    for column in columns or ():
+        if column in taken:
+            raise ValueError(
+                f"column {column} is named like an option of {name}; rename it or leave it out of data.columns"
+            )
+    for option, parameter in known.items():
+        is_given = parameter.default is not parameter.empty or option in bound or option in (columns or ())
+        if not is_given and (columns is not None or name in BUILT_INS):  # a user's function may need a column
+            hint = "" if name in BUILT_INS else ", or, if it is a column, in data.columns"
+            raise ValueError(
+                f"reward function {name} needs {option}; give it with --reward.options {name} "
+                f"'{{\"{option}\": ...}}'{hint}"
+            )
     function = functools.partial(function, **bound)
     if columns is not None:
-        given = [*columns, *({"completion_ids"} & set(argument_names(function)))]
-        arguments, named = call_arguments(function, [], dict.fromkeys(given, []))
-        try:
-            inspect.signature(function).bind(*arguments, **named)
-        except TypeError as error:
-            raise ValueError(
-                f"reward function {name} cannot be called with completions and the columns {', '.join(columns)}: "
-                f"{error}; end its arguments with **columns and list the columns it needs in data.columns"
-                + "".join(f"; {name} is TRL's: {remedy}" for name, remedy in FROM_TRL.items() if name in str(error))
-            ) from error
+        _check_columns(name, function, columns)
     if name in BUILT_INS:
         parameters = inspect.signature(function).parameters.values()
-        try:  # without completions it checks its options and no more
+        try:  # without completions it only checks its options
             function(**{p.name: [] for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD})
         except ValueError as error:
             raise ValueError(f"reward.options of {name}: {error}") from error
     return function
 
 
-# ---- Reward processes
+def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> None:
+    """Raise ValueError if a function cannot be called with these columns."""
+    values = dict.fromkeys(columns, [])
+    if "completion_ids" in argument_names(function):
+        values["completion_ids"] = []
+    arguments, named = call_arguments(function, [], values)
+    try:
+        inspect.signature(function).bind(*arguments, **named)
+    except TypeError as error:
+        hints = [f"; {argument} is TRL's: {hint}" for argument, hint in FROM_TRL.items() if argument in str(error)]
+        raise ValueError(
+            f"reward function {name} cannot be called with completions and the columns {', '.join(columns)}: {error}; "
+            f"end its arguments with **columns and list the columns it needs in data.columns{''.join(hints)}"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reward processes
 
 
 def start_workers(
     load: Callable[..., Callable], config: RewardConfig, confined: bool, max_completion_tokens: int
 ) -> Workers:
-    """Start `config.num_workers` processes, in which `load` (one of those below) loads all functions of `config`.
+    """Start `config.num_workers` processes, in which `load` (`load_caller` or `load_observed`) loads all functions.
 
-    Only confined ones lack the variables of `config.environment`. Raises ValueError if a function cannot be loaded.
+    Confined processes do not get the variables of `config.environment`. Raises ValueError if a function does not load.
     """
     loader = functools.partial(load, config, confined, max_completion_tokens)
-    variables = () if confined else config.environment
+    variables = config.environment
+    missing = ""
+    if confined:
+        variables = ()
+        missing = lockdown.missing_measures()
     workers = Workers("reward functions", loader, config.num_workers, config.memory_gib, variables)
-    if confined and (missing := lockdown.missing_measures()):
+    if missing:
         print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined", flush=True)
     return workers
 
 
-# ---- In a reward process
+# ---------------------------------------------------------------------------------------------------------------------
+# In a reward process
 
 
 class Snapshot(types.SimpleNamespace):
-    """An environment as reward functions see it: plain attributes as they were at the end of its episode."""
+    """An environment as reward functions see it: with its plain attributes at the end of the episode."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -207,25 +239,27 @@ class Snapshot(types.SimpleNamespace):
 
 
 def is_confined(name: str) -> bool:
-    """Whether a function runs confined, as built-in ones do.
+    """Decide whether a function runs confined. Built-in functions do, except code_reward, which confines its programs.
 
-    Not so a user's own, which may call a judge or read data, and code_reward, whose programs are confined each.
+    The user's functions do not, because they may call a judge or read data.
     """
     return name in BUILT_INS and name != "code_reward"
 
 
 def part(config: RewardConfig, confined: bool) -> RewardConfig:
-    """The config with only the functions that run confined, or only the others."""
-    tables = [
-        {name: value for name, value in table.items() if is_confined(name) == confined}
-        for table in (config.functions, config.options)
-    ]
-    return dataclasses.replace(config, functions=tables[0], options=tables[1])
+    """Return the config with only the functions that run confined, or only the others."""
+    functions = {name: weight for name, weight in config.functions.items() if is_confined(name) == confined}
+    options = {name: values for name, values in config.options.items() if name in functions}
+    return dataclasses.replace(config, functions=functions, options=options)
 
 
-def load(config: RewardConfig, confined: bool, max_completion_tokens: int) -> Callable[..., list[float | None]]:
-    """Load the functions into the calling process, confined or not; returns what calls one of them by its name."""
-    closed = sorted({os.path.realpath(path) for path in sys.path if lockdown.is_private(path)})
+def load_caller(
+    config: RewardConfig,
+    confined: bool,
+    max_completion_tokens: int,
+) -> Callable[..., list[float | None]]:
+    """Load the functions into this process, confined or not. Returns a function that calls one of them by name."""
+    private_folders = sorted({os.path.realpath(path) for path in sys.path if lockdown.is_private(path)})
     if confined:
         confine()
     try:
@@ -234,50 +268,61 @@ def load(config: RewardConfig, confined: bool, max_completion_tokens: int) -> Ca
         if not confined:
             raise
         raise Failure(
-            f"{describe_error(error)}; built-in rewards read nothing that lies right in {', '.join(closed)}, which are "
-            "on Python's path; install packages into a folder of their own"
+            f"{describe_error(error)}; built-in rewards cannot read files right in {', '.join(private_folders)} on "
+            "Python's path; install packages into a folder of their own"
         ) from error
     return lambda name, completions, columns: make_call(functions[name], completions, columns)
 
 
-def load_observed(config: RewardConfig, confined: bool, max_completion_tokens: int) -> Callable[..., dict[str, Any]]:
-    """Do as `load`, for calls whose outcome is `values` or `failed`, with the `seconds` and what was `printed`."""
-    call = load(config, confined, max_completion_tokens)
+def load_observed(
+    config: RewardConfig,
+    confined: bool,
+    max_completion_tokens: int,
+) -> Callable[..., dict[str, Any]]:
+    """Do the same as `load_caller`, but calls return `values` or `failed`, their `seconds`, and what they `printed`."""
+    call = load_caller(config, confined, max_completion_tokens)
 
     def observe(*arguments: Any) -> dict[str, Any]:
-        output, start = io.StringIO(), time.perf_counter()
+        output = io.StringIO()
+        start = time.perf_counter()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
                 outcome = {"values": call(*arguments)}
-            except BaseException as error:  # a user's function may raise anything
+            except BaseException as error:  # a function of the user may raise anything
                 outcome = {"failed": describe_error(error)}
-        seconds = time.perf_counter() - start
-        return outcome | {"seconds": seconds, "printed": shorten(output.getvalue(), PRINTED_CHARACTERS)}
+        outcome["seconds"] = time.perf_counter() - start
+        outcome["printed"] = shorten(output.getvalue(), PRINTED_CHARACTERS)
+        return outcome
 
     return observe
 
 
 def confine() -> None:
-    """Take from the calling process, for good, what built-in functions do not need; call it with a single thread."""
+    """Take from this process, for good, all that built-in functions do not need. It must have a single thread."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # writes nothing even where a kernel lacks Landlock
     lockdown.lock(readable_places(), (), os.getppid())
 
 
 def readable_places() -> tuple[str, ...]:
-    """What programs may read, packages wherever they lie, and this package."""
+    """Return what built-in functions may read: all that programs may read, installed packages, and this package."""
     return tuple(sorted({*lockdown.interpreter_places(), *lockdown.package_places(), "/dev/urandom", _PACKAGE}))
 
 
-def make_call(function: RewardFunction, completions: list[str], columns: dict[str, list]) -> list[float | None]:
-    """The values of one call. Raises whatever the function raises, and Failure for what are no values."""
-    number = len(completions)  # the function may change the list
+def make_call(
+    function: RewardFunction,
+    completions: list[str],
+    columns: dict[str, list],
+) -> list[float | None]:
+    """Call a function. Returns its values. Raises whatever it raises, and Failure if it does not return values."""
+    num_completions = len(completions)  # the function may change the list
     if "environments" in columns:
         columns["environments"] = [Snapshot(**info) for info in columns["environments"]]
     arguments, named = call_arguments(function, completions, columns)
     try:
         values = function(*arguments, **named)
-        values = asyncio.run(values) if inspect.iscoroutine(values) else values
+        if inspect.iscoroutine(values):
+            values = asyncio.run(values)
     finally:
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-            signal.setitimer(timer, 0)  # an alarm left behind would strike a later call
-    return plain_values(values, number)
+            signal.setitimer(timer, 0)  # an alarm that the function left would strike a later call
+    return plain_values(values, num_completions)

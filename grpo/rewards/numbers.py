@@ -1,7 +1,8 @@
-"""Which number a text is, written out: its exact value and its unit, or that it is none.
+"""Which number a text is: its exact value and its unit. Or that it is not a number.
 
-Nothing that could change the value is dropped: what is not read as digits, sign, power of ten or unit makes the text no
-number. Values are fractions, because 10000000000000001 and ..02 are the same float. configs/ANSWERS.md has examples.
+Nothing that could change the value is dropped. A text with anything else than digits, a sign, a power of ten and a unit
+is not a number. Values are fractions, because 10000000000000001 and ..02 are the same float. configs/ANSWERS.md has
+examples.
 """
 
 import functools
@@ -11,66 +12,112 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-# Longer texts are no numbers, so that no pattern below costs more than a few microseconds.
+# Longer texts are not numbers, so that no pattern below takes more than a few microseconds.
 NUMBER_CHARACTERS = 200
-# Powers of ten beyond a float's are refused: 1e999999999 would fill the memory.
+# Larger powers of ten than a float has are refused: 1e999999999 would fill the memory.
 LARGEST_EXPONENT = 308
 
-# Spellings of the units that an answer may have and its reference not, or the other way round. Plurals of fewer than
-# four letters are named here, because ms is not m.
-UNITS = {
-    "$": "$ US$ USD dollar", "€": "€ EUR euro", "£": "£ GBP", "¥": "¥ yen", "₹": "₹ rupee", "cent": "¢ cent",
-    "%": "% percent", "°": "° degree deg", "°C": "°C", "°F": "°F",
-    "mm": "mm millimeter", "cm": "cm cms centimeter", "m": "m meter", "km": "km kms kilometer",
-    "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yds yard", "mi": "mi mile",
-    "mg": "mg milligram", "g": "g gram", "kg": "kg kgs Kg kilo kilogram", "oz": "oz ounce", "lb": "lb lbs pound",
-    "ml": "ml mL milliliter", "l": "l L liter", "cup": "cup", "gal": "gal gallon",
-    "s": "s sec second", "min": "min minute", "h": "h hr hrs hour", "day": "day", "week": "week wk wks",
-    "month": "month", "year": "year yr yrs", "mi/h": "mph", "km/h": "kph", "unit": "unit",
-}  # fmt: skip
-_UNIT_NAMES = {spelling: name for name, spellings in UNITS.items() for spelling in spellings.split()}
+# Units that an answer may have and its reference not, or the other way round. Each line has a name and its spellings.
+# The plural in -s of a word of three letters or more needs no entry. Shorter ones have one, because ms is not m.
+UNITS = """
+    $ US$ USD dollar
+    € EUR euro
+    £ GBP
+    ¥ yen
+    ₹ rupee
+    cent ¢
+    % percent
+    ° degree deg
+    °C
+    °F
+    mm millimeter millimetre
+    cm cms centimeter centimetre
+    m meter metre
+    km kms kilometer kilometre
+    in inch inche
+    ft foot feet
+    yd yds yard
+    mi mile
+    mg milligram
+    g gram
+    kg kgs Kg kilo kilogram
+    oz ounce
+    lb lbs pound
+    ml mL milliliter millilitre
+    l L liter litre
+    cup
+    gal gallon
+    s sec second
+    min minute
+    h hr hrs hour
+    day
+    week wk wks
+    month
+    year yr yrs
+    mi/h mph
+    km/h kph
+    unit
+"""
+_UNIT_NAMES = {spelling: line.split()[0] for line in UNITS.splitlines() for spelling in line.split()}
 
 
 class Number(NamedTuple):
-    """A number as written: `unit` is what stands around it, known units by one name (`cm`, `$/h`), "" without one."""
+    """A number as it is written."""
 
     value: Fraction
     unit: str
+    """What stands around the digits. A known unit has its name in UNITS (`cm`, `$/h`). Empty without one."""
     has_known_unit: bool
-    """Whether the unit is none or in UNITS, so that it may be missing on the other side."""
-    is_rounded: bool  # ≈12
-    is_division: bool  # work left to do: a fraction that is whole (96/2), not in lowest terms, or of decimals
+    """Whether the unit is empty or in UNITS, so that the other side may lack it."""
+    is_rounded: bool
+    """Whether it is an approximation: `≈12`."""
+    is_division: bool
+    """Whether work is left: a fraction that is whole (96/2), not in lowest terms, or of decimals."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Clean-up
 
-_CHARACTERS = (
-    {0xFF01 + i: chr(0x21 + i) for i in range(94)}  # full-width ASCII
-    | dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))  # without width
-    | {ord("\u2212"): "-", ord("\u2013"): "-", ord("\u2044"): "/", ord("²"): "^2", ord("³"): "^3"}
-    | {ord("º"): "°", ord("˚"): "°", ord("℃"): "°C", ord("℉"): "°F"}
-    | {ord("∞"): "\\infty ", ord("∅"): "\\emptyset ", ord("π"): "\\pi ", ord("≤"): "\\le ", ord("≥"): "\\ge "}
+_FULL_WIDTH = {0xFF01 + i: chr(0x21 + i) for i in range(94)}
+_CHARACTERS = _FULL_WIDTH | str.maketrans(
+    {
+        **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff"),  # without width
+        "\u2212": "-",
+        "\u2013": "-",
+        "\u2044": "/",
+        "²": "^2",
+        "³": "^3",
+        "º": "°",
+        "˚": "°",
+        "℃": "°C",
+        "℉": "°F",
+        "∞": "\\infty ",
+        "∅": "\\emptyset ",
+        "π": "\\pi ",
+        "≤": "\\le ",
+        "≥": "\\ge ",
+    }
 )
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|(?<=.)~")
 _DEGREES = re.compile(r"\^? ?\{? ?(?:\\circ|\\degrees?|°)(?![a-zA-Z]) ?\}?")
-# LaTeX's other names of a command.
+# LaTeX's other names of a command
 _SYNONYMS = {"cfrac": "frac", "dfrac": "frac", "tfrac": "frac", "varnothing": "emptyset", "leq": "le", "geq": "ge"}
 _SYNONYM = re.compile(rf"\\({'|'.join(_SYNONYMS)})(?![a-zA-Z])")
 _FRACTION = re.compile(r"\\frac ?(?:\{ ?([-+]?[0-9.]+) ?\}|([0-9])) ?(?:\{ ?([0-9.]+) ?\}|([0-9]))")
-# LaTeX's commands around words.
+# LaTeX's commands around words
 TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox) ?\{([^{}]*)\}")
 _ONE_IN_BRACES = re.compile(r"([_^])\{(\w)\}")
+_MARKDOWN = "*_` "
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("(", ")"))
 
 
 @functools.lru_cache(maxsize=4096)  # the completions of a group have one reference, and often one answer
 def clean_text(text: str) -> str:
-    """The text as a reader sees it, on one line, full-width characters as ASCII, ½ as 1/2.
+    """Return the text as a reader sees it: on one line, full-width characters as ASCII, ½ as 1/2.
 
-    Without LaTeX's marks of text, spacing and size, Markdown, the dollars or brackets of a formula, parentheses around
-    the whole, and a final period.
+    These are dropped: LaTeX's marks of text, spacing and size, Markdown, the dollars or brackets of a formula,
+    parentheses around the whole, and a final period.
     """
     text = " ".join(text.split())
     if not text.isascii():
@@ -83,13 +130,13 @@ def clean_text(text: str) -> str:
         text = _FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
         text = TEXT_COMMAND.sub(r" \1 ", text)
     text = _ONE_IN_BRACES.sub(r"\1\2", text.replace("{,}", ","))
-    text = " ".join(text.split()).strip("*_` ").removesuffix(".").rstrip("*_` ")
-    for _ in range(2):
-        for opening, closing in _WRAPPERS:
-            inner = text[len(opening) : -len(closing)]
-            several = opening in inner or (opening == "(" and re.search(r"[,;()]", inner))
-            if text.startswith(opening) and text.endswith(closing) and inner and not several:
-                text = inner.strip("*_` ").removesuffix(".")
+    text = " ".join(text.split()).strip(_MARKDOWN).removesuffix(".").rstrip(_MARKDOWN)
+    for opening, closing in _WRAPPERS * 2:
+        inner = text[len(opening) : -len(closing)]
+        if not inner or not text.startswith(opening) or not text.endswith(closing) or opening in inner:
+            continue
+        if opening != "(" or not re.search(r"[,;()]", inner):  # else a tuple
+            text = inner.strip(_MARKDOWN).removesuffix(".")
     return text
 
 
@@ -109,76 +156,97 @@ _NUMBER = re.compile(
     r"(?P<gap> ?)(?P<unit>(?:[a-zA-Z%°$€£¥₹¢]|/(?=[a-zA-Z]))[^-+=<>()\[\]|,;\\]*)?"  # no sign, bracket or relation
 )
 _OPERATION = re.compile(rf"({_DECIMAL}) ?([-+/]|{_TIMES}) ?({_DECIMAL})")
-# The s of a word of four letters and more. Fewer letters may be symbols.
+# The s of a word of four letters or more. Fewer letters may be symbols.
 _PLURAL = re.compile("(?<=[a-zA-Z]{3})(?<!s)s$")
 _TEMPERATURE = re.compile(r"(?!.$)(?:°|deg(?:rees?)?)? ?(c|f)(?:elsius|ahrenheit)?", re.IGNORECASE)
 
 
 @functools.lru_cache(maxsize=4096)
 def read_number(text: str) -> Number | None:
-    """The one number that a clean text is: `$1,234.50`, `12 apples`, `-3/4`, `1 1/2`, `1.5e3 km`, `10^6`, `42°`, `≈12`.
+    """Read the one number that a clean text is: `$1,234.50`, `12 apples`, `-3/4`, `1 1/2`, `1.5e3 km`, `10^6`, `≈12`.
 
-    What follows the digits is the unit, whatever it says, but without a sign, bracket or relation in it (`2x + 1`).
-    Only one in UNITS may be missing on the other side. None for anything else: no number, an operation (`2*3`, `5!`),
-    words in front, more than NUMBER_CHARACTERS.
+    What follows the digits is the unit, whatever it says, if there is no sign, bracket or relation in it (`2x + 1`).
+    Returns None for anything else: no number, an operation (`2*3`, `5!`), words in front, more than NUMBER_CHARACTERS.
     """
-    match = _NUMBER.fullmatch(_with_slashes(text)) if len(text) <= NUMBER_CHARACTERS else None
+    if len(text) > NUMBER_CHARACTERS:
+        return None
+    match = _NUMBER.fullmatch(_with_slashes(text))
     if not match or (match["sign"] and match["inner_sign"]):
         return None
     value = _value(match)
     if value is None:
         return None
-    parts = [_unit_name(part) for part in re.split(r" ?/ ?|(?:^| )per ", (match["unit"] or "").strip())]
-    parts[0] = _UNIT_NAMES.get(match["currency"], "") + parts[0]
-    unit = "/".join(parts)
-    touches = match["unit"] and len(match["unit"]) == 1 and match["unit"].isalpha() and not match["gap"]  # 5h, 5m
-    known = not unit or (all(part.partition("^")[0] in UNITS for part in unit.split("/")) and not touches)
-    lowest = value.denominator > 1 and value.denominator == _decimal(match["bottom"] or "1")
-    negative = match["inner_sign"] == "-" or match["sign"] not in ("", "+")
-    return Number(-value if negative else value, unit, known, bool(match["about"]), bool(match["top"]) and not lowest)
+    after_digits = match["unit"] or ""
+    names = [_unit_name(part) for part in re.split(r" ?/ ?|(?:^| )per ", after_digits.strip())]
+    unit = _UNIT_NAMES.get(match["currency"], "") + "/".join(names)
+    may_be_symbol = len(after_digits) == 1 and after_digits.isalpha() and not match["gap"]  # 5h, 5m
+    is_known = all(part.partition("^")[0] in _UNIT_NAMES.values() for part in unit.split("/"))
+    is_lowest = value.denominator > 1 and value.denominator == _decimal(match["bottom"] or "1")
+    if match["inner_sign"] == "-" or match["sign"] not in ("", "+"):
+        value = -value
+    return Number(
+        value,
+        unit,
+        has_known_unit=not unit or (is_known and not may_be_symbol),
+        is_rounded=bool(match["about"]),
+        is_division=bool(match["top"]) and not is_lowest,
+    )
 
 
 def arithmetic(text: str) -> Fraction | None:
-    """What two numbers joined by one of `+ - * /` are worth; None for any other text."""
+    """Calculate two numbers joined by one of `+ - * /`. None for any other text."""
     match = _OPERATION.fullmatch(_with_slashes(text[:NUMBER_CHARACTERS]))
-    left, right = map(_decimal, match.group(1, 3)) if match else (None, None)
+    if not match:
+        return None
+    left = _decimal(match[1])
+    right = _decimal(match[3])
     if left is None or right is None or (match[2] == "/" and not right):
         return None
-    return {"+": operator.add, "-": operator.sub, "/": operator.truediv}.get(match[2], operator.mul)(left, right)
+    operations = {"+": operator.add, "-": operator.sub, "/": operator.truediv}
+    return operations.get(match[2], operator.mul)(left, right)
 
 
 def _with_slashes(text: str) -> str:
-    return " ".join(_FRACTION.sub(r" \1/\3 ", text).split()) if "\\frac" in text else text
+    """Write fractions of LaTeX with a slash."""
+    if "\\frac" not in text:
+        return text
+    return " ".join(_FRACTION.sub(r" \1/\3 ", text).split())
 
 
 def _value(match: re.Match) -> Fraction | None:
+    """Return the value of a match of _NUMBER, without its sign. None for a fraction that is not one."""
     if match["whole"]:
-        part, parts = int(match["part"]), int(match["parts"])
-        return int(match["whole"]) + Fraction(part, parts) if 0 < part < parts else None
-    digits = match["factor"] or match["top"] or match["decimal"] or "1"
-    value, power, bottom = map(_decimal, (digits, f"1e{match['exponent'] or 0}", match["bottom"] or "1"))
-    return None if value is None or power is None or not bottom else value * power / bottom
+        part = int(match["part"])
+        parts = int(match["parts"])
+        if not 0 < part < parts:
+            return None
+        return int(match["whole"]) + Fraction(part, parts)
+    value = _decimal(match["factor"] or match["top"] or match["decimal"] or "1")
+    power = _decimal(f"1e{match['exponent'] or 0}")
+    bottom = _decimal(match["bottom"] or "1")
+    if value is None or power is None or not bottom:
+        return None
+    return value * power / bottom
 
 
 def _decimal(digits: str) -> Fraction | None:
+    """Return the exact value of digits. None if their power of ten is too large."""
     mantissa, _, exponent = re.sub("[, ]", "", digits).lower().partition("e")
     exponent = int(exponent or "0")
-    return Fraction(mantissa) * Fraction(10) ** exponent if abs(exponent) <= LARGEST_EXPONENT else None
+    if abs(exponent) > LARGEST_EXPONENT:
+        return None
+    return Fraction(mantissa) * Fraction(10) ** exponent
 
 
 @functools.lru_cache(maxsize=4096)
 def _unit_name(text: str) -> str:
-    """One name for all spellings of a unit; what is not in UNITS stays as it is, except for its plural."""
-    if degrees := _TEMPERATURE.fullmatch(text):
+    """Return the name in UNITS of a unit. Another word stays as it is, without the s of its plural."""
+    degrees = _TEMPERATURE.fullmatch(text)
+    if degrees:
         return f"°{degrees[1].upper()}"
     base, caret, power = text.replace(" ^", "^").partition("^")
     power = power.replace(" ", "")  # 3x^2 y
-    # symbols have a case (mg is not Mg), words do not
-    for word in (base, base.lower() if len(base) > 3 else base):
-        singular = _PLURAL.sub("", word)
-        for spelling in (word, re.sub("(met|lit)re$", r"\1er", singular)):
-            if spelling in _UNIT_NAMES:
-                return _UNIT_NAMES[spelling] + caret + power
-    # a form of its own that plural and singular share: boxes and box, berries and berry, cookies and cookie (cooky)
-    shared = re.sub("(?<=[a-zA-Z]{2}[sxzh])e$", "", _PLURAL.sub("", base))
-    return re.sub("(?<=[a-zA-Z]{2})ie$", "y", shared) + caret + power
+    word = base.lower() if len(base) > 3 else base  # symbols have a case (mg is not Mg), words do not
+    singular = _PLURAL.sub("", word)
+    name = _UNIT_NAMES.get(word) or _UNIT_NAMES.get(singular) or _PLURAL.sub("", base)
+    return name + caret + power

@@ -1,12 +1,12 @@
-"""Rewards from the driver's side: calls go out to worker processes, values come back, weighted sums are taken.
+"""Rewards from the driver's side: it sends calls to worker processes, gets values back, and takes weighted sums.
 
-What becomes of a verifier that loops, crashes or allocates without end, workers/supervisor.py decides; here, what that
-means: a completion without reward, and the end of a run if a function fails for every completion of a step.
+workers/supervisor.py deals with a function that loops, crashes or allocates without end. This module says what follows:
+the completion has no reward, and the run ends if a function fails for every completion of a step.
 """
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo.config import RewardConfig
 from grpo.data.rows import as_messages
@@ -19,92 +19,112 @@ from grpo.workers.worker import SHOWN_CHARACTERS
 
 
 class RewardError(ValueError):
-    """No completion of a step got a value from a reward function."""
+    """A reward function failed for all completions of a step."""
 
 
-# What reward functions get of episodes, besides.
+# Additional columns that reward functions get for episodes
 EPISODE_COLUMNS = ("turns", "messages", "environment", "environments")
 
 
-class RewardPool:
-    """`config.num_workers` processes that call the reward functions; as many again if only some of those run confined.
+class CallScope(NamedTuple):
+    """The function of a call, and the rollouts that the call scores."""
 
-    Start it on the main thread: the processes end with the thread that started them.
+    function: str
+    start: int
+    size: int
+
+
+class RewardPool:
+    """Processes that call the reward functions: `config.num_workers`, or twice as many if only some run confined.
+
+    Start it on the main thread, because the processes end with the thread that started them.
     """
 
-    def __init__(self, config: RewardConfig, max_completion_tokens: int, opening: str = "") -> None:
-        """Start the processes; returns when every one has loaded the functions, or raises ValueError.
+    def __init__(
+        self,
+        config: RewardConfig,
+        max_completion_tokens: int,
+        opening: str = "",
+    ) -> None:
+        """Start the processes and wait until all of them have loaded the functions. Raises ValueError if one cannot.
 
-        opening: what a prompt has of each completion, which the functions then get in front of it: an opened <think>.
+        opening: an opened <think> at the end of the prompt. The functions get it in front of each completion.
         """
-        self.config, self.functions = config, load_functions(config, None, max_completion_tokens)
+        self.config = config
+        self.functions = load_functions(config, None, max_completion_tokens)
         self.opening = opening
-        self._submitted: tuple[list[Rollout], list[tuple[str, int, int]]] | None = None  # from `submit` to `collect`
-        self.workers: dict[bool, Workers] = {}  # confined ones, and others
+        self._rollouts: list[Rollout] | None = None  # those submitted and not collected
+        self._scopes: list[CallScope] = []
+        self.workers: dict[bool, Workers] = {}  # by whether they are confined
         try:
             for confined in (True, False):
-                if (part := loading.part(config, confined)).functions:
-                    started = loading.start_workers(loading.load, part, confined, max_completion_tokens)
-                    self.workers[confined] = started
+                part = loading.part(config, confined)
+                if part.functions:
+                    self.workers[confined] = loading.start_workers(
+                        loading.load_caller, part, confined, max_completion_tokens
+                    )
         except BaseException:
             self.close()
             raise
 
     def submit(self, rollouts: list[Rollout], group_size: int, step: int = 0) -> None:
-        """Begin to score `rollouts`, which lie group after group; returns at once.
+        """Begin to score `rollouts`, which are ordered by group. Returns at once.
 
-        Each function is called with one completion, those of a group or all of them (see `called_with`), and with lists
-        of that length: the data set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step`;
-        `completion_ids` where it names them; of episodes also EPISODE_COLUMNS.
+        Each call of a function has one completion, those of a group or all of them (see `called_with`), and lists of
+        that length: the columns of the data set, `num_tokens`, `truncated`, `prompts` (as in the data) and `step`, also
+        `completion_ids` if a function names them, and EPISODE_COLUMNS for episodes.
 
-        Raises ValueError if a column holds what JSON does not have, RuntimeError if the last ones were not collected.
+        Raises ValueError if JSON cannot hold a column, and RuntimeError if earlier rollouts were not collected.
         """
-        if self._submitted is not None:
-            raise RuntimeError(f"{len(self._submitted[0])} rollouts were submitted and not collected")
-        parts: list[tuple[str, int, int]] = []  # of each call: function, first completion, number of them
+        if self._rollouts is not None:
+            raise RuntimeError(f"{len(self._rollouts)} rollouts were submitted and not collected")
+        self._scopes = []
         calls: dict[bool, list[Call]] = {confined: [] for confined in self.workers}
         sizes = {"step": len(rollouts), "group": group_size, "completion": 1}
-        for what, size in sizes.items():  # long calls first, short ones fill the gaps
-            names = [name for name, f in self.functions.items() if called_with(f) == what]
-            seconds = self.config.timeout_seconds * (1 if what == "step" else size)
-            for start in range(0, len(rollouts) if names else 0, size):
-                together = rollouts[start : start + size]
-                columns = {name: [r.prompt.columns[name] for r in together] for name in together[0].prompt.columns}
-                columns["num_tokens"] = [r.completion.num_tokens for r in together]
-                columns["truncated"] = [r.completion.truncated for r in together]
-                columns["prompts"] = [r.prompt.content for r in together]
-                columns["step"] = [step] * len(together)
-                if any("completion_ids" in argument_names(self.functions[name]) for name in names):
-                    columns["completion_ids"] = [r.completion.ids_T.tolist() for r in together]
-                if together[0].completion.episode is not None:
-                    columns |= episode_columns(together)
-                arguments = as_json([self.opening + r.answer for r in together]), as_json(columns)
+        for scope, size in sizes.items():  # long calls first, because short ones fill the gaps
+            names = [name for name, function in self.functions.items() if called_with(function) == scope]
+            if not names:
+                continue
+            needs_ids = any("completion_ids" in argument_names(self.functions[name]) for name in names)
+            seconds = self.config.timeout_seconds
+            if scope != "step":
+                seconds *= size
+            for start in range(0, len(rollouts), size):
+                part = rollouts[start : start + size]
+                columns = _columns(part, step)
+                if needs_ids:
+                    columns["completion_ids"] = [rollout.completion.ids_T.tolist() for rollout in part]
+                completions = as_json([self.opening + rollout.answer for rollout in part])
+                columns = as_json(columns)
                 for name in names:
-                    line = b"[%s, %s, %s]" % (as_json(name), *arguments)
-                    calls[loading.is_confined(name)].append(Call(len(parts), line, seconds, num_values=size))
-                    parts.append((name, start, size))
+                    line = b"[%s, %s, %s]" % (as_json(name), completions, columns)
+                    call = Call(len(self._scopes), line, seconds, num_values=size)
+                    calls[loading.is_confined(name)].append(call)
+                    self._scopes.append(CallScope(name, start, size))
         for confined, workers in self.workers.items():
             workers.submit(calls[confined])
-        self._submitted = rollouts, parts
+        self._rollouts = rollouts
 
     def collect(self) -> list[Rollout]:
-        """Wait for the rewards; new rollouts with `rewards`, `reward` and `failures`, in the order submitted.
+        """Wait for the rewards. Returns new rollouts with `rewards`, `reward` and `failures`, in the same order.
 
-        A function that said None is left out of that completion's weighted sum; all None gives None. A function that
-        failed for a completion leaves it without a reward: the other functions' sum would not compare.
+        The weighted sum leaves out functions that returned None for the completion. It is None if all did, or if a
+        function failed for the completion, because the sum of the others would not be comparable.
 
         Raises RuntimeError if the processes are gone.
         """
-        (rollouts, parts), self._submitted = self._submitted, None
+        rollouts = self._rollouts
+        self._rollouts = None
         rewards: list[dict[str, float | None]] = [dict.fromkeys(self.functions) for _ in rollouts]
         failures: list[dict[str, str]] = [{} for _ in rollouts]
-        for outcome in (outcome for workers in self.workers.values() for outcome in workers.collect()):
-            name, start, size = parts[outcome["call"]]
-            for i in range(size):
-                if "failed" in outcome:
-                    failures[start + i][name] = outcome["failed"]
-                else:
-                    rewards[start + i][name] = outcome["value"][i]
+        for workers in self.workers.values():
+            for outcome in workers.collect():
+                scope = self._scopes[outcome["call"]]
+                for i in range(scope.size):
+                    if "failed" in outcome:
+                        failures[scope.start + i][scope.function] = outcome["failed"]
+                    else:
+                        rewards[scope.start + i][scope.function] = outcome["value"][i]
         scored = []
         for rollout, values, failed in zip(rollouts, rewards, failures, strict=True):
             weighted = [self.config.functions[name] * value for name, value in values.items() if value is not None]
@@ -113,12 +133,13 @@ class RewardPool:
         return scored
 
     def close(self) -> None:
-        """End all processes and wait until they are gone; a second call does nothing."""
+        """End all processes and wait until they are gone. A second call does nothing."""
         for workers in self.workers.values():
             workers.close()
 
 
 def as_json(value: Any) -> bytes:
+    """Encode a value as JSON. Raises ValueError with the way out if JSON cannot hold it."""
     try:
         return json.dumps(value).encode()
     except TypeError as error:
@@ -128,12 +149,24 @@ def as_json(value: Any) -> bytes:
         ) from error
 
 
+def _columns(rollouts: list[Rollout], step: int) -> dict[str, list]:
+    """Return the columns of a call, except token ids."""
+    columns = {name: [rollout.prompt.columns[name] for rollout in rollouts] for name in rollouts[0].prompt.columns}
+    columns["num_tokens"] = [rollout.completion.num_tokens for rollout in rollouts]
+    columns["truncated"] = [rollout.completion.truncated for rollout in rollouts]
+    columns["prompts"] = [rollout.prompt.content for rollout in rollouts]
+    columns["step"] = [step] * len(rollouts)
+    if rollouts[0].completion.episode is not None:
+        columns |= episode_columns(rollouts)
+    return columns
+
+
 def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
-    """What reward functions learn of episodes: the model's turns, all messages, what is told of the environment."""
+    """Return EPISODE_COLUMNS: the model's turns, all messages, and twice what the environment says about itself."""
     columns: dict[str, list] = {name: [] for name in EPISODE_COLUMNS}
     for rollout in rollouts:
-        episode, content = rollout.completion.episode, rollout.prompt.content
-        messages = list(as_messages(content))
+        episode = rollout.completion.episode
+        messages = list(as_messages(rollout.prompt.content))
         if episode["opening"] is not None:
             messages[-1] = messages[-1] | {"content": episode["opening"]}
         for turn in episode["turns"]:
@@ -147,14 +180,15 @@ def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
 
 
 def check_all_failed(rollouts: list[Rollout]) -> None:
-    """Stop a step in which one function failed for every completion: then the function is wrong, not the completions.
+    """Raise RewardError if a function failed for every completion: then the function is wrong, not the completions.
 
-    Raises RewardError, which names the function and shows the first completion.
+    The error names the function and shows the first completion.
     """
-    for name in rollouts[0].failures if rollouts else ():
+    if not rollouts:
+        return
+    for name, failure in rollouts[0].failures.items():
         if all(name in rollout.failures for rollout in rollouts):
-            number = f"all {len(rollouts)} completions" if len(rollouts) > 1 else "the only completion"
-            lines = [f"reward function {name} failed for {number}: {rollouts[0].failures[name]}"]
+            lines = [f"reward function {name} failed for all {len(rollouts)} completions: {failure}"]
             shown = {"completion": rollouts[0].text, **rollouts[0].prompt.columns}
             lines += [f"  {column}: {shorten(str(value), SHOWN_CHARACTERS)!r}" for column, value in shown.items()]
             raise RewardError("\n".join(lines))

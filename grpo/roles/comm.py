@@ -127,7 +127,7 @@ def start_sampling_ahead(
 def finish_sampling_ahead(ahead: SampledAhead | None, driver: Any, roles: Roles) -> None:
     """Bring what was sampled ahead to the driver, once it and the generators are done.
 
-    `driver` has a method `land_ahead(completions, seconds, overlap_seconds)` that runs on rank 0. Collective over
+    `driver` has a method `receive_ahead(completions, seconds, overlap_seconds)` that runs on rank 0. Collective over
     `roles.control`, if anything was sampled ahead.
     """
     if ahead is None:
@@ -141,7 +141,7 @@ def finish_sampling_ahead(ahead: SampledAhead | None, driver: Any, roles: Roles)
         ended = max(times[head][1] for head in roles.heads)
         seconds = ended - began
         overlap_seconds = max(0.0, min(ended, arrived) - max(began, ahead.began))
-    driver.land_ahead(completions, seconds, overlap_seconds)
+    driver.receive_ahead(completions, seconds, overlap_seconds)
 
 
 def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:

@@ -55,11 +55,13 @@ class Driver:
     # ---- one step -----------------------------------------------------------------------------------------------
 
     @partial(from_driver, scores=True)
-    def plan(self, step: int, weights: Mapping[str, float], wanted: Callable[[Prompt], bool] | None = None) -> StepPlan:
+    def plan(
+        self, step: int, weights: Mapping[str, float], keep_prompt: Callable[[Prompt], bool] | None = None
+    ) -> StepPlan:
         """Decide everything about a step before it starts.
 
         Prompts drawn from now on come from the sources of the data by `weights`, see Stream.set_weights. A prompt for
-        which `wanted` returns False is passed over, and another one drawn in its place.
+        which `keep_prompt` returns False is passed over, and another one drawn in its place.
         """
         if self.session.is_stopped(step):
             return StepPlan(step=step, requests=None, save=False, evaluate=False, stop=True)
@@ -67,7 +69,7 @@ class Driver:
         self.step = step
         self.times_ahead: dict[str, float] = {}
         self.stream.set_weights(weights)
-        self.stream.wanted = wanted
+        self.stream.wanted = keep_prompt
         self.buffer.begin_step()
         requests = self._fill()
         probe = []
@@ -102,7 +104,7 @@ class Driver:
         return self.buffer.ask(self.config.prompts_per_step, self.stream.draw)
 
     @on_driver
-    def land_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:
+    def receive_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:
         """Add what was sampled ahead to the buffer.
 
         seconds: how long that took. overlap_seconds: how long the driver was scoring and training meanwhile.

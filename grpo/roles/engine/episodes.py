@@ -14,7 +14,7 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.rows import environment_of
 from grpo.environments.calls import style_of
 from grpo.environments.host import EnvironmentHost
-from grpo.environments.play import Decision, Episode, Player, as_integers, from_integers, play
+from grpo.environments.play import Decision, Episode, Player, play
 from grpo.environments.suffix import Turns
 from grpo.environments.tools import Toolbox, load_toolboxes
 from grpo.roles.engine import vllm_engine
@@ -86,8 +86,7 @@ class Episodes:
         """Send the head's decisions to all ranks of the replica; the others pass None."""
         if len(self.roles.replica) == 1:
             return decisions
-        flat = None if decisions is None else as_integers(decisions)
-        return from_integers(vllm_engine.broadcast_in_replica(flat))
+        return vllm_engine.broadcast_in_replica(decisions)
 
     def close(self) -> None:
         """End the environment processes."""

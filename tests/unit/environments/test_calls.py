@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.environments.calls import STYLES, TAGS, Call, other_style, parse, style_of, written_call
+from grpo.environments.calls import STYLES, TAGS, ToolCall, other_style, parse, style_of, written_call
 from tests.unit import chat_templates as templates
 
-LOOK = Call("look", {"place": "attic"})
+LOOK = ToolCall("look", {"place": "attic"})
 CALL = '{"name": "look", "arguments": {"place": "attic"}}'
 
 
@@ -20,18 +20,18 @@ CALL = '{"name": "look", "arguments": {"place": "attic"}}'
         ("hermes", f"<think>\n<tool_call>{CALL}</tool_call>?\n</think>No.", []),
         ("hermes", f"<think>\n<tool_call>x</think><tool_call>{CALL}</tool_call>", [LOOK]),
         ("hermes", '<tool_call>{"name": "look", "arguments": "{\\"place\\": \\"attic\\"}"}</tool_call>', [LOOK]),
-        ("hermes", '<tool_call>{"name": "look"}</tool_call>', [Call("look", {})]),
-        ("hermes", '<tool_call>{"name": "look", "arguments": null}</tool_call>', [Call("look", {})]),
+        ("hermes", '<tool_call>{"name": "look"}</tool_call>', [ToolCall("look", {})]),
+        ("hermes", '<tool_call>{"name": "look", "arguments": null}</tool_call>', [ToolCall("look", {})]),
         ("hermes", f"{CALL}", []),
         ("llama3_json", '{"name": "look", "parameters": {"place": "attic"}}', [LOOK]),
         ("llama3_json", f" <|python_tag|>{CALL}; {CALL}\n", [LOOK, LOOK]),
         ("llama3_json", f"I look: {CALL}", []),
         ("llama3_json", '{"answer": 4}', []),
         ("llama3_json", "{4}", []),
-        ("tag", "<tool>look attic</tool>", [Call("look", "attic")]),
-        ("tag", "12*7: <tool> calculator  12 * 7 </tool>", [Call("calculator", "12 * 7")]),
-        ("tag", '<tool>look {"place": "attic"}</tool><tool>look</tool>', [LOOK, Call("look", "")]),
-        ("tag", "<tool>guess 8</tool>", [Call("guess", "8")]),
+        ("tag", "<tool>look attic</tool>", [ToolCall("look", "attic")]),
+        ("tag", "12*7: <tool> calculator  12 * 7 </tool>", [ToolCall("calculator", "12 * 7")]),
+        ("tag", '<tool>look {"place": "attic"}</tool><tool>look</tool>', [LOOK, ToolCall("look", "")]),
+        ("tag", "<tool>guess 8</tool>", [ToolCall("guess", "8")]),
         ("tag", "8 < 9", []),
         ("fence", f"I look.\n```json\n{CALL}\n```\nThen I know.", [LOOK]),
         ("fence", f"```json\n{CALL}\n```\n```json\n{CALL}\n```", [LOOK, LOOK]),
@@ -83,11 +83,11 @@ TEXT = st.lists(st.sampled_from(MARKS) | st.text(max_size=6), max_size=5).map(""
 def test_any_call_comes_back_except_in_thoughts(style, arguments):
     """Also one whose texts have the tags of calls and of thoughts."""
     call = written_call("write", arguments, style)
-    assert parse(call, style) == parse(f"<think>Hm.</think>{call}", style) == [Call("write", arguments)]
+    assert parse(call, style) == parse(f"<think>Hm.</think>{call}", style) == [ToolCall("write", arguments)]
     if "</think>" not in call:  # which would close a thought
         assert parse(f"<think>{call}", style) == []
         assert parse(f"<think>{call}</think>No.", style) == parse(f"{call}</think>No.", style) == []
-        assert parse(f"<think>{call}</think>{call}", style) == [Call("write", arguments)]
+        assert parse(f"<think>{call}</think>{call}", style) == [ToolCall("write", arguments)]
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -109,7 +109,7 @@ def test_a_call_in_another_style_is_noticed(style):
 )
 def test_any_text_is_read_or_told(parts):
     for style in STYLES:
-        assert all(isinstance(found, Call | str) for found in parse("".join(parts), style))
+        assert all(isinstance(found, ToolCall | str) for found in parse("".join(parts), style))
 
 
 def test_styles_of_templates():

@@ -91,7 +91,10 @@ def host(tmp_path, monkeypatch):
 def say(host: EnvironmentHost, episode: int, do: str, *arguments, seconds: float = 120.0) -> dict:
     """One message and its reply."""
     host.ask(episode, do, list(arguments), seconds)
-    (reply,) = host.poll(180)
+    replies = []
+    while not replies:
+        replies = host.poll(180)
+    (reply,) = replies
     assert reply.pop("episode") == episode
     return reply
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from grpo.config import EnvironmentConfig
-from grpo.environments.calls import Call
+from grpo.environments.calls import ToolCall
 from grpo.environments.tools import Lost, Toolbox, load_toolboxes, run_call
 from grpo.workers import lockdown
 from grpo.workers.programs import ProgramError
@@ -35,11 +35,11 @@ def toolbox_of(tmp_path: pathlib.Path, code: str, *, tools: tuple[str, ...] = ()
 
 def test_the_example_of_a_guess():
     toolbox = load_toolbox(EnvironmentConfig(name=GUESS))
-    game = toolbox.factory()
+    game = toolbox.kind(**toolbox.options)
     arguments = toolbox.reset_arguments({"high": 4, "question": "?"}, seed=7, rollout=2)
     assert arguments == {"high": 4, "question": "?", "seed": 7}
     assert game.reset(**arguments) == "I think of a number from 1 to 4. Guess it."
-    answers = [run_call(toolbox, game, Call("guess", str(number))) for number in (1, 2, 3, 4)]
+    answers = [run_call(toolbox, game, ToolCall("guess", str(number))) for number in (1, 2, 3, 4)]
     right = answers.index(("Right.", "ok"))
     assert answers == [("Higher.", "ok")] * right + [("Right.", "ok")] + [("Lower.", "ok")] * (3 - right)
     assert (game.done, game.get_reward()) == (True, 1.0)
@@ -56,7 +56,7 @@ def test_the_example_of_a_guess():
 def test_the_example_of_a_function():
     toolbox = load_toolbox(EnvironmentConfig(tools=(MULTIPLY, "calculator")))
     assert (toolbox.name, toolbox.kind, list(toolbox.tools)) == ("tools", None, ["multiply", "calculator"])
-    assert run_call(toolbox, None, Call("multiply", {"a": 1.5, "b": 4})) == ("6.0", "ok")
+    assert run_call(toolbox, None, ToolCall("multiply", {"a": 1.5, "b": 4})) == ("6.0", "ok")
 
 
 def test_a_class_as_others_write_them(tmp_path):
@@ -73,10 +73,18 @@ def test_a_class_as_others_write_them(tmp_path):
     )
     toolbox = toolbox_of(tmp_path, code, name="{here}:Mine", options={"depth": 4})
     assert list(toolbox.tools) == ["add", "wait"] and toolbox.has_reply and not toolbox.has_reward
-    mine = toolbox.factory()
+    mine = toolbox.kind(**toolbox.options)
     assert mine.depth == 4 and toolbox.reset_arguments({"a": 1}, 2, 3) == {}
-    assert run_call(toolbox, mine, Call("wait", {})) == run_call(toolbox, mine, Call("wait", "")) == ("waited", "ok")
-    assert run_call(toolbox, mine, Call("add", {"a": 2})) == run_call(toolbox, mine, Call("add", "2")) == ("3", "ok")
+    assert (
+        run_call(toolbox, mine, ToolCall("wait", {}))
+        == run_call(toolbox, mine, ToolCall("wait", ""))
+        == ("waited", "ok")
+    )
+    assert (
+        run_call(toolbox, mine, ToolCall("add", {"a": 2}))
+        == run_call(toolbox, mine, ToolCall("add", "2"))
+        == ("3", "ok")
+    )
 
 
 REPLY = ENVIRONMENT + "    def reply(self, text):\n        pass"
@@ -89,7 +97,7 @@ MINE = {"name": "{here}:Mine"}
         (ENVIRONMENT, {"name": "{here}:Min"}, "no function 'Min'; .*Mine"),
         (LOOK, {"tools": ("{here}:lok",)}, "no function 'lok'; .* look"),
         (LOOK, {"tools": ("calculater",)}, r"\(built in: calculator, python\) 'calculater' names no function"),
-        (LOOK, {"tools": ("nowhere.py:f",)}, "environment.tools file .*nowhere.py does not exist"),
+        (LOOK, {"tools": ("nowhere.py:f",)}, "environment.tools .* file .*nowhere.py does not exist"),
         (LOOK, {"tools": ("{here}:look", "{here}:look")}, "two tools .* look; rename one"),
         (ENVIRONMENT + "    def look(self):\n        'Look.'", MINE | {"tools": ("{here}:look",)}, "two tools .* look"),
         (LOOK, {"name": "{here}:look"}, "look is no class; write functions as environment.tools"),
@@ -122,7 +130,7 @@ def test_a_column_that_reset_needs(tmp_path):
     toolbox = toolbox_of(tmp_path, code, name="{here}:Mine")
     toolbox.check_columns(["board"])
     assert toolbox.reset_arguments({"board": 1, "other": 2}, 3, 4) == {"board": 1, "seed": 3}
-    with pytest.raises(ValueError, match="the columns boards: missing .* 'board'; .*--data.columns"):
+    with pytest.raises(ValueError, match="the columns boards .*--data.columns.*: missing .* 'board'"):
         toolbox.check_columns(["boards"])
 
 
@@ -155,7 +163,7 @@ CALLED = (
 )  # fmt: skip
 def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
     toolbox = toolbox_of(tmp_path, CALLED, tools=("{here}:look",))
-    said, how = run_call(toolbox, None, Call(name, arguments))
+    said, how = run_call(toolbox, None, ToolCall(name, arguments))
     assert (said[: len(answer)], how) == (answer, kind)
 
 
@@ -166,7 +174,6 @@ def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
         ("TimeoutError('no answer')", True),
         (f"OSError({errno.ENOSPC}, 'disk full')", True),
         (f"OSError({errno.ENETUNREACH}, 'no network')", True),
-        ("Down('the server')", True),
         ("FileNotFoundError('what the model named')", False),
         ("PermissionError()", False),
         ("RuntimeError('x')", False),
@@ -174,21 +181,21 @@ def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
 )
 def test_what_the_policy_cannot_have_caused(tmp_path, error, is_lost):
     """Also behind another error, which a client's library raises in its place."""
-    body = f"class Down(Exception):\n    infrastructure = True\ndef f():\n    'F.'\n    raise {error}\n"
+    body = f"def f():\n    'F.'\n    raise {error}\n"
     body += "def g():\n    'G.'\n    try:\n        f()\n    except Exception:\n        raise ValueError('x')\n"
     toolbox = toolbox_of(tmp_path, body, tools=("{here}:f", "{here}:g"))
     for name in "fg":
         if is_lost:
             with pytest.raises(Lost, match=f"^{name}: "):
-                run_call(toolbox, None, Call(name, {}))
+                run_call(toolbox, None, ToolCall(name, {}))
         else:
-            assert run_call(toolbox, None, Call(name, {}))[1] == "error"
+            assert run_call(toolbox, None, ToolCall(name, {}))[1] == "error"
 
 
 def test_memory_that_runs_out_is_left_to_the_worker(tmp_path):
     toolbox = toolbox_of(tmp_path, "def f():\n    'F.'\n    raise MemoryError", tools=("{here}:f",))
     with pytest.raises(MemoryError):
-        run_call(toolbox, None, Call("f", {}))
+        run_call(toolbox, None, ToolCall("f", {}))
 
 
 @pytest.mark.parametrize(
@@ -210,27 +217,27 @@ def test_memory_that_runs_out_is_left_to_the_worker(tmp_path):
 )  # fmt: skip
 def test_calculator(expression, answer):
     toolbox = load_toolbox(EnvironmentConfig(tools=("calculator",)))
-    said, how = run_call(toolbox, None, Call("calculator", {"expression": expression}))
+    said, how = run_call(toolbox, None, ToolCall("calculator", {"expression": expression}))
     assert said == answer or (how == "error" or expression.count("9") > 99) and said.startswith(answer), said
 
 
 @pytest.mark.skipif(not lockdown.kernel.can_deny_calls(), reason="this kernel filters no system calls")
 def test_python(monkeypatch):
     toolbox = load_toolbox(EnvironmentConfig(tools=("python",), call_seconds=120.0))
-    assert run_call(toolbox, None, Call("python", {"code": "print(6 * 7)"})) == ("42\n", "ok")
-    said, how = run_call(toolbox, None, Call("python", "print(1)\n1 / 0"))
+    assert run_call(toolbox, None, ToolCall("python", {"code": "print(6 * 7)"})) == ("42\n", "ok")
+    said, how = run_call(toolbox, None, ToolCall("python", "print(1)\n1 / 0"))
     assert how == "ok" and said.startswith('1\nTraceback (most recent call last):\n  File "program.py", line 2')
     assert said.endswith("ZeroDivisionError: division by zero")
-    assert run_call(toolbox, None, Call("python", "open('/etc/passwd')"))[0].count("PermissionError") == 1
+    assert run_call(toolbox, None, ToolCall("python", "open('/etc/passwd')"))[0].count("PermissionError") == 1
     short = load_toolbox(EnvironmentConfig(tools=("python",), call_seconds=1.0))
-    assert run_call(short, None, Call("python", "while True: pass")) == ("It took longer than 0.8 s.", "ok")
+    assert run_call(short, None, ToolCall("python", "while True: pass")) == ("It took longer than 0.8 s.", "ok")
 
     def fails(*arguments):
         raise ProgramError("no fork")
 
     monkeypatch.setattr("grpo.environments.builtin.run_python", fails)
     with pytest.raises(Lost, match="python: ProgramError: no fork"):
-        run_call(toolbox, None, Call("python", "1"))
+        run_call(toolbox, None, ToolCall("python", "1"))
 
 
 def test_workers_load_no_large_library():

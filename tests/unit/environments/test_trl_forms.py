@@ -129,7 +129,7 @@ def test_the_prompt_is_the_one_that_trl_writes(folder):
         player = Player(EnvironmentConfig(name=NAME), host, {"": turns}, tokenizer, 10_000)
         player.begin([Episode(Prompt(0, [1], content=prompt), 0, 0, 0)], 10)
         (turn,) = player.collect([0], 1)
-        assert turn[2] == expected and said in tokenizer.decode(expected)
+        assert turn.new_ids == expected and said in tokenizer.decode(expected)
 
 
 class HostOf:

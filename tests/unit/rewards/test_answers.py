@@ -51,11 +51,6 @@ def test_answers_of_algebra(given, reference):
         assert math_reward([f"<answer>{given}</answer>"], [reference]) == [1.0]
 
 
-def test_a_unit_is_the_same_in_plural():
-    for given, reference in (("70 kgs", "70 kg"), ("3 hrs", "3 hours"), ("30 mins", "30 min"), ("2 pies", "2 pie")):
-        assert math_reward([f"<answer>{given}</answer>"], [reference]) == [1.0], given
-
-
 @pytest.mark.parametrize(("answer_format", "completion", "reference", "what"), CHEATS)
 def test_cheats_earn_nothing(answer_format, completion, reference, what):
     start = time.process_time()
@@ -70,7 +65,7 @@ def test_the_readme_counts_verdicts_and_cheats():
     wrong = sum(not case.right for case in cases) + sum(not right for _, _, right, _ in pairs)
     unpaid = sum(case.right and not case.earns for case in cases) + len(UNPAID)
     counts = len(cases), len(pairs), wrong, len(CHEATS), unpaid
-    told = r"(\d+) verdicts.*?(\d+) more pairs.*?(\d+) of both are wrong.*?(\d+) whole completions.*?except (\d+) "
+    told = r"(\d+) verdicts.*?(\d+) more pairs.*?(\d+) of all these are wrong.*?(\d+) whole completions.*?except (\d+) "
     said = re.search(told, " ".join(README.read_text().split()))
     assert said and tuple(map(int, said.groups())) == counts
 
@@ -135,8 +130,6 @@ def test_what_is_no_number(text):
     ("given", "reference", "reward"),
     [
         ("$1,234", "48*2\n#### 1,234", 1.0),
-        ("1000000.9", "1000000", 1.0),  # 9e-7 of a million
-        ("1000001.1", "1000000", 0.0),
         ("5", 5, 1.0),
         ("5", 5.0, 1.0),
         ("5", "", None),
@@ -167,11 +160,6 @@ def test_tolerance_is_relative_and_for_fractions_only():
     completions = [f"<answer>{number}</answer>" for number in ("20.7", "20.71", "0.101", "0.1011", "202", "0")]
     references = ["20.5", "20.5", "0.1", "0.1", "200", "0.001"]
     assert reward(completions, references) == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-
-
-def test_letters_of_words_are_never_multiplied():
-    for given, same in (("East", True), ("seat", False), ("e a s t", False), ("eats", False)):
-        assert same_answer(given, "east", tolerance=1e-6, latex=True) == same
 
 
 # ---- Work

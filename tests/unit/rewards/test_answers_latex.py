@@ -80,15 +80,18 @@ def test_the_library_alone_runs_the_code(tmp_path):
     assert path.read_text() == "ran"
 
 
-# The other guard off: only what `load` did to sympy stands between the text and the compiler. `bare` undoes that too.
+# The other guard is off: only what `load_math_verify` did to sympy is between the text and the compiler. `bare` undoes
+# that too.
 AUDIT = """
 import sys
 from grpo.rewards import latex
 from latex2sympy2_extended import latex2sympy
 if sys.argv[1] == "patched":
-    latex.load()
+    latex.load_math_verify()
 latex.LATEX_SECONDS = 60
-latex.load, latex.is_plain, latex._is_small = lambda: None, lambda text: True, lambda found: found is not None
+latex.load_math_verify = lambda: None
+latex.is_plain = lambda text: True
+latex._is_small = lambda found: found is not None
 compiled = []
 sys.addaudithook(lambda event, args: compiled.append(str(args[0])) if event == "compile" else None)
 latex._within_seconds(latex2sympy, sys.argv[2], is_real=True, convert_degrees=False, normalization_config=None)
@@ -113,7 +116,7 @@ def test_sums_are_worth_the_same_without_the_compiler():
     import sympy
 
     n, oo = sympy.Symbol("n", integer=True), sympy.oo
-    latex.load()
+    latex.load_math_verify()
     for term, start, value in (
         (1 / sympy.factorial(n), 0, sympy.E),
         (2**n / sympy.factorial(n), 0, sympy.E**2),
@@ -139,7 +142,7 @@ def test_numbers_of_some_hundred_digits_are():
 @pytest.mark.parametrize(("wait", "reward"), [(time.sleep, 1.0), (burn, None)])
 def test_only_cpu_time_of_its_own_leaves_an_answer_without_reward(wait, reward, monkeypatch):
     """A parser that waits for 1.5 s, as on a busy machine, and one that computes as long. The limit is 0.5 s."""
-    latex.load()
+    latex.load_math_verify()
     import latex2sympy2_extended
 
     parse = latex2sympy2_extended.latex2sympy

@@ -1,8 +1,17 @@
-"""Rewards of form: what counts as a tag, as content and as a repetition."""
+"""Rewards of form, style and length: what counts as a tag, as content and as a repetition, and what each pays."""
+
+import functools
 
 import pytest
 
-from grpo.rewards.builtin import format_reward, repetition_penalty, thinking_reward
+from grpo.rewards.builtin import (
+    format_reward,
+    language_reward,
+    overlong_penalty,
+    regex_match,
+    repetition_penalty,
+    thinking_reward,
+)
 from grpo.rewards.form import has_content
 
 # ---- Content
@@ -34,6 +43,48 @@ def test_what_a_reader_would_see_is_content(text):
 
 # ---- Tags
 
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>\nlong\n\nthoughts\n</think>\n#### 5", 1.0),
+        ("<think>is it <answer>4</answer>?</think><answer>5</answer>", 1.0),
+        ("<think>2 + 3 = 5</think>", 1.0),
+        ("<answer>5</answer>", 0.0),
+        ("", 0.0),
+        ("<think>2 + 3", 0.5),
+        ("2 + 3</think><answer>5</answer>", 0.5),
+        ("</think>2 + 3<think>", 0.5),
+        ("<think>a</think><think>b</think>", 0.5),
+        ("<answer>5</answer><think>2 + 3</think>", 0.5),
+        ("<think>2 + 3 <answer>5</answer></think>", 0.5),
+    ],
+)
+def test_thinking_reward(text, reward):
+    assert thinking_reward([text], answer=["5"]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>\na\nb\n</think>\n\n<answer>c</answer>\n", 1.0),
+        ("", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<answer>b</answer>", 0.0),
+        ("a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>.", 0.0),
+        ("So <think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<think>a</think><answer>b</answer>" + "</answer>" * 30000, 0.0),
+    ],
+)
+def test_format_reward(text, reward):
+    assert format_reward([text], answer=["?"]) == [reward]
+
+
 GOOD = "<think>2 + 3</think><answer>5</answer>"
 # Each replaces or joins a proper tag.
 MALFORMED = {
@@ -64,6 +115,22 @@ def test_what_is_no_tag_of_thoughts(text):
 
 
 # ---- Repetition
+
+
+@pytest.mark.parametrize(
+    ("text", "ngram", "reward"),
+    [
+        ("a b c d", 2, 0.0),
+        ("a b A  b", 2, -1 / 3),  # a b, b a, a b
+        ("a a a a a", 2, -0.75),  # one of four is distinct
+        ("a a a a a", 5, 0.0),
+        ("a a a a", 5, 0.0),
+        ("", 1, 0.0),
+        ("a b a b", 1, -0.5),
+    ],
+)
+def test_repetition_penalty(text, ngram, reward):
+    assert repetition_penalty([text], ngram=ngram, answer=["?"]) == [pytest.approx(reward)]
 
 
 @pytest.mark.parametrize(
@@ -105,3 +172,35 @@ def test_a_text_that_is_one_repetition_costs_nearly_all(text):
 def test_repetition_penalty_refuses(ngram):
     with pytest.raises(ValueError, match=f"ngram is {ngram}; set 1 word or more, up to 100"):
         repetition_penalty([], ngram=ngram)
+
+
+# ---- Patterns, scripts, length
+
+
+def test_regex_match():
+    assert regex_match(["see [12]", "see 12", ""], pattern=r"\[\d+\]", answer=["", "", ""]) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "reward"),
+    [
+        ("Hello, Welt 42!", "latin", 1.0),
+        ("Hallo мир", "latin", 5 / 8),
+        ("Hallo мир", "Cyrillic", 3 / 8),
+        ("中文abc", "cjk", 2 / 5),
+        ("ひらがな", "hiragana", 1.0),
+        ("한국", "hangul", 1.0),
+        ("42 + 1 = 43", "latin", None),
+        ("", "latin", None),
+    ],
+)
+def test_language_reward(text, language, reward):
+    assert language_reward([text], language=language, answer=["?"]) == [reward]
+
+
+def test_overlong_penalty():
+    """L_max 400: L_cache 100 by default, as a quarter; or 200."""
+    lengths = [0, 300, 350, 400, 401]
+    reward = functools.partial(overlong_penalty, max_completion_tokens=400)
+    assert reward([""] * 5, num_tokens=lengths) == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert reward([""] * 5, num_tokens=lengths, tokens=200) == [0.0, -0.5, -0.75, -1.0, -1.0]

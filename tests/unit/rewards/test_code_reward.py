@@ -1,0 +1,119 @@
+"""Programs in completions: which one is run, what its tests pay, and that success cannot be had without them."""
+
+import json
+import types
+
+import pytest
+
+from grpo.rewards import builtin
+from grpo.rewards.builtin import code_reward
+from grpo.workers.programs import Outcome
+
+# For a program that ends by itself, on a machine that may be busy.
+SECONDS = 60.0
+
+ADD = "```python\ndef add(a, b):\n    return a + b\n```\n"
+SUBTRACT = "```python\ndef add(a, b):\n    return a - b\n```\n"
+ADD_TESTS = "assert add(2, 3) == 5\nassert add(-1, 1) == 0"
+SUM_TESTS = [{"input": "1 2\n", "output": "3"}, {"input": "10 20\n", "output": "30\n"}]
+
+
+def program(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("text", "tests", "reward"),
+    [
+        (ADD, ADD_TESTS, 1.0),
+        (ADD, ["assert add(2, 3) == 5", "assert add(-1, 1) == 0"], 1.0),
+        (ADD, json.dumps(["assert add(2, 3) == 5", "assert add(1, 1) == 3"]), 0.0),
+        (SUBTRACT, ADD_TESTS, 0.0),
+        (SUBTRACT, "assert add(3, 0) == 3", 1.0),
+        (SUBTRACT + ADD, ADD_TESTS, 1.0),
+        (ADD + SUBTRACT, ADD_TESTS, 0.0),
+        (ADD + "prints\n```\n5\n```", ADD_TESTS, 1.0),
+        (ADD + "```text\n5\n```", ADD_TESTS, 1.0),
+        ("```text\n5\n```\nbetween\n```\ndef add(a, b): return a + b\n```", ADD_TESTS, 1.0),
+        ("def add(a, b): return a + b", ADD_TESTS, 0.0),
+        ("```python\ndef add(a, b): return a + b", ADD_TESTS, 0.0),
+        ("", ADD_TESTS, 0.0),
+        (program("def add(a, b) return"), ADD_TESTS, 0.0),
+        (program("from __future__ import annotations\ndef add(a: X, b): return a + b"), ADD_TESTS, 1.0),
+        (program("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int"), "assert A(1).x == 1", 1.0),
+        (program("name = __name__"), "assert name == '__main__'; import __main__; assert __main__.name", 1.0),
+        (program("print('some output')\n" + "def add(a, b): return a + b"), ADD_TESTS, 1.0),
+        (program("print(sum(map(int, input().split())))"), SUM_TESTS, 1.0),
+        (program("print(sum(map(int, input().split())), end='  \\n\\n')"), json.dumps(SUM_TESTS), 1.0),
+        (program("print(3)"), SUM_TESTS, 0.0),
+        (program("print(sum(map(int, input().split())))\nraise SystemExit(1)"), SUM_TESTS, 0.0),
+        (program("print('', sum(map(int, input().split())))"), SUM_TESTS, 0.0),
+        (program("while True: pass"), SUM_TESTS, 0.0),
+        (ADD, "", None),
+        (ADD, "  \n", None),
+        (ADD, None, None),
+        (ADD, [], None),
+        (ADD, "[]", None),
+        (ADD, [" "], None),
+    ],
+)
+def test_code_reward(text, tests, reward):
+    seconds = 2.0 if "while True" in text else SECONDS
+    assert code_reward([text], tests=[tests], timeout_seconds=seconds, question=["?"]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "quit()",
+        "import os; os.kill(os.getpid(), 9)",
+        "import atexit, os; atexit.register(os._exit, 0); raise SystemExit",
+        "import builtins; builtins.exec = builtins.compile = lambda *a, **k: None",
+        "import os; os._exit = os.write = print",
+        "__builtins__['exec'] = print",
+        "import builtins; builtins.AssertionError = SystemExit",
+        "import sys, threading, os\nthreading.Timer(0.05, os._exit, (0,)).start()\nimport time; time.sleep(1)",
+        "import sys; print(sys.stdin.read(), open(0).read(), *sys.argv, open(sys.argv[0]).read()); raise SystemExit",
+        "import os, sys\nfor name in ('0', '1', '2', '3', '4', '5'):\n"
+        "    try: print(open('/proc/self/fd/' + name).read())\n    except OSError: pass\nraise SystemExit",
+        "print(vars(), globals()); raise SystemExit",
+        "import __main__; print(vars(__main__)); raise SystemExit",
+    ],
+)
+def test_success_cannot_be_had_by_leaving_early(code):
+    assert code_reward([program(code)], tests=["assert False"], timeout_seconds=SECONDS) == [0.0]
+
+
+def test_success_is_a_marker_that_is_drawn_anew(monkeypatch):
+    monkeypatch.setattr(builtin.secrets, "token_hex", lambda length: "the-marker")
+    known = program("print('the-marker'); import os, sys; sys.stdout.flush(); os._exit(0)")
+    assert code_reward([known], tests=["assert False"], timeout_seconds=SECONDS) == [1.0]
+    monkeypatch.undo()
+    assert code_reward([known], tests=["assert False"], timeout_seconds=SECONDS) == [0.0]
+
+
+def test_all_tests_of_a_completion_share_the_time(monkeypatch):
+    """By a clock that only programs move, each by 0.5 s."""
+    clock = [0.0]
+
+    def run(code, stdin, limits):
+        granted.append(limits.timeout_seconds)
+        clock[0] += 0.5
+        return Outcome("ok", stdin, "")
+
+    monkeypatch.setattr(builtin, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(builtin, "run_python", run)
+    for number, reward, expected in ((3, 1.0, [1.5, 1.0, 0.5]), (4, 0.0, [1.5, 1.0, 0.5])):
+        granted = []
+        tests = [{"input": "a", "output": "a"}] * number
+        assert code_reward([program("any")], tests=[tests], timeout_seconds=1.5) == [reward]
+        assert granted == expected
+
+
+@pytest.mark.parametrize("tests", [5, {"input": "1"}, [{"input": "1"}], '[{"inputs": ["1"]}]', [1, 2]])
+def test_unreadable_tests_are_refused(tests):
+    with pytest.raises(ValueError, match=r'cannot read tests .* list \(or its JSON\) of {"input": text'):
+        code_reward([ADD], tests=[tests])
