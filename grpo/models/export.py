@@ -62,13 +62,13 @@ def _hf_weights(model: ShardedModel) -> dict[str, torch.Tensor | LoRALinear]:
 
 
 def export_hf(model: ShardedModel, target: pathlib.Path, dtype: torch.dtype, form: ChatForm | None = None) -> None:
-    """Write a folder that `from_pretrained` and vLLM load; with LoRA the adapters too, at `adapters_beside`.
+    """Write a folder that `from_pretrained` and vLLM load; with LoRA the adapters too, at `adapters_folder`.
 
     The tokenizer's files come from the folder that training started from; `form` adds to them. Collective over the
     role's ranks; its rank 0 writes, and holds the whole model in host memory meanwhile.
     """
     if adapted_layers(model.module):
-        export_adapters(model, adapters_beside(target))
+        export_adapters(model, adapters_folder(target))
     writes = dist.get_rank() == 0
     tensors = {name: tensor.cpu() for name, tensor in hf_tensors(model, dtype) if writes}
     if not writes:
@@ -102,7 +102,7 @@ def write_form(folder: pathlib.Path, form: ChatForm) -> None:
         path.write_text(json.dumps(options, indent=2))
 
 
-def adapters_beside(target: pathlib.Path) -> pathlib.Path:
+def adapters_folder(target: pathlib.Path) -> pathlib.Path:
     """Return the adapters' folder of an exported folder. In it, transformers would add them to the merged weights."""
     return target.with_name(target.name + "-adapter")
 

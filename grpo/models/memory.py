@@ -156,7 +156,7 @@ def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
 def _of_a_forward(
     sizes: Sizes, config: GRPOConfig | SFTConfig, num_ranks: int, tensor_parallel: int, trains: bool
 ) -> dict[str, float]:
-    """Return the bytes that a forward needs besides the model, by part; with `trains` and what the backward needs."""
+    """Return the bytes that a forward needs besides the model, by part; with `trains` also what the backward needs."""
     trainer = config.trainer
     hf = sizes.hf
     dtype_bytes = DTYPE_BYTES[config.model.dtype]

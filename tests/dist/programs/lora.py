@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
 from grpo.metrics import StepMetrics
 from grpo.models.build import build_model
-from grpo.models.export import adapters_beside, export_hf, hf_tensors
+from grpo.models.export import adapters_folder, export_hf, hf_tensors
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
@@ -66,7 +66,7 @@ def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
     target = output / pathlib.Path(folder).name
     export_hf(trainer.model, target, torch.float32)  # PEFT starts from the same A
     dist.barrier()
-    theirs = peft.PeftModel.from_pretrained(start, adapters_beside(target), is_trainable=True)
+    theirs = peft.PeftModel.from_pretrained(start, adapters_folder(target), is_trainable=True)
     names = {name for name, parameter in theirs.named_parameters() if parameter.requires_grad}
     assert len(names) == 2 * len(options.lora_targets) * start.config.num_hidden_layers, f"{case}: {sorted(names)}"
     wanted = train_theirs(theirs, batch)
@@ -79,7 +79,7 @@ def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
     export_hf(trainer.model, target, torch.float32)
     dist.barrier()
     reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    reloaded = peft.PeftModel.from_pretrained(reloaded, adapters_beside(target)).merge_and_unload()
+    reloaded = peft.PeftModel.from_pretrained(reloaded, adapters_folder(target)).merge_and_unload()
     exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     expected = tensors_of(theirs.merge_and_unload())
     first = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

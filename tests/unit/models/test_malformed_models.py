@@ -140,7 +140,10 @@ SPOILED = {
     "quantization as text": (set_config(quantization_config="int4"), "quantization_config"),
     "an activation unheard of": (set_config(hidden_act="magic"), "hidden_act"),
     "a smaller vocabulary than the tokenizer's": (set_config(vocab_size=8), "and by config.json 8 x 64"),
-    "a tensor of another shape": (set_config(intermediate_size=128), "down_proj.weight is 64 x 96, and by config.json 64 x 128"),
+    "a tensor of another shape": (
+        set_config(intermediate_size=128),
+        "down_proj.weight is 64 x 96, and by config.json 64 x 128",
+    ),
     "a tensor missing": (set_tensors(lambda tensors: tensors.pop(TENSOR)), f"lack 1 tensors of .* {TENSOR}"),
     "an end of texts that is no token": (
         lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [1, 99]}'),
