@@ -1,4 +1,4 @@
-"""Find the tool calls in what the model wrote, in one of four styles. The model is told about a call it wrote wrongly.
+"""Find the tool calls in what the model wrote, in one of four styles, and say to the model what is wrong with a call.
 
     hermes        <tool_call>{"name": "look", "arguments": {"place": "attic"}}</tool_call>, any number of them
     llama3_json   {"name": "look", "parameters": {"place": "attic"}} as the whole turn; several are separated by ;
@@ -51,7 +51,7 @@ class ToolCall:
 
 
 def parse(text: str, style: str) -> list[ToolCall | str]:
-    """Read the calls of a turn in order. A text in place of a call tells the model what is wrong with the call.
+    """Read the calls of a turn in order. A text in place of a call says what is wrong with the call.
 
     Calls inside thoughts do not count, because a model may try things out there. A <think> without an end lasts until
     the end of the turn, and a </think> without a beginning ends a thought that began with the turn. Inside JSON texts

@@ -79,7 +79,7 @@ class Episode:
     waited: float = 0.0
     """Seconds that its environment has taken."""
     decision: Decision | None = None
-    """How it goes on, until the ranks of the replica have been told."""
+    """How it goes on, until the ranks of the replica have received it."""
 
     def write(self, ids: list[int]) -> None:
         """Append tokens that were not sampled."""
@@ -277,13 +277,13 @@ def play(
     num_rollouts: int,
     add: Callable[[int, list[int], int, int], None],
     player: Player | None,
-    tell: Callable[[list[Decision] | None], list[Decision]],
+    send: Callable[[list[Decision] | None], list[Decision]],
 ) -> None:
     """Play rollouts 0 to `num_rollouts` - 1 until none of them samples any more. Every rank of the replica calls it.
 
     loop: the EngineLoop; rollouts are its requests. add: gives the loop a turn that begins; its arguments are number,
     ids, how many of the ids are behind the prompt, and the most tokens to sample. player: on the head, after `begin`;
-    None on other ranks. tell: sends the head's decisions to all ranks. They call it at the same steps, because these
+    None on other ranks. send: sends the head's decisions to all ranks. They call it at the same steps, because these
     follow from counts alone.
     """
     delay = math.inf if config.rounds else config.answer_steps
@@ -299,7 +299,7 @@ def play(
         due = sorted(number for number, first_step in begins_at.items() if first_step <= step)
         if due:
             min_decisions = len(due) if delay else int(is_idle)
-            for decision in tell(player.collect(due, min_decisions) if player else None):
+            for decision in send(player.collect(due, min_decisions) if player else None):
                 number = decision.number
                 ids = all_ids[number]
                 del begins_at[number]

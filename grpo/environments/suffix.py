@@ -1,4 +1,4 @@
-"""What stands between two turns of the model, as token ids. The chat template writes it once, around marks.
+"""The text between two turns of the model, as token ids. The chat template writes it once, around marks.
 
 One mark takes the place of the model's text and another that of an answer. Around them the template shows what it
 writes after a turn: its end, the answer, the opening of the next turn. So ids only grow, `ids + sampled + suffix`:

@@ -56,9 +56,9 @@ class Toolbox:
     @functools.cached_property
     def methods(self) -> dict[str, Callable]:
         """Public methods of the class, which are tools, by name and in TRL's order."""
-        taken = ("reset", *OPTIONAL_METHODS)
+        reserved = ("reset", *OPTIONAL_METHODS)
         methods = inspect.getmembers(self.kind, inspect.isroutine)
-        return {name: method for name, method in methods if name not in taken and not name.startswith("_")}
+        return {name: method for name, method in methods if name not in reserved and not name.startswith("_")}
 
     @property
     def tools(self) -> dict[str, Callable]:

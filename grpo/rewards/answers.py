@@ -225,29 +225,29 @@ _CASELESS_IN_TAG = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]+")
 _CASELESS_IN_BOX = re.compile(r"(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|(?i:no))(?![^\W\d_])")
 
 
-def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bool:
+def same_answer(answer: str, reference: str, tolerance: float, latex: bool) -> bool:
     """Decide whether two answers are the same; with `latex` also as expressions, in the process's main thread only.
 
     Raises OutOfTime if comparing expressions takes too long.
     """
-    if max(len(given), len(reference)) > ANSWER_CHARACTERS:
-        return given.split() == reference.split()
-    given = clean_text(given)
+    if max(len(answer), len(reference)) > ANSWER_CHARACTERS:
+        return answer.split() == reference.split()
+    answer = clean_text(answer)
     reference = clean_text(reference)
-    if not given or not reference:
+    if not answer or not reference:
         return False
-    name, given_value = _split_name(given)
+    name, answer_value = _split_name(answer)
     reference_name, reference_value = _split_name(reference)
-    if name == reference_name or "=" not in given or "=" not in reference:
-        given = given_value
+    if name == reference_name or "=" not in answer or "=" not in reference:
+        answer = answer_value
         reference = reference_value
-    number = read_number(given)
+    number = read_number(answer)
     expected = read_number(reference)
     if number and expected:
         missing = not number.unit or not expected.unit
         if number.unit != expected.unit and not (missing and number.has_known_unit and expected.has_known_unit):
             are_symbols = latex and not number.has_known_unit and not expected.has_known_unit  # 3y x^2
-            return are_symbols and same_expression(given, reference, tolerance)
+            return are_symbols and same_expression(answer, reference, tolerance)
         if number.is_division and not expected.is_division:
             return False
         are_integers = number.value.denominator == expected.value.denominator == 1
@@ -257,9 +257,9 @@ def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bo
         return abs(number.value - expected.value) <= Fraction(str(tolerance)) * abs(expected.value)
     if expected and expected.has_known_unit:
         return False
-    if _comparable(given, latex) == _comparable(reference, latex):
+    if _comparable(answer, latex) == _comparable(reference, latex):
         return True
-    return latex and same_expression(given, reference, tolerance)
+    return latex and same_expression(answer, reference, tolerance)
 
 
 def parse_number(text: str) -> int | Fraction | None:

@@ -72,11 +72,11 @@ def math_reward(
             reference = box
         if not reference:
             return None
-        given = extract_answer(text, answer_format)
-        if given is None:
+        extracted = extract_answer(text, answer_format)
+        if extracted is None:
             return 0.0
         try:
-            if same_answer(given, reference, tolerance, latex):
+            if same_answer(extracted, reference, tolerance, latex):
                 return 1.0
             return partial_credit
         except OutOfTime:
@@ -201,11 +201,11 @@ def _passes(code: str, tests: str | list[tuple[str, str]], limits: Limits) -> bo
         outcome = run_python(_HARNESS, json.dumps({"program": code, "tests": tests, "marker": marker}), limits)
         return outcome.status == "ok" and marker in outcome.stdout
     deadline = time.monotonic() + limits.timeout_seconds
-    for given, expected in tests:
+    for stdin, expected in tests:
         seconds_left = deadline - time.monotonic()
         if seconds_left <= 0:
             return False
-        outcome = run_python(code, given, dataclasses.replace(limits, timeout_seconds=seconds_left))
+        outcome = run_python(code, stdin, dataclasses.replace(limits, timeout_seconds=seconds_left))
         if outcome.status != "ok" or _lines(outcome.stdout) != _lines(expected):
             return False
     return True

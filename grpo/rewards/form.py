@@ -79,7 +79,7 @@ def thinking_reward(completions: list[str], **columns: list) -> list[float | Non
 
 
 def _tags(text: str) -> tuple[list[str], bool]:
-    """Find the tags in order, such as `think` and `/answer`, and tell whether all of them are written properly."""
+    """Return the tags in order, such as `think` and `/answer`, and whether all of them are written properly."""
     tags = [slash + name.lower() for slash, name in _TAG.findall(_NO_WIDTH.sub("", text))]
     return tags, len(tags) == len(_PROPER_TAG.findall(text))
 

@@ -40,26 +40,26 @@ def load_math_verify() -> None:
     latex2sympy(r"\frac{x}{2}").equals(latex2sympy("x"))  # the first use takes longer, which no answer should pay for
 
 
-def same_expression(given: str, reference: str, tolerance: float) -> bool:
+def same_expression(answer: str, reference: str, tolerance: float) -> bool:
     """Decide by math-verify whether two clean LaTeX texts are equal. Numbers must agree within a relative `tolerance`.
 
     A text is equal to nothing if it is no expression, too long, too large or not plain. The two must have the same
-    words, equals signs, brackets around lists and case of symbols. And `given` must not state the question instead of
+    words, equals signs, brackets around lists and case of symbols. And `answer` must not state the question instead of
     answering it: it may leave no more work of any kind than the reference, and must be solved for the same symbols.
     Raises OutOfTime.
     """
-    if _shape(given) != _shape(reference) or not _has_one_case(f"{given} {reference}"):
+    if _shape(answer) != _shape(reference) or not _has_one_case(f"{answer} {reference}"):
         return False
-    if not _have_same_words(given, reference):
+    if not _have_same_words(answer, reference):
         return False
-    if _has_division(given) and not _has_division(reference):
+    if _has_division(answer) and not _has_division(reference):
         return False
-    if not set(_FUNCTION.findall(given)) <= set(_FUNCTION.findall(reference)):  # the parser makes x of e^{\ln x}
+    if not set(_FUNCTION.findall(answer)) <= set(_FUNCTION.findall(reference)):  # the parser makes x of e^{\ln x}
         return False
     expected = parse_expression(reference)
     if expected is None:
         return False
-    expression = parse_expression(given)
+    expression = parse_expression(answer)
     if expression is None or not _within_seconds(_equal, expression, expected, tolerance):
         return False
     return bool(_within_seconds(_is_as_worked_out, expression, expected))
@@ -159,9 +159,9 @@ def _words(text: str) -> list[str]:
     return re.findall("[a-zA-Z]+", _COMMAND.sub(" ", _MATRIX.sub(" ", text)))
 
 
-def _have_same_words(given: str, reference: str) -> bool:
+def _have_same_words(answer: str, reference: str) -> bool:
     """Compare the words of two texts (`on` is not `no`), or else all their letters in a row (`3 x y` is `3xy`)."""
-    words = _words(given)
+    words = _words(answer)
     expected = _words(reference)
     long_words = sorted(word for word in words if len(word) > 1)
     return long_words == sorted(word for word in expected if len(word) > 1) or "".join(words) == "".join(expected)
@@ -215,9 +215,9 @@ def _digits(node: Any) -> float:
 _COUNTED = re.compile(r"(?!1[*/])[0-9.]+|[a-zA-Z]+| [-+] |\*\*|(?<=[a-z])\(")
 
 
-def _is_as_worked_out(given: Any, reference: Any) -> bool:
-    """Check that `given` leaves no more work than the reference and is solved for the same symbols."""
-    return _work(given) <= _work(reference) and _isolated(reference) <= _isolated(given)
+def _is_as_worked_out(answer: Any, reference: Any) -> bool:
+    """Check that `answer` leaves no more work than the reference and is solved for the same symbols."""
+    return _work(answer) <= _work(reference) and _isolated(reference) <= _isolated(answer)
 
 
 def _isolated(expression: Any) -> set[Any]:
@@ -293,20 +293,20 @@ def _length(expression: Any) -> int:
     return len(_COUNTED.findall(str(expression)))
 
 
-def _equal(given: Any, reference: Any, tolerance: float) -> bool:
+def _equal(answer: Any, reference: Any, tolerance: float) -> bool:
     """Compare two expressions as math-verify does, and numbers by the tolerance as well."""
     from math_verify.grader import sympy_expr_eq
     from sympy import Eq, Expr, simplify
 
-    if isinstance(given, Eq) and isinstance(reference, Eq):
+    if isinstance(answer, Eq) and isinstance(reference, Eq):
         # the library would compare solutions, so that two equations without one would be equal
-        ratio = simplify((given.lhs - given.rhs) / (reference.lhs - reference.rhs))
+        ratio = simplify((answer.lhs - answer.rhs) / (reference.lhs - reference.rhs))
         return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
     # as math_verify.verify does for one expression on each side: six decimals, 15 digits
-    if not sympy_expr_eq(reference, given, float_rounding=6, numeric_precision=15):
+    if not sympy_expr_eq(reference, answer, float_rounding=6, numeric_precision=15):
         return False
     # two numbers may have the same six decimals and differ by more than the tolerance
-    if not all(isinstance(side, Expr) and side.is_number for side in (given, reference)):
+    if not all(isinstance(side, Expr) and side.is_number for side in (answer, reference)):
         return True
-    distance, size = abs((given - reference).evalf(30)), abs(reference.evalf(30))
+    distance, size = abs((answer - reference).evalf(30)), abs(reference.evalf(30))
     return not (distance.is_Number and size.is_Number) or bool(distance <= max(tolerance, 1e-12) * size)

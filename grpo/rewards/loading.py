@@ -159,9 +159,9 @@ def _bind_options(
     known = optional_arguments(function)
     bound = {fact: value for fact, value in facts.items() if fact in known} | dict(options)
     # the arguments of a call replace bound ones, so that a column `language` would replace the option
-    taken = known if name in BUILT_INS else bound
+    reserved = known if name in BUILT_INS else bound
     for column in columns or ():
-        if column in taken:
+        if column in reserved:
             raise ValueError(
                 f"column {column} is named like an option of {name}; rename it or leave it out of data.columns"
             )

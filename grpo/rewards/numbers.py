@@ -66,7 +66,7 @@ class Number(NamedTuple):
 
     value: Fraction
     unit: str
-    """What stands around the digits. A known unit has its name in UNITS (`cm`, `$/h`). Empty without one."""
+    """The text around the digits. A known unit has its name in UNITS (`cm`, `$/h`). Empty without one."""
     has_known_unit: bool
     """Whether the unit is empty or in UNITS, so that the other side may lack it."""
     is_rounded: bool
