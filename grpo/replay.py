@@ -291,8 +291,11 @@ def picture(history: dict[str, list[Measured]]) -> str:
         high = max(values)
         x = 40 + number % 3 * 290
         y = 64 + number // 3 * 200
-        title = f"{column}: {compact_number(low)} to {compact_number(high)}, steps 1 to {last_step}"
-        parts.append(f'<text x="{x}" y="{y - 6}" font-size="12">{title}</text>')
+        bottom = y + 150
+        texts = [(x, y - 6, column), (x - 38, y + 10, compact_number(high)), (x - 38, bottom, compact_number(low))]
+        texts += [(x, bottom + 14, 1), (x + 240, bottom + 14, last_step)]
+        for left, baseline, text in texts:
+            parts.append(f'<text x="{left}" y="{baseline}" font-size="12">{text}</text>')
         # the panel has the units of steps and values; SVG's y grows downward
         view = f'viewBox="1 {-high} {last_step - 1 or 1} {high - low or 1}" preserveAspectRatio="none"'
         parts.append(f'<svg x="{x}" y="{y}" width="250" height="150" {view} fill="none">')

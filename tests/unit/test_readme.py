@@ -66,6 +66,7 @@ OTHER_FILES = {
     "apps/sft/main.py",
 }
 OTHER_TOOLS_FLAGS = {
+    "--lr",
     "--learning-rate",
     "--field",
     "--no-field",
