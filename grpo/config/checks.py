@@ -65,7 +65,7 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
 
 def _check_data(data: DataConfig) -> None:
     """Refuse sources and weights that draw nothing, and a prompt template without a place for the question."""
-    for label in data.weights.keys() - data.sources.keys():
+    for label in data.weights.keys() - data.sources:
         raise ValueError(f"data.weights has {label!r}, not in data.sources{near_miss(label, data.sources)}")
     if not any(source.weight for source in data.all_sources):  # which raises ValueError for one written wrongly
         raise ValueError(f"data.weights={data.weights} draw from no source; give one a weight above 0")

@@ -67,9 +67,10 @@ def optional_arguments(function: Callable) -> dict[str, inspect.Parameter]:
 
 
 def near_miss(name: str, names: Iterable[str]) -> str:
-    """Write ` (did you mean tokens?)` if one of the names is similar, else nothing."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """Write ` (did you mean tokens?)` if one of the names is similar, behind its last dot, else nothing."""
+    by_last_part = {name.rpartition(".")[2]: name for name in names}
+    close = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1)
+    return f" (did you mean {by_last_part[close[0]]}?)" if close else ""
 
 
 def run_file(file: str) -> ModuleType:

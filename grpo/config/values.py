@@ -78,7 +78,7 @@ def fits(value: Any, kind: Any) -> bool:
     """Tell whether a value has a field's type and lies within its bounds."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return fits(value, parts[0]) and all(bound.holds(value, bound.limit) for bound in _bounds(parts))
+        return fits(value, parts[0]) and all(part.holds(value, part.limit) for part in parts if isinstance(part, Bound))
     if origin is Literal:
         return value in parts
     if origin in (Union, UnionType):
@@ -108,15 +108,11 @@ def _misfit(name: str, value: Any, kind: Any) -> str:
     return f"{name}={value!r} must be {_words_of(kind)}"
 
 
-def _bounds(parts: tuple) -> list[Bound]:
-    return [part for part in parts if isinstance(part, Bound)]
-
-
 def _words_of(kind: Any) -> str:
     """Write what a field takes, as `a whole number, at least 1`."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        bounds = " and ".join(f"{bound.words} {bound.limit:g}" for bound in _bounds(parts))
+        bounds = " and ".join(f"{part.words} {part.limit:g}" for part in parts if isinstance(part, Bound))
         return ", ".join(filter(None, (_words_of(parts[0]), bounds)))
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"

@@ -499,8 +499,8 @@ BROKEN = {
     "keyword argument 'los'",
     "config = c.AlgorithmConfig('dapo')": "line 2: TypeError: AlgorithmConfig.__init__() takes 1 positional argument",
     "config = c.change(c.GRPOConfig(), {'trainer.lr': 1})": "line 2: there is no field trainer.lr",
-    "config = c.change(c.GRPOConfig(), {'trainer.kl_coef': 1})": "line 2: there is no field trainer.kl_coef; did you "
-    "mean algorithm.kl_coef?",
+    "config = c.change(c.GRPOConfig(), {'trainer.kl_coef': 1})": "line 2: there is no field trainer.kl_coef (did you "
+    "mean algorithm.kl_coef?)",
     "\nconfig = c.change('absent.py', {})": "line 3: recipe {folder}/absent.py does not exist",
 }
 
