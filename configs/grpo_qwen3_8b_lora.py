@@ -6,7 +6,7 @@ As qwen3_8b_gsm8k.py, with adapters of rank 16 on all linear layers and ten time
 the KL term is the policy with its adapters off, and takes no memory.
 
 Memory (`--dry-run --gpus 8` with this recipe): the trainer's frozen bfloat16 weights are 15 GiB, its adapters with
-gradients and moments 0.7 GiB; with the activations of 8192 tokens, all of them kept, and the rest about 57 GiB. The
+gradients and moments 0.7 GiB; with the activations of 8192 tokens, all of them kept, and the rest about 58 GiB. The
 engine takes 60 %: 15 GiB of weights and 32 of KV cache. Both do not fit at once. So the engine gives its memory back
 while the trainer works, and while the engine samples, the trainer holds its weights and adapters alone. On an H200 with
 32 GiB of KV cache at most 69 GiB were in use.

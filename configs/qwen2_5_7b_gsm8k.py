@@ -6,9 +6,10 @@ Layout: 4 trainer ranks (FSDP) + 4 generator ranks (one vLLM engine each); no re
 
 Memory per trainer, by arithmetic (`--dry-run --gpus 8` with this recipe; it has run in small only):
 float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 7.6e9 x 16 / 4 ranks = 28 GiB; bfloat16
-weights that FSDP gathers 2.9 GiB; activations of a micro-batch of 8192 tokens, with selective checkpointing, 14.7 GiB;
-the logits of 2048 tokens and their gradient 1.2 GiB, that of the LM head 2.0 GiB: together 49 GiB, and with a KL term
-3.5 GiB more for the reference. Per generator: 14 GiB of bfloat16 weights, the rest of the 85 % is KV cache.
+weights that FSDP gathers 2.9 GiB; activations of a micro-batch of 8192 tokens, with selective checkpointing, 15.0 GiB;
+the logits of 2048 tokens and their gradient 1.2 GiB, those of the LM head and of a block 3.3 GiB: together 51 GiB, and
+with a KL term 3.5 GiB more for the reference. Per generator: 14 GiB of bfloat16 weights, the rest of the 85 % is KV
+cache.
 
 With `--model.path deepseek-ai/DeepSeek-R1-Distill-Qwen-7B` it trains R1-Distill, whose chat template opens <think>
 itself: then reward with math_reward alone, and allow longer completions.

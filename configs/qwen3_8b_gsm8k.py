@@ -6,7 +6,7 @@ Layout: 4 trainer ranks (FSDP), which also hold the frozen reference, + 4 genera
 
 Memory per trainer: float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 8.2e9 x 16 / 4 ranks =
 31 GiB; the reference in bfloat16 2 x 8.2e9 / 4 = 4 GiB; the logits of 2048 tokens 1.2 GiB per float32 copy. The
-activations of a micro-batch of 8192 tokens, with selective checkpointing, are estimated at about 15 GiB and not
+activations of a micro-batch of 8192 tokens, with selective checkpointing, are estimated at about 16 GiB and not
 measured. If it does not fit, use --trainer.activation-checkpointing full. Per generator: 15 GiB of bfloat16 weights,
 the rest of the 85 % is KV cache.
 """

@@ -6,7 +6,7 @@
 than 4096 tokens are cut off there. All rows are tokenized once before the first start, which takes minutes.
 
 Memory per GPU (`--dry-run --gpus 8` with this recipe): float32 weights, gradients and Adam's two moments are 16 bytes
-per parameter, 8.0e9 x 16 / 8 ranks = 15 GiB; with the activations of 16384 tokens and the rest about 52 GiB.
+per parameter, 8.0e9 x 16 / 8 ranks = 15 GiB; with the activations of 16384 tokens and the rest about 53 GiB.
 
 The checkpoint is gated: accept its license on the hub and log in, or give a local folder with --model.path.
 """

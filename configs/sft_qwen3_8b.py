@@ -7,7 +7,7 @@ cannot be learned with it; examples/qwen3_chat.jinja writes all turns like the l
 has that template.
 
 Memory per GPU (`--dry-run --gpus 8` with this recipe): 16 bytes per parameter, 8.2e9 x 16 / 8 ranks = 15 GiB; with the
-activations of 16384 tokens and the rest about 54 GiB.
+activations of 16384 tokens and the rest about 55 GiB.
 """
 
 import pathlib

@@ -6,7 +6,7 @@ As sft_qwen3_8b.py, with adapters of rank 16 on all linear layers and ten times 
 --num-trainers 8.
 
 Memory (`--dry-run --gpus 8` with this recipe): the frozen bfloat16 weights are 15 GiB, adapters with gradients and
-moments 0.7 GiB; with the activations of 8192 tokens, all of them kept, and the rest about 57 GiB.
+moments 0.7 GiB; with the activations of 8192 tokens, all of them kept, and the rest about 58 GiB.
 """
 
 from grpo.config import change

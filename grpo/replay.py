@@ -276,10 +276,11 @@ def picture(history: dict[str, list[Measured]]) -> str:
 
     history: what was measured of each method, from step 1 on.
     """
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" width="900" height="430" style="background: white">']
+    style = 'font-family="sans-serif" style="background: white"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="430" {style}>']
     colors = {name: f"hsl({360 * i / len(history):.0f} 80% 35%)" for i, name in enumerate(history)}
     for i, (name, color) in enumerate(colors.items()):
-        parts.append(f'<text x="{40 + 120 * i}" y="24" fill="{color}" font-family="sans-serif">{escape(name)}</text>')
+        parts.append(f'<text x="{40 + 120 * i}" y="24" fill="{color}">{escape(name)}</text>')
     last_step = max(map(len, history.values()))
     for number, column in enumerate(COLUMNS):
         curves = {}
@@ -291,8 +292,11 @@ def picture(history: dict[str, list[Measured]]) -> str:
         high = max(values)
         x = 40 + number % 3 * 290
         y = 64 + number // 3 * 200
-        title = f"{column}: {compact_number(low)} to {compact_number(high)}, steps 1 to {last_step}"
-        parts.append(f'<text x="{x}" y="{y - 6}" font-size="12" font-family="sans-serif">{title}</text>')
+        bottom = y + 150
+        texts = [(x, y - 6, column), (x - 38, y + 10, compact_number(high)), (x - 38, bottom, compact_number(low))]
+        texts += [(x, bottom + 14, 1), (x + 240, bottom + 14, last_step)]
+        for left, baseline, text in texts:
+            parts.append(f'<text x="{left}" y="{baseline}" font-size="12">{text}</text>')
         size = f'x="{x}" y="{y}" width="250" height="150" fill="none"'
         parts.append(f'<rect {size} stroke="#999"/>')
         # the panel has the units of steps and values; SVG's y grows downward

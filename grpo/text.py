@@ -1,6 +1,6 @@
-"""Texts and numbers made fit to be shown: nothing that acts on a terminal or misleads a reader, one line, not too long.
+"""Texts and numbers for a reader: short, on one line, and without characters that act on a terminal or mislead.
 
-What a model writes and what stands in a data set is shown through `printable`, wherever a person reads it.
+Everything that a model wrote or that stands in a data set goes through `printable` before a person reads it.
 """
 
 import math
@@ -16,12 +16,12 @@ _SURROGATE = re.compile(f"[{SURROGATES}]")
 
 
 def printable(text: str) -> str:
-    """`text` with control characters, bidirectional overrides and lone surrogates as escapes such as `\\x1b`."""
+    """Write control characters, bidirectional overrides and lone surrogates as escapes such as `\\x1b`."""
     return _ACTING.sub(_escape, text)
 
 
 def without_surrogates(text: str) -> str:
-    """`text` with lone surrogates as escapes such as `\\ud800`, so that UTF-8 and strict JSON can hold it."""
+    """Write lone surrogates as escapes such as `\\ud800`, so that UTF-8 and strict JSON can hold the text."""
     return _SURROGATE.sub(_escape, text)
 
 
@@ -30,25 +30,25 @@ def has_surrogates(text: str) -> bool:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Beginning and end of a text of more than `limit` characters: a prompt's question comes last, as an error does."""
+    """Keep beginning and end of a text of more than `limit` characters, since a question or an error comes last."""
     if len(text) <= limit:
         return text
     half = limit // 2
-    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[len(text) - half :]}"
+    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[-half:]}"
 
 
 def one_line(text: str) -> str:
-    """Each run of blanks and line breaks as one blank, the rest `printable`."""
+    """Write each run of blanks and line breaks as one blank, and make the rest `printable`."""
     return printable(" ".join(text.split()))
 
 
 def reason_of(error: BaseException) -> str:
-    """What was raised, on one line of up to REASON_CHARACTERS."""
+    """Write an exception on one line of up to REASON_CHARACTERS."""
     return shorten(one_line(f"{type(error).__name__}: {error}"), REASON_CHARACTERS)
 
 
 def compact_number(value: float) -> str:
-    """About three significant digits in at most eight characters: 0.123, 12.3, 4.56k, 1.2e-05."""
+    """Write about three significant digits in at most eight characters: 0.123, 12.3, 4.56k, 1.2e-05."""
     value = float(value)
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
@@ -59,12 +59,12 @@ def compact_number(value: float) -> str:
 
 
 def compact_duration(seconds: float) -> str:
-    """Seconds as 12s, 3m05s or 1h02m."""
+    """Write seconds as 12s, 3m05s or 1h02m."""
     minutes, seconds = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"
     return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
-def _escape(found: re.Match) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escape(match: re.Match) -> str:
+    return match[0].encode("unicode_escape").decode()

@@ -113,7 +113,8 @@ def sapo(
     if not (temperature_positive > 0 and temperature_negative > 0):
         raise ValueError(f"{temperature_positive=} and {temperature_negative=} must be above 0")
     ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).exp()
-    temperatures_BT = torch.where(x.advantages_BT > 0, temperature_positive, temperature_negative)
+    negative_BT = torch.full_like(ratio_BT, temperature_negative)
+    temperatures_BT = negative_BT.masked_fill(x.advantages_BT > 0, temperature_positive)
     gate_BT = torch.sigmoid(temperatures_BT * (ratio_BT - 1))
     loss_BT = -4 / temperatures_BT * gate_BT * x.advantages_BT
 

@@ -60,19 +60,20 @@ def trial_tokens(with_reference: bool) -> LossInputs:
 
 
 def trial_rewards() -> AdvantageInputs:
-    """Return two groups of two completions of two tokens; one of the completions has no reward."""
-    has_FPG = torch.tensor([[[True, False], [True, True]], [[True, False], [False, True]]])
-    parts_FPG = torch.tensor([[[1.0, 0.0], [1.0, 1.0]], [[0.5, 0.0], [0.0, 1.0]]]).double()
+    """Return two groups of three completions of two tokens; one completion has no reward."""
+    parts_FPG = torch.tensor([[[1.0, 0.0, -1.0], [1.0, 1.0, 1.0]], [[0.5, -1.0, -1.0], [0.0, 1.0, -1.0]]]).double()
+    has_FPG = parts_FPG >= 0  # -1 stands for None
+    parts_FPG = parts_FPG.where(has_FPG, 0)
     weights_F = torch.tensor([1.0, 0.5]).double()
-    ones_S = torch.ones(4)
-    ids_N = torch.ones(8).long()
+    ones_S = torch.ones(6)
+    ids_N = torch.ones(12).long()
     batch = TrainBatch(
         ids_N=ids_N,
         loss_mask_N=ids_N > 0,
         lengths_S=2 * ones_S.long(),
-        sequence_S=torch.arange(4),
+        sequence_S=torch.arange(6),
         temperatures_S=ones_S,
-        versions_S=torch.zeros(4).long(),
+        versions_S=torch.zeros(6).long(),
         truncated_S=ones_S < 0,
         generator_logprobs_N=-ids_N.float(),
     )

@@ -677,7 +677,7 @@ class GRPOConfig(RunConfig):
 
 
 # Tokens of an example that are labels, see grpo/data/turns.py
-TrainOn = Literal["all", "assistant", "assistant_and_tools", "last"]
+TrainOn = Literal["all", "assistant", "last"]
 # Kinds of rows, by their columns, see grpo/data/rows.py
 RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 
@@ -703,8 +703,8 @@ class SFTConfig(RunConfig):
     completion_column: str = "completion"
     """Column that holds the answer to learn for `data.prompt_column`."""
     train_on: TrainOn = "assistant"
-    """Tokens that are labels. assistant: all assistant turns, with the token that ends each; assistant_and_tools: these
-    and what tools answered between them; last: the last assistant turn; all: every token, as always in plain text."""
+    """Tokens that are labels. assistant: all assistant turns, with the token that ends each; last: the last assistant
+    turn; all: every token, as always in plain text."""
     too_long: Literal["leave_out", "truncate"] = "leave_out"
     """Examples of more than `max_sequence_tokens`. leave_out: they are not drawn; truncate: their first tokens are."""
     show: Annotated[Count, ResumeSafe] = 0

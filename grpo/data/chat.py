@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # First and past-the-end place among the characters of a text.
 Span = tuple[int, int]
 
-# Deadline of one rendering, which takes about a millisecond
+# Deadline of one rendering, in the CPU's time; a rendering takes about a millisecond
 TEMPLATE_SECONDS = 10
 # Memory that one rendering may take beyond what its process has
 TEMPLATE_BYTES = 2**30
@@ -57,8 +57,8 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
         try:
             tokenizer.chat_template = pathlib.Path(own).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            where = pathlib.Path(own).absolute()
-            raise ValueError(f"data.prompt_template file {where} cannot be read as text in UTF-8 ({error})") from error
+            path = pathlib.Path(own).absolute()
+            raise ValueError(f"data.prompt_template file {path} cannot be read as text in UTF-8 ({error})") from error
     if not tokenizer.chat_template and not own:
         raise ValueError(
             f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or say what a prompt "
@@ -216,7 +216,8 @@ def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tu
 def template_bounds(what: str) -> Iterator[None]:
     """Limit the block to TEMPLATE_SECONDS, else ValueError, and to TEMPLATE_BYTES more memory, else MemoryError.
 
-    Call it in the main thread, which alone gets signals. The memory is that of all threads. `what` begins the message.
+    Call it in the main thread, which alone gets signals. Time and memory are those of all threads. `what` begins the
+    message. A single operation, such as a power of huge numbers, ends before the deadline is noticed.
     """
 
     def expired(*_: Any) -> None:
@@ -230,12 +231,12 @@ def template_bounds(what: str) -> Iterator[None]:
     limit = pages * resource.getpagesize() + TEMPLATE_BYTES
     if before != resource.RLIM_INFINITY:
         limit = min(before, limit)
-    handler = signal.signal(signal.SIGALRM, expired)
+    handler = signal.signal(signal.SIGPROF, expired)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (before, hard))
-        signal.signal(signal.SIGALRM, handler)
+        signal.signal(signal.SIGPROF, handler)

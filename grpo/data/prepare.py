@@ -67,7 +67,7 @@ def _prompt_rows(source: Source, data: DataConfig) -> Rows:
         paths = [data.prompt_column, *data.reward_columns.values()]
         if data.tools_column:
             paths.append(data.tools_column)
-        _check_columns(rows, paths, data)
+        _check_columns(rows, paths)
         rows = rows.narrowed(paths)
     return dataclasses.replace(rows, read=row_reader(data))
 
@@ -78,43 +78,29 @@ def _chat_rows(source: Source, config: SFTConfig) -> Rows:
     columns = ChatColumns.of(config)
     row_format = config.row_format
     if not config.data.row:
-        detected = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
-        way_out = ""
         if row_format == "auto":
-            row_format = detected
+            row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
             if row_format is None:
                 raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
             needed = " and ".join(columns.of_format[row_format])
             print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
-        elif detected not in (None, row_format):
-            way_out = f"take --row-format {detected}, which the columns fit, or "
         paths = list(columns.of_format[row_format])
         if config.data.tools_column:
             paths.append(config.data.tools_column)
-        _check_columns(rows, paths, config.data, {columns.completion: "--completion-column"}, way_out)
+        _check_columns(rows, paths)
         rows = rows.narrowed([*paths, "input", "system", "history", columns.tools])
     return dataclasses.replace(rows, read=chat_reader(config, row_format))
 
 
-def _check_columns(
-    rows: Rows, paths: Sequence[str], data: DataConfig, flags: Mapping[str, str] | None = None, way_out: str = ""
-) -> None:
-    """Raise ValueError if no row has one of `paths`.
-
-    flags: of columns that `data` does not name. way_out: another remedy, for the message.
-    """
-    rows = rows.narrowed(paths)
-    flags = dict.fromkeys(data.columns.values(), "--data.columns") | dict(flags or {})
-    for name, path in vars(data).items():
-        if name.endswith("_column"):
-            flags.setdefault(path, f"--data.{name.replace('_', '-')}")
+def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
+    """Raise ValueError if no row has one of `paths`."""
+    narrowed = rows.narrowed(paths)
     for path in paths:
-        if all(value_at(row, path, ABSENT) is ABSENT for row in rows):
-            if path in flags:
-                way_out += f"name one of them with {flags[path]}, or "
+        if all(value_at(row, path, ABSENT) is ABSENT for row in narrowed):
             raise ValueError(
-                f"column {path!r} is missing in {rows.source.path}; columns there: {', '.join(_names(rows))}; "
-                f"{way_out}make other rows of them with --data.row"
+                f"column {path!r} is missing in {rows.source.path}; columns there: {', '.join(_names(rows))}; name one "
+                "of them with --data.prompt-column, --data.answer-column, --data.columns or another field of a column, "
+                "in SFT also --completion-column or --row-format, or make other rows of them with --data.row"
             )
 
 

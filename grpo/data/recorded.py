@@ -7,7 +7,7 @@ completions.jsonl has.
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -22,30 +22,30 @@ REWARDS = ("rewards_S", "has_reward_S", "parts_FS")
 
 @dataclass(frozen=True, eq=False)
 class RecordedStep:
-    """What the trainers got in one step: all that its updates depend on, besides the weights and the config."""
+    """The input of the trainers in one step: everything that its updates depend on, except weights and config."""
 
     batch: TrainBatch
-    """As before the advantages; with the reference's log-probs, if there was one."""
+    """The batch before the advantages were added; with the reference's log-probs, if there was a reference."""
     rewards_S: torch.Tensor
     """float32."""
     has_reward_S: torch.Tensor
     """bool."""
     parts_FS: torch.Tensor
-    """float32: each reward function's unweighted values; NaN is None."""
+    """float32: each reward function's unweighted values; NaN for None."""
     group_size: int
     metrics: dict[str, float]
-    """What was measured of the sampling: rewards, lengths, groups."""
+    """Metrics of the sampling: rewards, lengths, groups."""
 
 
 def batch_path(run_dir: str | pathlib.Path, step: int) -> pathlib.Path:
-    """Where a run has the batch of a step, counted as the log does: the first is 1."""
+    """Return the file of a step's batch. Steps are counted as in the log: the first is 1."""
     return pathlib.Path(run_dir) / BATCHES / f"step-{step:08d}.safetensors"
 
 
 def save_step(run_dir: str | pathlib.Path, step: int, recorded: RecordedStep) -> None:
-    """Write what `read_step` gives back; the file appears when it is whole."""
-    batch, path = recorded.batch, batch_path(run_dir, step)
-    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    """Write the batch of a step, for `read_step`; the file appears when it is complete."""
+    path = batch_path(run_dir, step)
+    tensors = {field.name: getattr(recorded.batch, field.name) for field in fields(recorded.batch)}
     tensors |= {name: getattr(recorded, name) for name in REWARDS}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     facts = {"group_size": str(recorded.group_size), "metrics": json.dumps(recorded.metrics)}
@@ -56,38 +56,31 @@ def save_step(run_dir: str | pathlib.Path, step: int, recorded: RecordedStep) ->
 
 
 def read_step(run_dir: str, step: int, vocab_size: int | None = None) -> RecordedStep:
-    """The step's batch. Raises ValueError with the path if the file is not one that `save_step` wrote.
+    """Read a step's batch. Raises ValueError with the path if `save_step` did not write the file.
 
-    vocab_size: tokens that the model has, if the step must not have others.
+    vocab_size: tokens that the model has; a batch with another token is refused. None: all are taken.
     """
     path = batch_path(run_dir, step)
     try:
         with safe_open(path, "pt") as file:
             facts = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
-        lengths_S = tensors["lengths_S"]
-        sizes = {"S": len(lengths_S), "N": int(lengths_S.sum())}
-        if wrong := {name: list(x.shape) for name, x in tensors.items() if not fits(name, x.shape, sizes)}:
-            raise ValueError(f"of {sizes['S']} sequences and {sizes['N']} tokens it has {wrong}")
-        rewards = [tensors.pop(name) for name in REWARDS]
-        metrics, group_size = json.loads(facts["metrics"]), int(facts["group_size"])
-        found = RecordedStep(TrainBatch(**tensors), *rewards, group_size, metrics)
+        rewards = {name: tensors.pop(name) for name in REWARDS}
+        recorded = RecordedStep(
+            batch=TrainBatch(**tensors),
+            **rewards,
+            group_size=int(facts["group_size"]),
+            metrics=json.loads(facts["metrics"]),
+        )
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no recorded batch ({type(error).__name__}: {error}); record it again") from error
-    if vocab_size and (largest := int(found.batch.ids_N.max())) >= vocab_size:
+    largest = int(recorded.batch.ids_N.max())
+    if vocab_size and largest >= vocab_size:
         raise ValueError(
             f"{path} has token {largest}, and the model has {vocab_size} tokens; use a model with the tokenizer of the "
             "recorded run"
         )
-    return found
-
-
-def fits(name: str, shape: Sequence[int], sizes: dict[str, int]) -> bool:
-    """Whether a tensor has the dimensions that its name spells, those that are among `sizes` by their letters."""
-    letters = name.rpartition("_")[2]
-    return len(shape) == len(letters) and all(
-        sizes.get(letter, size) == size for letter, size in zip(letters, shape, strict=True)
-    )
+    return recorded
 
 
 def check_recorded(
@@ -99,13 +92,16 @@ def check_recorded(
 ) -> None:
     """Refuse a run whose recorded batches cannot be trained on: a step is missing, or the first one does not fit.
 
-    needs_reference: why the reference's log-probs must be there; empty if they need not. needs_turns: so must
-    what turns earned. Raises ValueError.
+    needs_reference: the setting that needs the reference's log-probs, for the message; empty if none does. needs_turns:
+    whether the rewards of turns are needed. Raises ValueError.
     """
-    steps, folder = list(steps), pathlib.Path(run_dir) / BATCHES
+    steps = list(steps)
+    folder = pathlib.Path(run_dir) / BATCHES
     missing = [step for step in steps if not batch_path(run_dir, step).is_file()]
     if missing:
-        fewer = f"use --num-steps {missing[0] - 1}, or " if missing[0] > steps[0] else ""
+        fewer = ""
+        if missing[0] > steps[0]:
+            fewer = f"use --num-steps {missing[0] - 1}, or "
         raise ValueError(
             f"{folder} has {len(steps) - len(missing)} of the {len(steps)} steps from {steps[0]} to {steps[-1]}, and "
             f"step {missing[0]} is not among them; {fewer}train that run with --record first"

@@ -86,8 +86,8 @@ def _read_prompt(prompt_column: str, columns: dict[str, str], tools_column: str,
     prompt = column_of(row, prompt_column, str, list)
     if as_messages(prompt)[-1]["role"] == "assistant":
         raise BadRow(
-            f"column {prompt_column!r} ends with the assistant's answer, which is not a part of the prompt; return the "
-            "messages before it from a function of yours, --data.row"
+            f"column {prompt_column!r} ends with the assistant's answer, which is not a part of the prompt; take "
+            f"{prompt_column}.:-1"
         )
     values = {name: prompt if path == prompt_column else column_of(row, path) for name, path in columns.items()}
     tools = tools_of(row, tools_column) if tools_column else None
@@ -185,7 +185,7 @@ class ChatColumns:
 
 
 def detect_format(rows: Iterable[Row], columns: ChatColumns) -> RowFormat | None:
-    """Return the first row format of which some row has all columns, or None."""
+    """Return the first row format that some row has all columns for, or None."""
     rows = list(rows)
     for name, needed in columns.of_format.items():
         if any(all(value_at(row, column, ABSENT) is not ABSENT for column in needed) for row in rows):
@@ -214,7 +214,7 @@ def chat_reader(config: SFTConfig, row_format: RowFormat) -> RowReader:
 
 
 def read_chat(row_format: RowFormat, columns: ChatColumns, row: Row) -> Example:
-    """Read a row as a chat. `auto` takes the first format of which the row has all columns.
+    """Read a row as a chat. `auto` takes the first format that the row has all columns for.
 
     Raises BadRow, without the row's number, if the row lacks something that the format needs.
     """
@@ -254,17 +254,20 @@ def _alpaca_chat(row: Row) -> list[Message]:
 
 
 def value_at(row: Any, path: str, default: Any = _REQUIRED) -> Any:
-    """Return the value at `path`: `a.b` is entry b of the table in column a, `a.0` and `a.-1` are ends of a list.
+    """Return the value at `path`.
 
-    A column with `path` as its whole name comes first. If there is no value, return `default`; without a default, raise
-    BadRow.
+    `a.b` is entry b of the table in column a. `a.0` is the first entry of a list, `a.-1` the last, and `a.:-1` all
+    except the last. A column with `path` as its whole name comes first. If there is no value, return `default`; without
+    a default, raise BadRow.
     """
     if path in row:
         return row[path]
     value = row
     for part in path.split("."):
         try:
-            if isinstance(value, list) and re.fullmatch(r"-?\d+", part):
+            if isinstance(value, list) and part == ":-1":
+                value = value[:-1]
+            elif isinstance(value, list) and re.fullmatch(r"-?\d+", part):
                 value = value[int(part)]
             elif isinstance(value, dict):
                 value = value[part]
@@ -282,18 +285,18 @@ def column_of(row: Row, path: str, *kinds: type) -> Any:
 
     Without kinds any value will do, except a missing one. Messages may be JSON text, as in CSV.
     """
-    where = f"column {path!r}"
+    place = f"column {path!r}"
     value = value_at(row, path)
     if list in kinds and isinstance(value, str) and MESSAGES_AS_TEXT.match(value):
-        value = _from_json(value, where)
-    _check_kind(value, where, *kinds)
+        value = _from_json(value, place)
+    _check_kind(value, place, *kinds)
     if kinds:
         is_empty = not value.strip() if isinstance(value, str) else not value
         if is_empty:
-            raise BadRow(f"{where} is empty")
+            raise BadRow(f"{place} is empty")
         if isinstance(value, list):
-            value = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, 1)]
-    _check_surrogates(value, where)
+            value = [_message(message, f"{place}, message {number}") for number, message in enumerate(value, 1)]
+    _check_surrogates(value, place)
     return value
 
 
@@ -309,16 +312,16 @@ def tools_of(row: Row, path: str) -> list[dict[str, Any]] | None:
 
     They may be JSON text, since a table cannot hold schemas of several shapes.
     """
-    where = f"column {path!r}"
+    place = f"column {path!r}"
     value = value_at(row, path, None)
     if isinstance(value, str) and value.strip():
-        value = _from_json(value, where)
+        value = _from_json(value, place)
     if not value:
         return None
-    _check_kind(value, where, list)
+    _check_kind(value, place, list)
     for number, tool in enumerate(value, 1):
-        _check_kind(tool, f"{where}, entry {number}", dict)
-    _check_surrogates(value, where)
+        _check_kind(tool, f"{place}, entry {number}", dict)
+    _check_surrogates(value, place)
     return without_none(value)
 
 
@@ -338,58 +341,58 @@ def kinds_of(columns: dict[str, Any]) -> str:
     return ", ".join(f"{name} ({kinds[name]})" for name in sorted(kinds)) or "none"
 
 
-def _check_kind(value: Any, where: str, *kinds: type) -> None:
+def _check_kind(value: Any, place: str, *kinds: type) -> None:
     """Raise BadRow if the value is missing, or of none of these kinds, if any are given."""
     if value is None or (isinstance(value, float) and math.isnan(value)):  # tables write NaN for what is missing
-        raise BadRow(f"{where} is missing")
+        raise BadRow(f"{place} is missing")
     if kinds and not isinstance(value, kinds):
-        raise BadRow(f"{where} holds {type(value).__name__}, not {' or '.join(KINDS[kind] for kind in kinds)}")
+        raise BadRow(f"{place} holds {type(value).__name__}, not {' or '.join(KINDS[kind] for kind in kinds)}")
 
 
-def _check_surrogates(value: Any, where: str) -> None:
+def _check_surrogates(value: Any, place: str) -> None:
     """Raise BadRow for half of a character, at any depth: no tokenizer, file or process takes one."""
     remaining = [value]  # not recursive: JSON may be nested as deep as Python's stack
     while remaining:
         value = remaining.pop()
         if isinstance(value, str) and has_surrogates(value):
-            raise BadRow(f"{where} has a lone surrogate (half of a character)")
+            raise BadRow(f"{place} has a lone surrogate (half of a character)")
         if isinstance(value, dict):
             remaining += [*value, *value.values()]
         elif isinstance(value, list):
             remaining += value
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: Any, place: str) -> Message:
     """Return a message as chat templates take it: content is text, and the arguments of tool calls are tables."""
-    _check_kind(message, where, dict)
+    _check_kind(message, place, dict)
     message = without_none(message)
-    _check_kind(message.get("role"), f"{where}, role", str)
+    _check_kind(message.get("role"), f"{place}, role", str)
     calls = message.get("tool_calls") or []
-    _check_kind(calls, f"{where}, tool_calls", list)
+    _check_kind(calls, f"{place}, tool_calls", list)
     content = message.get("content", "" if calls else None)
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         content = "".join(str(part["text"]) for part in content)
-    _check_kind(content, f"{where}, content", str)
+    _check_kind(content, f"{place}, content", str)
     message["content"] = content
     if calls:
-        message["tool_calls"] = [_tool_call(call, f"{where}, tool call {n}") for n, call in enumerate(calls, 1)]
+        message["tool_calls"] = [_tool_call(call, f"{place}, tool call {n}") for n, call in enumerate(calls, 1)]
     return message
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, place: str) -> dict[str, Any]:
     """Return a call with its arguments as a table: chat templates turn them into JSON, and would quote text again."""
-    _check_kind(call, where, dict)
+    _check_kind(call, place, dict)
     function = call.get("function", call)
-    _check_kind(function, f"{where}, function", dict)
+    _check_kind(function, f"{place}, function", dict)
     if isinstance(function.get("arguments"), str):
-        function = function | {"arguments": _from_json(function["arguments"], f"{where}, arguments")}
+        function = function | {"arguments": _from_json(function["arguments"], f"{place}, arguments")}
     if "function" in call:
         return call | {"function": function}
     return function
 
 
-def _from_json(text: str, where: str) -> Any:
+def _from_json(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{where} holds text that is not JSON ({error})") from error
+        raise BadRow(f"{place} holds text that is not JSON ({error})") from error

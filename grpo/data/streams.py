@@ -1,4 +1,4 @@
-"""The order in which encoded rows are drawn: epochs and weights; it resumes exactly.
+"""The order in which encoded rows are drawn, by epochs and weights. It resumes exactly.
 
 Only the driver (rank 0) reads data; generators and trainers see token ids.
 """
@@ -12,38 +12,44 @@ from grpo.config import GRPOConfig, SFTConfig
 from grpo.data.encode import Encoded, EncodedRows, as_prompt
 from grpo.types import Prompt
 
-# What a saved place in a source belongs to.
+# Facts about a source that must be equal when a saved place in it is used
 BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle")
 
 
 class Order:
-    """Goes through the usable rows of a source, epoch after epoch; can be saved and resumed.
+    """The order of the usable rows of a source, epoch after epoch; it can be saved and resumed.
 
     The order of an epoch follows from the seed and the epoch's number alone, so no global RNG is touched, and the place
     is the number of rows drawn.
     """
 
     def __init__(self, rows: EncodedRows, config: GRPOConfig | SFTConfig):
-        """The source's rows in the order of the config's seed, from the beginning."""
-        self.rows, self.num_rows = rows, len(rows.usable)
-        self.source, self.label, self.weight = rows.source.text, rows.source.label, rows.source.weight
-        self.seed, self.shuffle = config.seed, int(config.data.shuffle)
+        """Begin at the first row of the first epoch, in the order that follows from the config's seed."""
+        self.rows = rows
+        self.num_rows = len(rows.usable)
+        self.source = rows.source.text
+        self.label = rows.source.label
+        self.weight = rows.source.weight
+        self.seed = config.seed
+        self.shuffle = int(config.data.shuffle)
         self.num_drawn = 0
-        self._epoch, self._order = -1, []  # the epoch that is under way, and its rows
+        self._epoch = -1
+        self._epoch_rows: list[int] = []
 
     def draw(self) -> tuple[int, Encoded]:
-        """The next row, and its place in the source."""
+        """Return the place of the next row in the source, and the row."""
         epoch, position = divmod(self.num_drawn, self.num_rows)
         if self._epoch != epoch:
-            self._epoch, self._order = epoch, list(self.rows.usable)
+            self._epoch = epoch
+            self._epoch_rows = list(self.rows.usable)
             if self.shuffle:
-                random.Random(f"{self.seed} {epoch} {self.label}".rstrip()).shuffle(self._order)
+                random.Random(f"{self.seed} {epoch} {self.label}".rstrip()).shuffle(self._epoch_rows)
         self.num_drawn += 1
-        row = self._order[position]
+        row = self._epoch_rows[position]
         return row, self.rows.get(row)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the rows and what it belongs to; fit for JSON."""
+        """Return the place in the rows, and the facts that it belongs to; fit for JSON."""
         return {name: getattr(self, name) for name in (*BELONGS_TO, "num_drawn")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -53,25 +59,26 @@ class Order:
         self.num_drawn = state["num_drawn"]
 
 
-class Mixture:
-    """Draws from several sources in turn, each going through epochs of its own; resumes exactly.
+class Stream:
+    """Rows of several sources in turn, each with epochs of its own. It resumes exactly.
 
-    Each draw owes every source its share of a row, and the source that is owed most gives the next one, so that after n
-    draws each has had its share of n up to less than one row per source, with no randomness in it.
+    At each draw every source is owed its share of a row, and the source that is owed most gives the next row. So after
+    n draws each source has given its share of n, up to less than one row per source, without randomness.
     """
 
     def __init__(self, sources: Sequence[EncodedRows], config: GRPOConfig | SFTConfig):
-        """sources: those of `usable_prompts` or `usable_chats`."""
+        """Begin with the first row of each source. sources: from `usable_prompts` or `usable_chats`."""
         self.orders = {rows.source.label: Order(rows, config) for rows in sources}
         self._owed = dict.fromkeys(self.orders, 0.0)  # rows
         self.set_weights({label: order.weight for label, order in self.orders.items()})
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Draw by these weights from now on, by the names of the sources; 1 where not named, 0 draws none.
+        """Draw by these weights of the sources from now on; 1 for a source without one, 0 draws none.
 
-        Raises ValueError for a name that there is not, and if no weight is above 0.
+        Raises ValueError for an unknown name, and if no weight is above 0.
         """
-        if unknown := [name for name in weights if name not in self.orders]:
+        unknown = [name for name in weights if name not in self.orders]
+        if unknown:
             raise ValueError(f"weights name {unknown}, and data.sources has {list(self.orders)}")
         self.weights = {name: float(weights.get(name, 1.0)) for name in self.orders}
         if min(self.weights.values()) < 0 or not 0 < sum(self.weights.values()) < math.inf:
@@ -79,6 +86,7 @@ class Mixture:
 
     @property
     def num_drawn(self) -> int:
+        """Rows drawn from all sources."""
         return sum(order.num_drawn for order in self.orders.values())
 
     def next_order(self) -> Order:
@@ -86,13 +94,13 @@ class Mixture:
         total = sum(self.weights.values())
         for name, weight in self.weights.items():
             self._owed[name] += weight / total
-        # max takes the first of equals, but for rounding, so the order of the config decides
+        # rounded, because max then takes the first of equals, in the order of the config
         name = max(filter(self.weights.get, self.orders), key=lambda name: round(self._owed[name], 9))
         self._owed[name] -= 1
         return self.orders[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in each source, see Order.state_dict, and how many rows each owes; fit for JSON."""
+        """Return the place in each source, see Order.state_dict, and the rows owed to each; fit for JSON."""
         sources = {label: order.state_dict() for label, order in self.orders.items()}
         return {"sources": sources, "owed": dict(self._owed)}
 
@@ -104,21 +112,23 @@ class Mixture:
         self._owed = dict(state["owed"])
 
 
-class PromptStream(Mixture):
+class PromptStream(Stream):
     """The run's prompts, one after the other without end."""
 
     wanted: Callable[[Prompt], bool] | None = None
-    """Prompts that it says no to are passed over."""
+    """A filter: prompts for which it returns False are passed over."""
 
     def draw(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, across epochs where needed. Prompt.index counts on through the whole run.
 
         Raises ValueError if `wanted` says no to as many in a row as there are rows.
         """
-        prompts, num_unwanted = [], 0
+        prompts = []
+        num_unwanted = 0
         num_rows = sum(order.num_rows for order in self.orders.values())
         while len(prompts) < count:
-            index, order = self.num_drawn, self.next_order()
+            index = self.num_drawn
+            order = self.next_order()
             row, encoded = order.draw()
             prompt = as_prompt(encoded, index, row, order.label)
             if self.wanted is None or self.wanted(prompt):
@@ -134,15 +144,16 @@ class PromptStream(Mixture):
         return prompts
 
 
-class ChatStream(Mixture):
+class ChatStream(Stream):
     """Chats and texts for SFT with their labels, one after the other without end."""
 
     def draw(self, count: int) -> list[Encoded]:
-        """The next `count` examples, across epochs where needed."""
+        """Return the next `count` examples, across epochs where needed."""
         return [self.next_order().draw()[1] for _ in range(count)]
 
 
 def _check_same(name: str, saved: Any, ours: Any) -> None:
+    """Raise ValueError if a fact that belongs to a saved place is another one in this run."""
     if saved != ours:
         raise ValueError(
             f"the saved place in the data has {name}={saved!r}, this run has {ours!r}; resume with the data sets, "

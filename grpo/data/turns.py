@@ -30,8 +30,6 @@ Tokens = tuple[list[int], list[bool]]
 
 # Characters that a message shows around the place where two texts differ
 SHOWN_CHARACTERS = 30
-# A text in place of a tool's answer that no template writes
-MARK = "MARKanswer"
 # Entries that join messages to each other. A template may leave them out.
 JOINS = ("role", "name", "id", "type", "tool_call_id")
 # Entries that the model itself wrote. A template that leaves one out of a learned turn loses a label.
@@ -92,12 +90,11 @@ def write_example(
 ) -> Written:
     """Write a chat or a plain text, and find the characters that are labels.
 
-    train_on: `assistant` learns every assistant turn, `assistant_and_tools` also the tools' answers before the last
-    one, `last` the last turn, `all` every token. A message with one of SWITCHES off is no label. Messages after the
-    last learned turn are left out, except with `all`; a chat without a learned turn has no label. If the template
-    writes no token that ends a turn, EOS follows the last turn. A template that writes prompts only (a text as
-    `data.prompt_template`) is followed by the answer and EOS; the chat must then be one question and its answer. In a
-    plain text every token is a label, and EOS comes last.
+    train_on: `assistant` learns every assistant turn, `last` the last one, `all` every token. A message with one of
+    SWITCHES off is no label. Messages after the last learned turn are left out, except with `all`; a chat without a
+    learned turn has no label. If the template writes no token that ends a turn, EOS follows the last turn. A template
+    that writes prompts only (a text as `data.prompt_template`) is followed by the answer and EOS; the chat must then be
+    one question and its answer. In a plain text every token is a label, and EOS comes last.
 
     Raises Refused if the template does not take the chat, leaves out a part of a learned turn, or writes earlier
     messages in another way when more follow, so that turns cannot be told apart.
@@ -120,11 +117,11 @@ def write_example(
         messages = messages[: (learned_turns or turns)[-1] + 1]
 
     @functools.cache
-    def write(num_messages: int, opening: bool = False) -> tuple[str, list[Span] | None]:
+    def write(num_messages: int, *, opening: bool) -> tuple[str, list[Span] | None]:
         """Write the first messages, see `render`."""
         return render(tokenizer, data, messages[:num_messages], opening, example.tools)
 
-    whole, marked = write(len(messages))
+    whole, marked = write(len(messages), opening=False)
     text = whole
     ends_with_label = messages[-1]["role"] == "assistant" and (train_on == "all" or bool(learned_turns))
     prompt = None
@@ -146,8 +143,6 @@ def write_example(
         spans = [(0, len(text))]
     else:
         spans = [_cut_after_end(text, span, ends) for span in spans]
-    if train_on == "assistant_and_tools" and ends_with_label:
-        spans += _tool_spans(tokenizer, data, messages, example.tools, text)
 
     ignored = []
     text_without_tools = text
@@ -272,8 +267,8 @@ def _spans_of_turns(write: Writer, spans: list[Span], turns: list[int]) -> list[
     """Keep the spans of these turns. The chat written up to a turn says how many spans lie before it."""
     kept = []
     for turn in turns:
-        num_before = len(write(turn)[1]) if turn else 0
-        num_through = len(write(turn + 1)[1])
+        num_before = len(write(turn, opening=False)[1]) if turn else 0
+        num_through = len(write(turn + 1, opening=False)[1])
         kept += spans[num_before:num_through]
     return kept
 
@@ -286,7 +281,7 @@ def _prefix_spans(write: Writer, text: str, turns: list[int], num_messages: int,
 
     def length_of(number: int, opening: bool = False) -> int:
         """Return how many characters the first messages take up at the start of the text."""
-        beginning, _ = write(number, opening)
+        beginning, _ = write(number, opening=opening)
         if text.startswith(beginning):
             return len(beginning)
         place = len(os.path.commonprefix([text, beginning]))
@@ -300,27 +295,6 @@ def _prefix_spans(write: Writer, text: str, turns: list[int], num_messages: int,
         )
 
     return [(length_of(turn, opening=True), length_of(turn + 1)) for turn in turns]
-
-
-def _tool_spans(
-    tokenizer: "PreTrainedTokenizerBase", data: DataConfig, messages: list[Message], tools: list[Any] | None, text: str
-) -> list[Span]:
-    """Find each tool's answer, without the text that the template writes around it, by a mark in place of the answer.
-
-    Raises Refused if the template does not write the mark, or writes other messages in another way because of it.
-    """
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "tool" or not _is_learned(message):
-            continue
-        with_mark = [*messages[:index], message | {"content": MARK}, *messages[index + 1 :]]
-        marked_text, _ = render(tokenizer, data, with_mark, opening=False, tools=tools)
-        before, mark, behind = marked_text.partition(MARK)
-        if not (mark and text.startswith(before) and text.endswith(behind) and len(text) >= len(before + behind)):
-            name = template_name(tokenizer, data)
-            raise Refused(f"{name} does not write message {index + 1}, a tool's answer, as it is; train_on assistant")
-        spans.append((len(before), len(text) - len(behind)))
-    return spans
 
 
 def _cut_after_end(text: str, span: Span, ends: tuple[str, ...]) -> Span:

@@ -32,15 +32,16 @@ def calculator(expression: str) -> str:
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"the expression has {len(expression)} characters, more than {MAX_CHARACTERS}")
     try:
-        tree = ast.parse(expression.strip().replace("×", "*").replace("÷", "/"), mode="eval")
-        value = _value(tree.body)
+        source = expression.strip().replace("×", "*").replace("÷", "/")
+        value = _value(ast.parse(source, mode="eval").body)
     except SyntaxError as error:
         raise ValueError(f"this is no expression of numbers ({error.msg})") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     if value.denominator == 1:
         return str(value)
-    return str(decimal.Context(prec=DIGITS).divide(*value.as_integer_ratio()).normalize())
+    rounded = decimal.Context(prec=DIGITS).divide(value.numerator, value.denominator)
+    return str(rounded.normalize())
 
 
 def python_tool(config: EnvironmentConfig) -> Callable[[str], str]:

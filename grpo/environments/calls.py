@@ -23,7 +23,11 @@ STYLES = {
     "fence": '```json {"name": ..., "arguments": {...}} ```',
 }
 # Style -> the tags around a call
-TAGS = {"hermes": ("<tool_call>", "</tool_call>"), "tag": ("<tool>", "</tool>"), "fence": ("```json", "```")}
+TAGS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "tag": ("<tool>", "</tool>"),
+    "fence": ("```json", "```"),
+}
 THOUGHT = "<think>"
 END_OF_THOUGHT = "</think>"
 # Style -> what a call begins with. In llama3_json it begins with the turn or right after the thoughts.
@@ -89,8 +93,9 @@ def other_style(text: str, style: str, tools: Collection[str]) -> str:
     for other in STYLES:
         if other == style:
             continue
-        if any(isinstance(call, ToolCall) and call.name in tools for call in parse(text, other)):
-            return other
+        for call in parse(text, other):
+            if isinstance(call, ToolCall) and call.name in tools:
+                return other
     return ""
 
 
@@ -170,7 +175,8 @@ def _read_name_and_argument(text: str, start: int) -> tuple[ToolCall, int]:
     words = body.strip().split(maxsplit=1)
     if not words:
         raise ValueError("it names no tool")
-    return ToolCall(words[0], "".join(words[1:])), start + len(body)
+    call = ToolCall(words[0], "".join(words[1:]))
+    return call, start + len(body)
 
 
 def _from_json(call: Any) -> ToolCall:

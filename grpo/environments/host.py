@@ -69,8 +69,14 @@ class EnvironmentHost:
         """
         self._pending[episode] = PendingCall(do, arguments, seconds, is_retry)
         conversation = episode if self.config.all_classes else None
-        line = json.dumps([do, *arguments]).encode()
-        self.workers.submit([Call(episode, line, seconds, conversation=conversation, ends=do == "finish")])
+        call = Call(
+            number=episode,
+            arguments=json.dumps([do, *arguments]).encode(),
+            seconds=seconds,
+            conversation=conversation,
+            ends=do == "finish",
+        )
+        self.workers.submit([call])
 
     def drop(self, episode: int) -> None:
         """End an episode early."""
@@ -101,13 +107,22 @@ class EnvironmentHost:
         is_late = call.do == "turn" and cause in ("late", "busy")
         if is_late and not self.config.all_classes:
             answer = f"It took longer than {call.seconds:g} s and was stopped."
-            counts = {"calls": 1, "hung_calls": 1}
-            return {"episode": episode, "answers": [answer], "role": "", "ended": False, "counts": counts}
+            return {
+                "episode": episode,
+                "answers": [answer],
+                "role": "",
+                "ended": False,
+                "counts": {"calls": 1, "hung_calls": 1},
+            }
         failure = outcome["failed"]
         if cause == "memory":
             failure = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
         is_hung = cause == "memory" or (is_late and cause == "busy")
-        return {"episode": episode, "failed": f"{call.do}: {failure}", "kind": "hung" if is_hung else "lost"}
+        return {
+            "episode": episode,
+            "failed": f"{call.do}: {failure}",
+            "kind": "hung" if is_hung else "lost",
+        }
 
     def close(self) -> None:
         """End all processes and wait until they are gone."""
@@ -152,7 +167,8 @@ class LiveEnvironment:
         """
         self.toolbox = self.toolboxes[environment]
         self.object = self.toolbox.kind(**self.toolbox.options)
-        text = await_result(self.object.reset(**self.toolbox.reset_arguments(row, seed, rollout)))
+        arguments = self.toolbox.reset_arguments(row, seed, rollout)
+        text = await_result(self.object.reset(**arguments))
         if not isinstance(text, str | None):
             raise Lost(f"reset returned {type(text).__name__}, not text or None")
         return {"text": text}
@@ -190,12 +206,20 @@ class LiveEnvironment:
             answer = await_result(self.object.reply(text))
             if answer is not None:
                 answers = [str(answer)]
-        counts = {"calls": len(kinds), "bad_calls": kinds.count("bad"), "tool_errors": kinds.count("error")}
-        counts["unread_calls"] = int(bool(unread))
-        answers = [shorten(answer, MAX_CHARACTERS // len(answers)) for answer in answers]
         done = getattr(self.object, "done", False)
         ended = not answers or (bool(done) and not callable(done))  # a method `done` is a tool
-        reply = {"answers": answers, "role": role, "ended": ended, "counts": counts}
+        counts = {
+            "calls": len(kinds),
+            "bad_calls": kinds.count("bad"),
+            "tool_errors": kinds.count("error"),
+            "unread_calls": int(bool(unread)),
+        }
+        reply = {
+            "answers": [shorten(answer, MAX_CHARACTERS // len(answers)) for answer in answers],
+            "role": role,
+            "ended": ended,
+            "counts": counts,
+        }
         if unread:
             reply["unread"] = unread
         if earns and self.toolbox.has_reward and not ended:

@@ -84,8 +84,9 @@ class Episode:
     def write(self, ids: list[int]) -> None:
         """Append tokens that were not sampled."""
         self.ids += ids
+        ids_T = torch.tensor(ids, dtype=torch.int64)
         mask_T = torch.zeros(len(ids), dtype=torch.bool)
-        self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version))
+        self.pieces.append(Piece(ids_T, mask_T, version=self.version))
 
     def end(self, ended_by: str) -> None:
         """Let no further turn begin."""
@@ -94,8 +95,16 @@ class Episode:
 
     def note(self) -> dict[str, Any]:
         """Return what the driver learns besides the tokens, as JSON values."""
-        names = ("turns", "opening", "ended_by", "reward", "info", "failure", "waited")
-        return {name: getattr(self, name) for name in names} | {"counts": dict(self.counts)}
+        return {
+            "turns": self.turns,
+            "opening": self.opening,
+            "ended_by": self.ended_by,
+            "reward": self.reward,
+            "info": self.info,
+            "failure": self.failure,
+            "waited": self.waited,
+            "counts": dict(self.counts),
+        }
 
 
 @dataclass(eq=False)
@@ -140,7 +149,8 @@ class Player:
     ) -> None:
         """Add a turn that the engine has finished. A turn that ran out of tokens ends the episode."""
         episode = self.episodes[number]
-        piece = Piece.sampled(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), episode.version)
+        logprobs_T = torch.tensor(logprobs, dtype=torch.float32)
+        piece = Piece.sampled(torch.tensor(ids), logprobs_T, episode.version)
         episode.pieces.append(piece)
         episode.ids += ids
         is_whole = reason != "length"
@@ -212,7 +222,9 @@ class Player:
         turn = episode.turns[-1]
         episode.counts.update(reply["counts"])
         turn["answers"] = [self._cut(answer, episode.counts) for answer in reply["answers"]]
-        turn.update({name: reply[name] for name in ("earned", "unread") if name in reply})
+        for name in ("earned", "unread"):
+            if name in reply:
+                turn[name] = reply[name]
         if reply["ended"]:
             return self._end(episode, "done")
         if len(episode.turns) == config.max_turns:

@@ -69,7 +69,13 @@ def serving_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> 
     for chat in _chats(tokenizer, data, BEGIN):
         others |= {OPENED_THOUGHT.search(before)[0] for before in chat.split(BEGIN)[:-1]}
     longest_first = sorted(others - {""}, key=len, reverse=True)
-    fields = {"THOUGHT": repr(thought), "OTHERS": repr(longest_first), "BEGIN": BEGIN, "END": END, "OWN": own}
+    fields = {
+        "THOUGHT": repr(thought),
+        "OTHERS": repr(longest_first),
+        "BEGIN": BEGIN,
+        "END": END,
+        "OWN": own,
+    }
     template = re.sub("|".join(fields), lambda match: fields[match[0]], TEMPLATE)
     kwargs = {**data.chat_template_kwargs, "chat_template": template}
     needs_question = data.prompt_template and "question" in own
@@ -81,8 +87,10 @@ def serving_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> 
 def _keeps_turns(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> bool:
     """Check that the template writes earlier turns as they were written, behind the opening at the end of a prompt."""
     opening = _opening(tokenizer, data)
-    chats = _chats(tokenizer, data, PROBE)
-    return all(chat.startswith(opening + PROBE) and chat.count(PROBE) == 2 for chat in chats)
+    for chat in _chats(tokenizer, data, PROBE):
+        if not chat.startswith(opening + PROBE) or chat.count(PROBE) != 2:
+            return False
+    return True
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str:
@@ -95,7 +103,8 @@ def _chats(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, turn: str) ->
     message = {"role": "assistant", "content": turn}
     chats = []
     for role in ("user", "tool"):
-        messages = [*prompt_messages(data, "?"), message, {"role": role, "content": "!"}, message]
+        answer = {"role": role, "content": "!"}
+        messages = [*prompt_messages(data, "?"), message, answer, message]
         with contextlib.suppress(Refused):
             chats.append(render(tokenizer, data, messages, opening=False)[0])
     return chats

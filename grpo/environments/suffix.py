@@ -73,7 +73,8 @@ class Turns:
                     f"; try it with {hint}another template (--data.prompt-template FILE.jinja)"
                 ) from error
         opened = self._write(self.start)
-        self.special_ids = self._special_ids(opened + "".join(map("".join, self.frames.values())))
+        frames = map("".join, self.frames.values())
+        self.special_ids = self._special_ids(opened + "".join(frames))
         # a turn begins with this thought, although the template and not the model wrote it
         self.opened_thought = OPENED_THOUGHT.search(opened)[0]
         self.rewrites = {role: ODD not in self._after_turn(role, [ODD]) for role in self.frames}
@@ -93,7 +94,8 @@ class Turns:
         marked = self._write(prompt_messages(self.data, [*earlier, last | {"content": QUESTION}]))
         written = self._write(prompt_messages(self.data, [*earlier, last]))
         before, _, after = marked.partition(QUESTION)
-        return self._encode(before) + self._plain_ids(_between(written, before, after, text)) + self._encode(after)
+        question = _between(written, before, after, text)
+        return self._encode(before) + self._plain_ids(question) + self._encode(after)
 
     def ids(self, answers: list[str], last: int, role: str = "") -> list[int]:
         """Return the ids after a turn that ended with token `last`: rest of its end, answers, opening of the next turn.
@@ -123,14 +125,16 @@ class Turns:
             _refuse("an answer is not written", ANSWER, suffix)
         between = ""
         if role != "user":
-            between = self._after_turn(role, [ANSWER, OTHER]).removeprefix(before + ANSWER).partition(OTHER)[0]
+            two = self._after_turn(role, [ANSWER, OTHER])
+            between = two.removeprefix(before + ANSWER).partition(OTHER)[0]
             three = [ANSWER, OTHER, ANSWER]
             expected = before + between.join(three) + after
             written = self._after_turn(role, three)
             if written != expected:
                 _refuse("a row of three answers is written otherwise", expected, written)
         for place, earlier_role in (("in the second round", role), ("in a longer chat", "user")):
-            written = self._after_turn(role, [ANSWER], self._chat(self.start, EARLIER, earlier_role, [ANSWER]))
+            history = self._chat(self.start, EARLIER, earlier_role, [ANSWER])
+            written = self._after_turn(role, [ANSWER], history)
             if written != suffix:
                 _refuse(f"what follows a turn {place} is written otherwise", suffix, written)
         first = self._encode(before)[:1]
@@ -176,7 +180,8 @@ class Turns:
         history: list[Message] | None = None,
     ) -> str:
         """Return what the template writes after a turn that gets these answers."""
-        return self._write(self._chat(history or self.start, TEXT, role, answers)).partition(TEXT)[2]
+        chat = self._chat(history or self.start, TEXT, role, answers)
+        return self._write(chat).partition(TEXT)[2]
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -216,6 +221,7 @@ def _between(written: str, before: str, after: str, text: str) -> str:
 
     Returns `text` if these are not found.
     """
-    if written.startswith(before) and written.endswith(after) and len(written) >= len(before + after):
-        return written[len(before) : len(written) - len(after)]
+    end = len(written) - len(after)
+    if len(before) <= end and written.startswith(before) and written.endswith(after):
+        return written[len(before) : end]
     return text

@@ -116,7 +116,8 @@ class Toolbox:
                 f"{self.name}.reset cannot be called with the columns {', '.join(columns) or 'none'} of the rows (name "
                 "others with --data.columns NAME COLUMN, or give the argument a default)"
             )
-            _check_call(self.kind.reset, what, [None], self.reset_arguments(dict.fromkeys(columns), 0, 0))
+            row = dict.fromkeys(columns)
+            _check_call(self.kind.reset, what, [None], self.reset_arguments(row, seed=0, rollout=0))
 
 
 def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
@@ -135,7 +136,8 @@ def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
     toolboxes = {name: _load_class(spec, config, by_name) for name, spec in config.all_classes.items()}
     toolboxes = toolboxes or {"": Toolbox(by_name)}
     for toolbox in toolboxes.values():
-        names = [function.__name__ for function in functions] + list(toolbox.methods)
+        names = [function.__name__ for function in functions]
+        names += toolbox.methods
         for name in toolbox.tools:
             if names.count(name) > 1:
                 raise ValueError(f"two tools of a class and environment.tools are called {name}; rename one")
@@ -236,8 +238,9 @@ def _as_text(result: Any) -> str:
     if not isinstance(result, dict | list):
         return str(result)
     parts = result if isinstance(result, list) else []
-    if parts and all(isinstance(part, dict) and part.get("type") in ("text", "image") for part in parts):
-        if any(part["type"] == "image" for part in parts):
+    kinds = [isinstance(part, dict) and part.get("type") for part in parts]
+    if parts and all(kind in ("text", "image") for kind in kinds):
+        if "image" in kinds:
             raise Lost("a tool answered with an image, which these models do not read; answer with text")
         return "".join(part["text"] for part in parts)
     return json.dumps(result, ensure_ascii=False, default=str)
@@ -288,4 +291,6 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and (not parts or all(_has_type(item, parts[0]) for item in value))
     if kind in (int, float):  # True is an int in Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return isinstance(value, kind) if kind in (str, bool, dict, type(None)) else True
+    if kind in (str, bool, dict, type(None)):
+        return isinstance(value, kind)
+    return True

@@ -1,7 +1,7 @@
 """Attention within the documents of packed rows, and to a prompt that they share.
 
-flash is faster than torchtitan's FlexAttention, documents runs on CPUs. Both take what `document_masks` says of a
-micro-batch: where documents begin, the longest one, and which keys of others they attend to.
+"flash" is faster than torchtitan's FlexAttention, "documents" runs on CPUs. Both take `document_masks` of a
+micro-batch: where documents begin, the longest one, and the keys of a shared prompt that they attend to.
 """
 
 import functools
@@ -21,11 +21,12 @@ from torchtitan.protocols.module import Module
 from grpo.config import ModelConfig
 from grpo.types import MicroBatch, SharedPrompts
 
-HOPPER, BLACKWELL = 9, 10  # major compute capabilities; on others its backward is not deterministic, or it does not run
+# Major compute capabilities on which flash-attn-4 runs and has a deterministic backward: Hopper and Blackwell
+FLASH_CAPABILITIES = (9, 10)
 
 
 def choose_attention(model: ModelConfig, device: torch.device) -> str:
-    """`model.attention`; "auto" is the fastest that runs here. Raises ValueError for a kind that does not."""
+    """Return `model.attention`, or for "auto" the fastest kind that runs here. Raises ValueError if a kind does not."""
     on_gpu = device.type == "cuda"
     flash_runs = on_gpu and _has_flash_attention() and model.dtype == "bfloat16"
     if model.attention == "flash" and not flash_runs:
@@ -35,17 +36,19 @@ def choose_attention(model: ModelConfig, device: torch.device) -> str:
         )
     if model.attention != "auto":
         return model.attention
-    return "flash" if flash_runs else "flex" if on_gpu else "documents"
+    if flash_runs:
+        return "flash"
+    return "flex" if on_gpu else "documents"
 
 
-def config_of(kind: str) -> Module.Config:
-    """torchtitan's config of flash, flex or documents. All add gradients in one order always."""
+def attention_config(kind: str) -> Module.Config:
+    """Return torchtitan's config of flash, flex or documents. All of them always add gradients in the same order."""
     return {"flash": FlashAttention, "flex": FlexAttention, "documents": DocumentAttention}[kind].Config()
 
 
 @functools.cache
 def _has_flash_attention() -> bool:
-    capable = torch.cuda.get_device_capability()[0] in (HOPPER, BLACKWELL)
+    capable = torch.cuda.get_device_capability()[0] in FLASH_CAPABILITIES
     return capable and all(importlib.util.find_spec(name) for name in ("flash_attn", "flash_attn.cute"))
 
 
@@ -64,10 +67,14 @@ class DocumentAttention(VarlenAttention):
 
     # torchtitan declares shardings for these argument names
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, enable_gqa=False, **unused):
-        bounds, key_bounds, shared = attention_masks.cu_seq_q, attention_masks.cu_seq_k, attention_masks.shared
+        """Attend to a document's own keys and those of its shared prompt. Returns [B, L, N, H]."""
+        bounds = attention_masks.cu_seq_q
+        shared = attention_masks.shared
         index_SQ, real_SQ = _as_rows(bounds)
-        index_SK, visible = index_SQ, {"is_causal": True}  # padding comes after its document, where that never looks
+        index_SK = index_SQ
+        visible = {"is_causal": True}  # hides the padding too, which follows its document
         if shared is not None:
+            key_bounds = attention_masks.cu_seq_k
             places_SK, real_SK = _as_rows(key_bounds)
             index_SK = shared.keys_K[places_SK]
             # the last queries and the last keys are those of the same tokens
@@ -76,17 +83,18 @@ class DocumentAttention(VarlenAttention):
             seen_SQK = torch.arange(index_SK.shape[1], device=bounds.device) <= last_SQ[:, :, None]
             visible = {"attn_mask": seen_SQK[:, None]}
         q = q_BLNH.flatten(0, 1)[index_SQ].transpose(1, 2)
-        k, v = (x.flatten(0, 1)[index_SK].transpose(1, 2) for x in (k_BLNH, v_BLNH))
+        k = k_BLNH.flatten(0, 1)[index_SK].transpose(1, 2)
+        v = v_BLNH.flatten(0, 1)[index_SK].transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=enable_gqa, **visible)
         return out.transpose(1, 2)[real_SQ].view(q_BLNH.shape)
 
 
 def _as_rows(bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Documents as rows of one length: (index of each of their places, whether it is not padding)."""
-    starts_S, lengths_S = bounds[:-1], bounds.diff()
+    """Lay documents out as rows of one length: (index of each place, whether the place is not padding)."""
+    lengths_S = bounds.diff()
     offsets_T = torch.arange(int(lengths_S.max()), device=bounds.device)
-    # padding repeats the last place of all
-    return (starts_S[:, None] + offsets_T).clamp(max=int(bounds[-1]) - 1), offsets_T < lengths_S[:, None]
+    index_ST = (bounds[:-1, None] + offsets_T).clamp(max=int(bounds[-1]) - 1)  # padding repeats the last place of all
+    return index_ST, offsets_T < lengths_S[:, None]
 
 
 class FlashAttention(DocumentAttention):
@@ -100,16 +108,29 @@ class FlashAttention(DocumentAttention):
         pass
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, **unused):
-        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-        *documents, shared = attention_masks
-        repeats = (shared.keys_K, shared.own_T, shared.reused_R, shared.uses_RU) if shared else (None,) * 4
-        values = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
-        out_TNH, _ = flash_attention(*values, *documents, *repeats, scale)
+        """Attend to a document's own keys and those of its shared prompt. Returns [B, L, N, H]."""
+        if scale is None:
+            scale = q_BLNH.shape[-1] ** -0.5
+        shared = attention_masks.shared
+        out_TNH, _ = flash_attention(
+            q_BLNH.flatten(0, 1),
+            k_BLNH.flatten(0, 1),
+            v_BLNH.flatten(0, 1),
+            attention_masks.cu_seq_q,
+            attention_masks.cu_seq_k,
+            attention_masks.max_q,
+            attention_masks.max_k,
+            shared and shared.keys_K,
+            shared and shared.own_T,
+            shared and shared.reused_R,
+            shared and shared.uses_RU,
+            scale,
+        )
         return out_TNH.view(q_BLNH.shape)
 
 
 class DocumentMasks(NamedTuple):
-    """torchtitan's VarlenMetadata, and which keys documents share."""
+    """torchtitan's VarlenMetadata, and the keys that documents share."""
 
     cu_seq_q: torch.Tensor
     """int32 [documents + 1]."""
@@ -120,16 +141,19 @@ class DocumentMasks(NamedTuple):
 
 
 def document_masks(micro: MicroBatch) -> DocumentMasks:
-    """A micro-batch's documents; torchtitan would make them of the positions, and wait for the device."""
-    bounds, longest, shared = micro.document_starts, micro.longest_document, micro.shared
+    """Return a micro-batch's documents. torchtitan would derive them from the positions, and wait for the device."""
+    bounds = micro.document_starts
+    longest = micro.longest_document
+    shared = micro.shared
     if shared is None:
         return DocumentMasks(bounds, bounds, longest, longest, None)
     return DocumentMasks(bounds, shared.key_starts, longest, shared.longest, shared)
 
 
 def shared_prompt_mask(micro: MicroBatch) -> Callable[..., torch.Tensor]:
-    """Flex attention's mask of one row, besides being causal: a query sees its document and the prompt before it."""
-    starts, shared = micro.document_starts, micro.shared
+    """Return flex attention's mask of one row, besides the causal one: a query sees its document and its prompt."""
+    starts = micro.document_starts
+    shared = micro.shared
     document_T = torch.searchsorted(starts[1:], torch.arange(micro.ids_BT.numel(), device=starts.device), right=True)
     prompt_T = document_T[shared.keys_K[shared.key_starts[:-1]]][document_T]  # its own document's number without one
 
@@ -140,35 +164,37 @@ def shared_prompt_mask(micro: MicroBatch) -> Callable[..., torch.Tensor]:
 
 
 def for_compiler(masks: DocumentMasks) -> DocumentMasks:
-    """The masks for compiled code that serves any number of documents of any length.
+    """Return masks for compiled code that serves any number of documents of any length.
 
-    The longest one's length must stay on the CPU: from a GPU each use of it would wait for all that was launched.
+    The longest document's length stays on the CPU: reading it from a GPU would wait for everything launched before.
     """
-    of_any_size = [masks.cu_seq_q]
-    if shared := masks.shared:
-        of_any_size += [masks.cu_seq_k, shared.keys_K, shared.own_T, shared.reused_R, shared.uses_RU]
+    resized = [masks.cu_seq_q]
+    shared = masks.shared
+    if shared:
+        resized += [masks.cu_seq_k, shared.keys_K, shared.own_T, shared.reused_R, shared.uses_RU]
         torch._dynamo.maybe_mark_dynamic(shared.uses_RU, 1)
-    for tensor in of_any_size:
+    for tensor in resized:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     # numbers would be compiled in
     return masks._replace(max_q=torch.tensor(masks.max_q), max_k=torch.tensor(masks.max_k))
 
 
 @torch.compiler.disable
-def of_any_length(block: nn.Module, given: tuple[Any, ...]) -> None:
-    """Have a block compiled for rows of any length from the start, not from the second length on.
+def allow_any_length(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Have a block compiled for rows of any length at once, not only when a second length comes.
 
-    A forward's hook, because FSDP's own makes other tensors of what a block is given. With tensor parallelism the
-    compiler does not heed it.
+    This is a hook of the forward, because FSDP's hook replaces the tensors that a block gets. With tensor parallelism
+    the compiler ignores it.
     """
-    h_BTD, _, *rows = given
-    for rows_BT in (h_BTD, *rows):
-        torch._dynamo.maybe_mark_dynamic(rows_BT, 1)
+    h_BTD, _, positions_BT = inputs
+    torch._dynamo.maybe_mark_dynamic(h_BTD, 1)
+    torch._dynamo.maybe_mark_dynamic(positions_BT, 1)
 
 
 def keep_kernels_apart() -> None:
-    """Give this GPU's index and kind a folder of its own in the package's cache, which does not tell all GPUs apart."""
-    if folder := os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
+    """Give each GPU its own folder in the package's cache, because the package confuses kernels of some GPUs."""
+    folder = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    if folder:
         major, minor = torch.cuda.get_device_capability()
         part = f"sm{major}{minor}-gpu{torch.cuda.current_device()}"
         os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = os.path.join(folder, part)
@@ -176,7 +202,7 @@ def keep_kernels_apart() -> None:
 
 @functools.cache
 def kernels() -> tuple[Callable, Callable]:
-    """The package's forward and backward, which it imports on a GPU only."""
+    """Import the package's forward and backward, which works on a GPU only."""
     keep_kernels_apart()  # before the import, which reads the folder
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -198,11 +224,11 @@ def flash_attention(
     uses_RU: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention within documents: (output [T, N, H], logsumexp [N, T] in float32).
+    """Compute causal attention within documents: (output [T, N, H], logsumexp [N, T] in float32).
 
-    bounds_S: int32, the documents' first places and T. longest: of their lengths, int64 on the CPU. key_bounds_S and
-    longest_keys: of their keys, the last of which are their own. keys_K, own_T, reused_R, uses_RU: as in SharedPrompts;
-    None where documents have their own keys alone.
+    bounds_S: int32, the documents' first places and T. longest: their largest length, int64 on the CPU. key_bounds_S,
+    longest_keys: the same for their keys. A document's own keys come last. keys_K, own_T, reused_R, uses_RU: as in
+    SharedPrompts; None where documents share no keys.
     """
     forward, _ = kernels()
     options = _options(bounds_S, key_bounds_S, longest, longest_keys, scale)
@@ -230,11 +256,11 @@ def flash_attention_backward(
     keys_K: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, and of k and v as the documents attend to them; added up in one order always."""
+    """Return the gradients of q, and of k and v as the documents attend to them, always added in the same order."""
     _, backward = kernels()
     options = _options(bounds_S, key_bounds_S, longest, longest_keys, scale)
-    values = q_TNH, _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K), out_TNH, grad_TNH, logsumexp_NT
-    return backward(*values, deterministic=True, **options)[:3]
+    k, v = _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K)
+    return backward(q_TNH, k, v, out_TNH, grad_TNH, logsumexp_NT, deterministic=True, **options)[:3]
 
 
 @flash_attention_backward.register_fake
@@ -244,22 +270,30 @@ def _(grad_TNH, out_TNH, logsumexp_NT, q_TNH, k_TKH, v_TKH, bounds_S, key_bounds
 
 
 def _options(bounds_S, key_bounds_S, longest, longest_keys, scale: float) -> dict[str, object]:
-    """What the kernels are told. Their causal mask is for documents whose last query and key are of one token."""
-    lengths = {"max_seqlen_q": int(longest), "max_seqlen_k": int(longest_keys)}
-    return lengths | {"cu_seqlens_q": bounds_S, "cu_seqlens_k": key_bounds_S, "softmax_scale": scale, "causal": True}
+    """Return the kernels' options. Their causal mask lets a document's last query see all of its keys."""
+    return {
+        "max_seqlen_q": int(longest),
+        "max_seqlen_k": int(longest_keys),
+        "cu_seqlens_q": bounds_S,
+        "cu_seqlens_k": key_bounds_S,
+        "softmax_scale": scale,
+        "causal": True,
+    }
 
 
 def _repeated(values_TKH: torch.Tensor, keys_K: torch.Tensor | None) -> torch.Tensor:
-    """Keys or values as the documents attend to them, one document's after the other's."""
-    return values_TKH if keys_K is None else values_TKH.index_select(0, keys_K)
+    """Lay out keys or values document after document, with those of shared prompts repeated."""
+    if keys_K is None:
+        return values_TKH
+    return values_TKH.index_select(0, keys_K)
 
 
 def _added_up(
     gradient_KKH: torch.Tensor, own_T: torch.Tensor, reused_R: torch.Tensor, uses_RU: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of what `_repeated` was given; in one order, and in float32 where there is something to add."""
-    of_uses_RUKH = gradient_KKH[uses_RU.clamp(min=0)].masked_fill((uses_RU < 0)[..., None, None], 0)
-    sums_RKH = of_uses_RUKH.sum(1, dtype=torch.float32).to(gradient_KKH.dtype)
+    """Return the gradient of the input of `_repeated`. Repeated keys' are always added in one order, in float32."""
+    gradient_RUKH = gradient_KKH[uses_RU.clamp(min=0)].masked_fill((uses_RU < 0)[..., None, None], 0)
+    sums_RKH = gradient_RUKH.sum(1, dtype=torch.float32).to(gradient_KKH.dtype)
     return gradient_KKH.index_select(0, own_T).index_copy(0, reused_R, sums_RKH)
 
 
@@ -272,19 +306,21 @@ def _backward(ctx, grad_TNH, _):
     *tensors, own_T, reused_R, uses_RU = ctx.saved_tensors
     gradients = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.scale)
     if own_T is not None:  # here and not in the kernels' operator, so that it is compiled
-        gradients = gradients[0], *(_added_up(gradient, own_T, reused_R, uses_RU) for gradient in gradients[1:])
-    return *gradients, *(None,) * 9
+        of_q, *of_keys_and_values = gradients
+        gradients = of_q, *(_added_up(gradient, own_T, reused_R, uses_RU) for gradient in of_keys_and_values)
+    return *gradients, *[None] * 9
 
 
 flash_attention.register_autograd(_backward, setup_context=_keep)
 
 
 class SelectiveCheckpointing(SelectiveAC):
-    """torchtitan's, which keeps attention's output, also where it does not know the kernel."""
+    """torchtitan's selective checkpointing, which here keeps the output of flash-attn-4 too."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
         pass
 
     def get_save_ops(self) -> set:
+        """Return the operations whose outputs are kept for the backward."""
         return super().get_save_ops() | {torch.ops.grpo.flash_attention.default}

@@ -1,7 +1,7 @@
 """A Hugging Face folder as a sharded torchtitan model with its weights, and a step's batch through it.
 
-Left out: pipeline and context parallelism, quantized checkpoints, expert parallelism: on one node, gathering experts as
-any other weight hides behind the products of long rows, and no rank waits for the one whose experts are chosen most.
+Left out: pipeline and context parallelism, quantized checkpoints, expert parallelism. On one node the gathering of
+experts hides behind the products of long rows, and no rank waits for another whose experts are chosen more often.
 """
 
 from collections.abc import Iterator
@@ -27,16 +27,20 @@ from torchtitan.tools.utils import set_default_dtype
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import take_out
 from grpo.data.packing import Packing, pack
-from grpo.models.attention import SelectiveCheckpointing, choose_attention, of_any_length
+from grpo.models.attention import SelectiveCheckpointing, allow_any_length, choose_attention
 from grpo.models.families import Policy, family_of, has_experts, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
 from grpo.types import MicroBatch, SharedPrompts, TrainBatch
 
 # A run decides what is "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
-SELECTIVE = SelectiveCheckpointing.Config()
-CHECKPOINTING_OF_BLOCKS = {"none": None, "logits": None, "full": FullAC.Config()}
-CHECKPOINTING_OF_BLOCKS |= {"selective": SELECTIVE, "auto": SELECTIVE}
+CHECKPOINTING_OF_BLOCKS = {
+    "none": None,
+    "logits": None,
+    "selective": SelectiveCheckpointing.Config(),
+    "auto": SelectiveCheckpointing.Config(),
+    "full": FullAC.Config(),
+}
 # Row lengths are rounded up to this many tokens. On GPU: flex attention's blocks are 128 wide, and few distinct lengths
 # mean few recompilations. Any multiple suits the CPU; 16 divides over tensor-parallel ranks.
 ROW_MULTIPLE = {"cuda": 512, "cpu": 16}
@@ -54,7 +58,7 @@ class ShardedModel:
     folder: str
     """Hugging Face folder the weights came from."""
     name: str
-    """What others would call that folder: its hub name, if it has one."""
+    """The folder's hub name, if it has one, else the folder."""
     holds_copy: bool = False
     """Whether FSDP keeps its copy of the parameters in the compute dtype from one forward or backward to the next."""
 
@@ -62,15 +66,19 @@ class ShardedModel:
     def data_ranks(self) -> dist.ProcessGroup | None:
         """The data-parallel ranks, which share a batch out; None if there is only one."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
-        return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
+        if mesh is None or mesh.size() == 1:
+            return None
+        return mesh.get_group()
 
     @property
     def tensor_parallel_rank(self) -> int:
         """This rank's position among those that share each layer."""
-        return self.parallel_dims.get_mesh("tp").get_local_rank() if self.parallel_dims.tp_enabled else 0
+        if not self.parallel_dims.tp_enabled:
+            return 0
+        return self.parallel_dims.get_mesh("tp").get_local_rank()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds, sharded: all parameters, with LoRA those of the adapters."""
+        """Return what a checkpoint holds, sharded: all parameters, or with LoRA those of the adapters."""
         state = self.module.state_dict()
         adapters = {name: value for name, value in state.items() if is_adapter(name)}
         return adapters or state
@@ -80,32 +88,34 @@ class ShardedModel:
         self.module.load_state_dict(self.module.state_dict() | state)
 
     def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
-        """A step's batch in rows for the data-parallel ranks, the same on each of them."""
-        num_ranks, multiple = self.data_ranks.size() if self.data_ranks else 1, ROW_MULTIPLE[self.device.type]
+        """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them."""
+        num_ranks = self.data_ranks.size() if self.data_ranks else 1
+        multiple = ROW_MULTIPLE[self.device.type]
         return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
 
     def accumulate(self, is_last: bool) -> None:
-        """Say before a micro-batch whether it is the last of those whose gradients are added.
+        """Say before a micro-batch whether it is the last one before the gradients are used.
 
-        The gradients of a copy that is held stay where the backward puts them, in float32, up to the last one.
+        If FSDP holds a copy of the weights, it adds up the copy's gradients in float32 until the last micro-batch.
         """
         if self.holds_copy:
             self.module.set_requires_gradient_sync(is_last)
 
     def drop_copy(self) -> None:
-        """End a row of forwards and backwards: what was gathered or cast for them goes, the LM head too."""
+        """Free the weights that FSDP gathered or cast for these forwards and backwards, including the LM head."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
 
     def micro_batches(self, packing: Packing) -> Iterator[tuple[MicroBatch, bool]]:
-        """This rank's micro-batches, on its device, which is not waited for, and whether each is the last.
+        """Yield this rank's micro-batches, on its device, and whether each is the last. Does not wait for the device.
 
-        The next one is laid out before one is handed out: for all but the first two, while the device is busy.
+        The next micro-batch is laid out before this one is yielded, so that the device is busy meanwhile.
         """
+        rank = self.data_ranks.rank() if self.data_ranks else 0
         laid_out = (
             MicroBatch(**{name: _on_device(value, self.device) for name, value in vars(micro).items()})
-            for micro in packing.micro_batches(self.data_ranks.rank() if self.data_ranks else 0)
+            for micro in packing.micro_batches(rank)
         )
         micro = next(laid_out)
         for following in laid_out:
@@ -114,10 +124,10 @@ class ShardedModel:
         yield micro, True
 
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
+        """Return (logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
 
-        0 without a gradient at places that are not among the micro-batch's `scored_M`. The micro-batch lies on this
-        rank's device. Collective over the role's ranks.
+        They are 0 without a gradient at places that are not in the micro-batch's `scored_M`. The micro-batch lies on
+        this rank's device. Collective over the role's ranks.
         """
         masks = self.module.masks(micro)
         return self.module(
@@ -126,17 +136,19 @@ class ShardedModel:
 
     @torch.no_grad()
     def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
-        """Log-probs of this rank's part of the tokens: float32 [N] on the CPU, 0 where other ranks fill in.
+        """Return log-probs of this rank's part of the tokens: float32 [N] on the CPU, 0 for other ranks' tokens.
 
-        Summed over the role's ranks (tensor-parallel ranks fill in once) it is the whole batch's, of the tokens that
-        count in the loss; of others it may be 0. Collective over the role's ranks.
+        The sum over the role's ranks has the whole batch's, once for all tensor-parallel ranks. Tokens that do not
+        count in the loss may have 0. Collective over the role's ranks.
         """
         logprobs_N = torch.zeros(batch.num_tokens)
         packing = self.pack(batch, trainer)
-        found = [(micro, self.logprobs(micro)[0]) for micro, _ in self.micro_batches(packing)]
-        for micro, logprobs_BT in found if self.tensor_parallel_rank == 0 else ():
-            index_M, logprobs_M = take_out(logprobs_BT, micro)
-            logprobs_N[index_M.cpu()] = logprobs_M.cpu()
+        # all forwards are launched before the first result is read, which waits for the device
+        results = [(micro, self.logprobs(micro)[0]) for micro, _ in self.micro_batches(packing)]
+        if self.tensor_parallel_rank == 0:
+            for micro, logprobs_BT in results:
+                index_M, logprobs_M = take_out(logprobs_BT, micro)
+                logprobs_N[index_M.cpu()] = logprobs_M.cpu()
         forget_forwards(self.module)
         self.drop_copy()
         return logprobs_N
@@ -160,9 +172,9 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def forget_forwards(module: nn.Module) -> None:
-    """Drop what FSDP noted of forwards for their backward, which a reference does not have.
+    """Drop FSDP's notes about forwards that have no backward, as a reference's.
 
-    Else its memory grows, by some 40 bytes for each of its blocks and micro-batches.
+    Otherwise its memory grows by some 40 bytes for each block and micro-batch.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -173,7 +185,7 @@ def forget_forwards(module: nn.Module) -> None:
 
 
 def compiles(trainer: TrainerConfig, device: torch.device) -> bool:
-    """Whether blocks and LM head are compiled: on GPUs, unless the recipe says no."""
+    """Say whether blocks and LM head are compiled: on GPUs, unless the recipe says no."""
     return trainer.compile and device.type == "cuda"
 
 
@@ -205,7 +217,8 @@ def build_model(
     titan_dist.set_spmd_backend(parallelism.spmd_backend)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
 
-    hf, compiled = read_hf_config(folder, scores), compiles(trainer, device)
+    hf = read_hf_config(folder, scores)
+    compiled = compiles(trainer, device)
     keep_logits = trainer.activation_checkpointing == "none" and not frozen
     attention = choose_attention(model, device)
     config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, keep_logits)
@@ -230,12 +243,13 @@ def build_model(
         dump_folder="",
         skip_dp=alone and not casts,
     )
-    if holds_copy := alone and casts:  # else each pass would cast all weights anew
+    holds_copy = alone and casts
+    if holds_copy:  # otherwise each forward and backward would cast all weights again
         module.set_reshard_after_forward(False)
         module.set_reshard_after_backward(False)
     if compiled and attention == "flash":
         for block in module.layers.values():
-            block.register_forward_pre_hook(of_any_length)
+            block.register_forward_pre_hook(allow_any_length)
     names = family_of(hf).names(config, folder)
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
@@ -245,7 +259,7 @@ def build_model(
 
 
 def _compile_config(compiled: bool, experts: bool, dtype: str) -> CompileConfig:
-    """What torchtitan compiles. Raises ValueError for experts in float32, which torch 2.13 does not compile."""
+    """Return what torchtitan compiles. Raises ValueError for experts in float32, which torch 2.13 cannot compile."""
     if compiled and dtype == "float32" and experts:
         raise ValueError(
             "experts are compiled in bfloat16 alone, and model.dtype is float32; take --trainer.no-compile or "
@@ -285,7 +299,7 @@ def _cast_moments(dtype: torch.dtype, optimizer: torch.optim.Optimizer, *_: Any)
 def build_optimizer(
     model: ShardedModel, trainer: TrainerConfig, num_steps: int
 ) -> tuple[OptimizersContainer, LRSchedulersContainer]:
-    """AdamW over the parameters that have a gradient, and the learning rate over `num_steps` steps.
+    """Build AdamW over the parameters that have a gradient, and the learning rate over `num_steps` steps.
 
     Between updates its moments are in `trainer.moments`; an update computes in float32.
     """
@@ -295,15 +309,18 @@ def build_optimizer(
         eps=trainer.adam_eps,
         weight_decay=trainer.weight_decay,
     )
-    on_gpu, rounded = model.device.type == "cuda", trainer.moments == "bfloat16"
-    adamw.implementation = "fused_opt_states_bf16" if rounded else "fused" if on_gpu else "foreach"
+    on_gpu = model.device.type == "cuda"
+    adamw.implementation = "fused" if on_gpu else "foreach"
+    if trainer.moments == "bfloat16":
+        adamw.implementation = "fused_opt_states_bf16"
     optimizer = adamw.build(model_parts=[model.module])
-    for part in optimizer if rounded else ():
-        # torch gives what it loads the dtype of the weights, and its CPU kernel takes no other one
-        part.register_load_state_dict_post_hook(partial(_cast_moments, torch.bfloat16))
-        if not on_gpu:
-            part.register_step_pre_hook(partial(_cast_moments, torch.float32))
-            part.register_step_post_hook(partial(_cast_moments, torch.bfloat16))
+    if trainer.moments == "bfloat16":
+        for part in optimizer:
+            # torch loads moments in the dtype of the weights, and its CPU kernel takes no other dtype
+            part.register_load_state_dict_post_hook(partial(_cast_moments, torch.bfloat16))
+            if not on_gpu:
+                part.register_step_pre_hook(partial(_cast_moments, torch.float32))
+                part.register_step_post_hook(partial(_cast_moments, torch.bfloat16))
     constant = trainer.schedule == "constant"
     schedule = LRSchedulersContainer.Config(
         warmup_steps=trainer.warmup_steps,

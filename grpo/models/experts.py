@@ -1,9 +1,9 @@
-"""Mixture of experts: a block whose feed-forward layer is many small ones, of which a router chooses a few per token.
+"""Mixture of experts (MoE): a router chooses a few of a block's many small feed-forward layers for each token.
 
-The layers are torchtitan's, except for what would make them another policy than the generators': experts that cast to
-bfloat16, a gate in float32, and load balancing, whose bias a checkpoint of Qwen3 does not have and vLLM does not add.
+The layers are torchtitan's, without what would make the policy differ from the generators': experts that cast to
+bfloat16, a gate in float32, and load balancing, whose bias Qwen3's checkpoints do not have and vLLM does not add.
 Left out: expert parallelism, shared experts. Letters besides grpo/types.py's: X all experts of a layer (in torchtitan's
-names E), R rows that experts compute, one for each token and expert of it.
+names E), R rows that experts compute, one for each token and each of its experts.
 """
 
 import re
@@ -25,14 +25,21 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
 
 def settled(hidden_BTD: torch.Tensor) -> torch.Tensor:
-    """Hidden states, waited for.
+    """Wait for hidden states that tensor parallelism is still sending, and return them.
 
-    With tensor parallelism they may be on their way. Then torch takes code that it compiled for such a tensor also for
-    one that is there, which fails; and experts, as `local_map` calls them, lose the gradient of their input.
+    Otherwise torch uses code that it compiled for such a tensor for one that has arrived, which fails. And experts, as
+    `local_map` calls them, lose the gradient of their input.
     """
     if isinstance(hidden_BTD, DTensor) and isinstance(hidden_BTD._local_tensor, AsyncCollectiveTensor):
         hidden_BTD._local_tensor = hidden_BTD._local_tensor.wait()
     return hidden_BTD
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, which is all of it if it is not sharded."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 class Experts(GroupedExperts):
@@ -43,12 +50,11 @@ class Experts(GroupedExperts):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_X: torch.Tensor) -> torch.Tensor:
-        """Rows of x_RD lie expert after expert, as many as the counts say."""
-        weights = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
-        gate, up, down = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+        """Compute rows that lie expert after expert, `num_tokens_per_expert_X` rows each."""
         ends_X = num_tokens_per_expert_X.cumsum(0, dtype=torch.int32)
-        h_RF = F.silu(torch._grouped_mm(x_RD, gate.mT, offs=ends_X)) * torch._grouped_mm(x_RD, up.mT, offs=ends_X)
-        return torch._grouped_mm(h_RF, down.mT, offs=ends_X)
+        gate_RF = F.silu(torch._grouped_mm(x_RD, local_part(self.w1_EFD).mT, offs=ends_X))
+        up_RF = torch._grouped_mm(x_RD, local_part(self.w3_EFD).mT, offs=ends_X)
+        return torch._grouped_mm(gate_RF * up_RF, local_part(self.w2_EDF).mT, offs=ends_X)
 
 
 class Router(TokenChoiceTopKRouter):
@@ -69,7 +75,7 @@ class Router(TokenChoiceTopKRouter):
         return scores_BTE, experts_BTE, chosen_BTX.sum(dim=(0, 1))
 
 
-class Mixture(MoE):
+class MoELayer(MoE):
     """The router, and for each token the sum of its experts' outputs times their scores."""
 
     @dataclass(kw_only=True, slots=True)
@@ -89,8 +95,8 @@ class Mixture(MoE):
         return self.routed_experts(x_BTD, *self.router(x_BTD))
 
 
-class MixtureBlock(Qwen3TransformerBlock):
-    """A block with a mixture of experts in place of one feed-forward layer."""
+class MoEBlock(Qwen3TransformerBlock):
+    """A transformer block with experts in place of its feed-forward layer."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3TransformerBlock.Config):
@@ -101,13 +107,13 @@ class MixtureBlock(Qwen3TransformerBlock):
         return x + self.moe(self.ffn_norm(x))
 
 
-def mixture_config(hidden_size: int, width: int, num_experts: int, chosen: int, renormalize: bool) -> Mixture.Config:
-    """torchtitan's config of `num_experts` experts of `width`, `chosen` for each token, and their router.
+def moe_config(hidden_size: int, width: int, num_experts: int, chosen: int, renormalize: bool) -> MoELayer.Config:
+    """Return torchtitan's config of `num_experts` experts of `width`, `chosen` for each token, and their router.
 
     renormalize: the chosen experts' scores are divided by their sum.
     """
     no_init = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD", "weight"), skip_param_init)
-    return Mixture.Config(
+    return MoELayer.Config(
         num_experts=num_experts,
         load_balance_coeff=None,
         router=Router.Config(
@@ -132,7 +138,7 @@ def mixture_config(hidden_size: int, width: int, num_experts: int, chosen: int, 
 
 
 def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor under the name, or the names, that it has in a folder; a stacked one as a view for each expert."""
+    """Yield a tensor under its name in a folder; a stacked one as a view for each expert, under that expert's name."""
     if "*" not in name:
         yield name, tensor
         return
@@ -141,27 +147,33 @@ def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
 
 
 class ExpertsReader(HuggingFaceStorageReader):
-    """Reads each expert's matrix of a folder as a chunk of the stacked tensor, of which a rank may hold any shard."""
+    """Reads each expert's matrix as a chunk of the stacked tensor. A rank may hold any shard of that tensor."""
 
     def read_metadata(self) -> Metadata:
+        """Return the folder's metadata with the experts of a layer as one tensor."""
         metadata = super().read_metadata()
-        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        tensors = metadata.state_dict_metadata
+        places = metadata.storage_data
         for name in list(tensors):
-            if not (match := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name)):
+            match = re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name)
+            if match is None:
                 continue
-            stacked, start = f"{match[1]}*{match[3]}", [int(match[2]), 0, 0]
-            one = tensors.pop(name)
-            whole = tensors.setdefault(stacked, TensorStorageMetadata(one.properties, torch.Size([0, *one.size]), []))
-            whole.size = torch.Size([whole.size[0] + 1, *one.size])
-            whole.chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size([1, *one.size])))
-            places[MetadataIndex(stacked, start)] = places.pop(MetadataIndex(name, [0, 0]))
+            stacked_name = f"{match[1]}*{match[3]}"
+            start = [int(match[2]), 0, 0]
+            matrix = tensors.pop(name)
+            empty = TensorStorageMetadata(matrix.properties, torch.Size([0, *matrix.size]), [])
+            stacked = tensors.setdefault(stacked_name, empty)
+            stacked.size = torch.Size([stacked.size[0] + 1, *matrix.size])
+            stacked.chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size([1, *matrix.size])))
+            places[MetadataIndex(stacked_name, start)] = places.pop(MetadataIndex(name, [0, 0]))
         return metadata
 
     def _process_read_request(self, f, req: ReadItem, planner: LoadPlanner) -> None:
-        name, start = req.storage_index.fqn, req.storage_index.offset
+        name = req.storage_index.fqn
         if "*" not in name:
             return super()._process_read_request(f, req, planner)
+        name = name.replace("*", str(req.storage_index.offset[0]))
         target = planner.resolve_tensor(req).detach()
-        part = [slice(at, at + size) for at, size in zip(req.storage_offsets[1:], req.lengths[1:], strict=True)]
-        target[0] = f.get_slice(name.replace("*", str(start[0])))[tuple(part)]
+        bounds = zip(req.storage_offsets[1:], req.lengths[1:], strict=True)
+        target[0] = f.get_slice(name)[tuple(slice(start, start + size) for start, size in bounds)]
         planner.commit_tensor(req, target)

@@ -1,4 +1,4 @@
-"""Weights out of a sharded model under HF names: one by one, or as a Hugging Face folder; adapters as a PEFT folder."""
+"""The weights of a sharded model under HF names, one by one or as a Hugging Face folder; adapters as a PEFT folder."""
 
 import contextlib
 import json
@@ -21,46 +21,51 @@ EXPORT_SHARD_BYTES = 4 * 2**30
 
 
 def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, full tensor in `dtype`, with memory of its own), one by one: the whole model never lies here.
+    """Yield (HF name, full tensor in `dtype`) one by one, so that a rank never holds the whole model.
 
-    Tied embeddings yield no lm_head.weight. With LoRA, a weight comes merged with its adapter. Collective over the
-    role's ranks: all iterate in lock step, and to the end.
+    Each tensor has its own memory. Tied embeddings yield no lm_head.weight. With LoRA a weight comes merged with its
+    adapter. Collective over the role's ranks, all of which iterate in lock step to the end.
     """
-    for name, weight in stacked_tensors(model, dtype):
-        for own_name, part in by_expert(name, weight):
-            yield own_name, part.clone() if "*" in name else part
+    for stacked_name, weight in stacked_tensors(model, dtype):
+        for name, part in by_expert(stacked_name, weight):
+            yield name, part.clone() if "*" in stacked_name else part
 
 
 def stacked_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """`hf_tensors` with the experts of a layer as one tensor, whose name has a * for an expert's number."""
+    """Yield as `hf_tensors`, but the experts of a layer as one tensor, whose name has a * for an expert's number."""
     for name, weight in _hf_weights(model).items():
         if isinstance(weight, LoRALinear):
             weight = merged_weight(weight, dtype)
         else:  # cast before it is gathered, which halves the traffic of bfloat16
-            alone = isinstance(weight, DTensor) and weight.device_mesh.size() == 1
-            weight = (weight.to_local() if alone else weight).detach().to(dtype, copy=True)
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        # gathered rows that do not divide by the ranks are a view of padded memory, which cannot be saved
-        yield name, whole if whole.nbytes == whole.untyped_storage().nbytes() else whole.clone()
+            if isinstance(weight, DTensor) and weight.device_mesh.size() == 1:
+                weight = weight.to_local()
+            weight = weight.detach().to(dtype, copy=True)
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        if weight.nbytes != weight.untyped_storage().nbytes():
+            weight = (
+                weight.clone()
+            )  # rows that the ranks do not divide are a view of padded memory, which cannot be saved
+        yield name, weight
 
 
 def stacked_shapes(model: ShardedModel) -> dict[str, torch.Size]:
-    """Shapes of what `stacked_tensors` yields, by name, in their order. Not collective."""
+    """Return the shapes of what `stacked_tensors` yields, by name, in the same order. Not collective."""
     weights = _hf_weights(model).items()
     return {name: (weight.weight if isinstance(weight, LoRALinear) else weight).shape for name, weight in weights}
 
 
 def _hf_weights(model: ShardedModel) -> dict[str, torch.Tensor | LoRALinear]:
-    """This rank's shards under HF names; for a weight with an adapter the layer, which has both."""
+    """Return this rank's shards under HF names; for a weight with an adapter the layer, which has both."""
     layers = {f"{layer.name}.weight": layer for layer in adapted_layers(model.module)}
     return model.names.to_hf(model.module.state_dict() | layers)
 
 
 def export_hf(model: ShardedModel, target: pathlib.Path, dtype: torch.dtype, form: ChatForm | None = None) -> None:
-    """Write a folder that `from_pretrained` and vLLM load, and of LoRA the adapters beside it, at `adapters_beside`.
+    """Write a folder that `from_pretrained` and vLLM load; with LoRA the adapters too, at `adapters_beside`.
 
-    The tokenizer's files are those of the folder that training started from, except for what `form` adds. Collective
-    over the role's ranks; its rank 0 writes, and holds the whole model in host memory meanwhile.
+    The tokenizer's files come from the folder that training started from; `form` adds to them. Collective over the
+    role's ranks; its rank 0 writes, and holds the whole model in host memory meanwhile.
     """
     if adapted_layers(model.module):
         export_adapters(model, adapters_beside(target))
@@ -84,34 +89,38 @@ def export_hf(model: ShardedModel, target: pathlib.Path, dtype: torch.dtype, for
 
 
 def write_form(folder: pathlib.Path, form: ChatForm) -> None:
-    """Put the form's template into a model folder, and its ends of answers into the folder's generation_config.json."""
+    """Write the form's template into a model folder, and its ends of answers into its generation_config.json."""
     if form.template:
-        (folder / "chat_template.jinja").write_text(form.template)  # goes before that of tokenizer_config.json
+        (folder / "chat_template.jinja").write_text(form.template)  # it overrides the one in tokenizer_config.json
     tokenizer = open_tokenizer(str(folder))
-    before = stop_token_ids(str(folder), tokenizer)
-    if not set(form.end_token_ids) <= set(before):
+    end_token_ids = set(stop_token_ids(str(folder), tokenizer))
+    if not end_token_ids.issuperset(form.end_token_ids):
         path = folder / "generation_config.json"
-        there = json.loads(path.read_text()) if path.is_file() else {}
-        there.pop("_from_model_config", None)  # it is no longer what config.json says
-        path.write_text(json.dumps(there | {"eos_token_id": sorted({*before, *form.end_token_ids})}, indent=2))
+        options = json.loads(path.read_text()) if path.is_file() else {}
+        options.pop("_from_model_config", None)  # it is no longer what config.json says
+        options["eos_token_id"] = sorted(end_token_ids.union(form.end_token_ids))
+        path.write_text(json.dumps(options, indent=2))
 
 
 def adapters_beside(target: pathlib.Path) -> pathlib.Path:
-    """Where the adapters of an exported folder go. Not into it: transformers would add them to the merged weights."""
+    """Return the adapters' folder of an exported folder. In it, transformers would add them to the merged weights."""
     return target.with_name(target.name + "-adapter")
 
 
 def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
-    """Write the adapters as a folder that PEFT loads on top of the base. As `export_hf`, otherwise."""
-    layers, tensors, targets = adapted_layers(model.module), {}, set()
+    """Write the adapters as a folder that PEFT loads on top of the base. Collective as `export_hf`."""
+    layers = adapted_layers(model.module)
+    tensors = {}
+    targets = set()
     for layer in layers:
         (name,) = model.names.to_hf({f"{layer.name}.weight": None})
         name = name.removesuffix(".weight")
         targets.add(name.rpartition(".")[2])
         for ending, value in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b)):
-            whole = value.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            tensors[f"base_model.model.{name}.{ending}.weight"] = whole.cpu()
+            value = value.detach()
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            tensors[f"base_model.model.{name}.{ending}.weight"] = value.cpu()
     if dist.get_rank() != 0:
         return
     rank = len(layers[0].lora_a)
@@ -133,7 +142,7 @@ def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _written_whole(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty folder to fill, which then takes the place and name of `target`."""
+    """Give a `with` block an empty folder to fill. Afterwards it replaces `target`."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,10 +1,10 @@
 """The families of models that can be trained, an entry of FAMILIES each, and the torchtitan model of a config.json.
 
-An entry has all in which a family differs: what of it cannot be trained, its block, its tensors' names, how it is
-sharded, which of its linear layers take adapters. Today's share one decoder, torchtitan's Qwen3: grouped-query
-attention, SwiGLU or a mixture of such experts, RMSNorm, rotary positions. The LM head (`logprob_head.LogprobHead`)
-returns the log-probs of given targets and the entropy instead of logits; a reward model has a head of one output there.
-Left out: sliding windows; mixtures with shared experts, or with a dense block among the others.
+An entry says how a family differs: which of its models cannot be trained, its block, its tensors' names, how it is
+sharded, which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query attention,
+SwiGLU or a mixture of such experts, RMSNorm, rotary positions. The LM head (`logprob_head.LogprobHead`) returns the
+log-probs of given targets and the entropy instead of logits; a reward model has a head of one output instead.
+Left out: sliding windows; mixtures with shared experts, or with some dense blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,13 +25,16 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from grpo.models.attention import FlashAttention, config_of, document_masks, for_compiler, shared_prompt_mask
-from grpo.models.experts import ExpertsReader, MixtureBlock, mixture_config, settled
+from grpo.models.attention import FlashAttention, attention_config, document_masks, for_compiler, shared_prompt_mask
+from grpo.models.experts import ExpertsReader, MoEBlock, moe_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
 from grpo.types import MicroBatch
 
-WRITES, SCORES = "ForCausalLM", "ForSequenceClassification"  # how the names of `architectures` end
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
+# Endings of the names in `architectures`: of language models, and of models that score
+WRITES = "ForCausalLM"
+SCORES = "ForSequenceClassification"
+# Kinds of rotary positions whose frequencies do not change with the length
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
 # the first GPU: DTensor's random states take the GPU's index from the rank within the role.
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
@@ -48,9 +51,10 @@ def dense_block(
     qk_norm: bool = False,
     qkv_bias: bool = False,
 ) -> Qwen3TransformerBlock.Config:
-    """torchtitan's config of a block of grouped-query attention and SwiGLU.
+    """Return torchtitan's config of a block of grouped-query attention and SwiGLU.
 
-    qk_norm: queries and keys are normalized per head. qkv_bias: the projections to them and to values have a bias.
+    qk_norm: queries and keys are normalized per head. qkv_bias: the projections to queries, keys and values have a
+    bias.
     """
     attention = make_gqa_config(
         dim=hf.hidden_size,
@@ -63,7 +67,8 @@ def dense_block(
         rope=rope,
         qk_norm=_norm(hf, head_dim_of(hf)) if qk_norm else None,
     )
-    attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = qkv_bias
+    attention.qkv_linear.wq.bias = qkv_bias
+    attention.qkv_linear.wkv.bias = qkv_bias
     return Qwen3TransformerBlock.Config(
         attention_norm=_norm(hf, hf.hidden_size),
         ffn_norm=_norm(hf, hf.hidden_size),
@@ -74,12 +79,12 @@ def dense_block(
     )
 
 
-def what_no_dense_block_has(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
-    """Why a dense model cannot be trained, a reason each; `raw` is its config.json as it stands."""
+def unsupported_in_dense(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
+    """Yield each reason why a dense model cannot be trained. `raw` is its config.json as it stands."""
     if window := getattr(config, "sliding_window", None):
         yield (
-            f"sliding_window={window} is not supported, since every layer here attends to all that came before; if no "
-            f"prompt with its completion is longer than {window} tokens, nothing differs: set it to null in config.json"
+            f"sliding_window={window} is not supported, since every layer attends to all tokens before; if no prompt "
+            f"with its completion is longer than {window} tokens, nothing differs: set it to null in config.json"
         )
     rope_type = config.rope_parameters.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
@@ -104,7 +109,7 @@ DENSE_LINEARS = {
 
 
 class DenseNames(Qwen3StateDictAdapter):
-    """Torchtitan's names <-> Hugging Face's; the layout of every tensor is the same in both."""
+    """Torchtitan's names <-> Hugging Face's. The layout of every tensor is the same in both."""
 
     def __init__(self, model_config: "Policy.Config", hf_assets_path: str | None):
         super().__init__(model_config, hf_assets_path)
@@ -118,24 +123,24 @@ class DenseNames(Qwen3StateDictAdapter):
 # Mixtures of experts
 
 
-def mixture_block(
+def moe_block(
     hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
-) -> MixtureBlock.Config:
-    """torchtitan's config of a block of grouped-query attention and experts, of Qwen3's kind."""
+) -> MoEBlock.Config:
+    """Return torchtitan's config of a block of grouped-query attention and experts, as Qwen3 has them."""
     dense = dense_block(hf, rope, inner_attention, qk_norm=True)
-    return MixtureBlock.Config(
+    return MoEBlock.Config(
         attention_norm=dense.attention_norm,
         ffn_norm=dense.ffn_norm,
         attention=dense.attention,
-        moe=mixture_config(
+        moe=moe_config(
             hf.hidden_size, hf.moe_intermediate_size, hf.num_experts, hf.num_experts_per_tok, hf.norm_topk_prob
         ),
     )
 
 
-def what_no_mixture_has(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
-    """Why a mixture of experts cannot be trained, a reason each."""
-    yield from what_no_dense_block_has(raw, config)
+def unsupported_in_moe(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
+    """Yield each reason why a mixture of experts cannot be trained. `raw` is its config.json as it stands."""
+    yield from unsupported_in_dense(raw, config)
     if config.decoder_sparse_step != 1 or config.mlp_only_layers:
         yield (
             f"decoder_sparse_step={config.decoder_sparse_step} and mlp_only_layers={config.mlp_only_layers} make some "
@@ -145,32 +150,37 @@ def what_no_mixture_has(raw: dict[str, Any], config: transformers.PretrainedConf
         yield f"num_experts_per_tok={config.num_experts_per_tok} is more than num_experts={config.num_experts}"
 
 
-class MixtureNames(DenseNames):
-    """A layer's experts are stacked tensors here, and in Hugging Face's names too, with a * for an expert's number.
+class MoENames(DenseNames):
+    """Names for models in which a layer's experts are stacked tensors. Their Hugging Face name has * for the number.
 
     Torchtitan's own names are those of the experts that a rank holds, which other ranks cannot follow.
     """
 
-    stacked = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}
+    stacked_names = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the tensors under Hugging Face's names, in their order."""
         named = {}
         for name, value in state_dict.items():
-            before, experts, kind = name.rpartition(".moe.routed_experts.inner_experts.")
-            one = {f"model.{before}.mlp.experts.*.{self.stacked[kind]}.weight": value} if experts else None
-            named |= one or super().to_hf({name: value})
+            layer, separator, kind = name.rpartition(".moe.routed_experts.inner_experts.")
+            if separator:
+                named[f"model.{layer}.mlp.experts.*.{self.stacked_names[kind]}.weight"] = value
+            else:
+                named |= super().to_hf({name: value})
         return named
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        back = {name: kind for kind, name in self.stacked.items()}
-        stacked = {name: value for name, value in hf_state_dict.items() if "*" in name}
-        named = super().from_hf({name: value for name, value in hf_state_dict.items() if name not in stacked})
-        for name, value in stacked.items():
-            _, layers, index, *_, kind, _ = name.split(".")
-            named[f"{layers}.{index}.moe.routed_experts.inner_experts.{back[kind]}"] = value
+        """Undo `to_hf`."""
+        kinds = {name: kind for kind, name in self.stacked_names.items()}
+        named = super().from_hf({name: value for name, value in hf_state_dict.items() if "*" not in name})
+        for name, value in hf_state_dict.items():
+            if "*" in name:
+                _, layers, index, _, _, _, kind, _ = name.split(".")
+                named[f"{layers}.{index}.moe.routed_experts.inner_experts.{kinds[kind]}"] = value
         return named
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> ExpertsReader:
+        """Return a reader that stacks experts. `from_quantized` is torchtitan's argument."""
         return ExpertsReader(path)
 
 
@@ -180,12 +190,12 @@ class MixtureNames(DenseNames):
 
 @dataclass(frozen=True)
 class Family:
-    """What the code needs to know of a kind of model, and nothing else asks which kind it is."""
+    """What the code needs to know about a kind of model."""
 
     block: Callable[..., Module.Config] = dense_block
     """(Hugging Face's config, rotary positions, inner attention) -> torchtitan's config of a block."""
-    unsupported: Callable[[dict[str, Any], transformers.PretrainedConfig], Iterator[str]] = what_no_dense_block_has
-    """(config.json as it stands, as transformers reads it) -> why such a model cannot be trained, a reason each."""
+    unsupported: Callable[[dict[str, Any], transformers.PretrainedConfig], Iterator[str]] = unsupported_in_dense
+    """(config.json as it stands, as transformers reads it) -> each reason why such a model cannot be trained."""
     names: type[Qwen3StateDictAdapter] = DenseNames
     """Torchtitan's names of tensors <-> Hugging Face's."""
     parallelize: Callable[..., nn.Module] = parallelize_qwen3
@@ -202,27 +212,27 @@ FAMILIES = {
     "llama": Family(),  # Llama 3, R1-Distill-Llama
     "mistral": Family(),
     "qwen3_moe": Family(
-        block=mixture_block,
-        unsupported=what_no_mixture_has,
-        names=MixtureNames,
+        block=moe_block,
+        unsupported=unsupported_in_moe,
+        names=MoENames,
         linears={name: place for name, place in DENSE_LINEARS.items() if place.startswith("attention.")},
     ),
 }
 
 
 def family_of(hf: transformers.PretrainedConfig) -> Family:
-    """The family of a model whose config was read by `hf_folder.read_hf_config`, which refuses others."""
+    """Return the family of a model. `hf_folder.read_hf_config` read its config and refuses unknown families."""
     return FAMILIES[hf.model_type]
 
 
 def gives_scores(hf: transformers.PretrainedConfig) -> bool:
-    """Whether it is a sequence classifier, as reward models are, and no language model."""
+    """Say whether a model is a sequence classifier, as reward models are, and not a language model."""
     return any(name.endswith(SCORES) for name in hf.architectures or ())
 
 
 def has_experts(hf: transformers.PretrainedConfig) -> bool:
-    """Whether a model is a mixture of experts."""
-    return family_of(hf).block is mixture_block
+    """Say whether a model is a mixture of experts."""
+    return family_of(hf).block is moe_block
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,7 +247,7 @@ class Policy(Qwen3Model):
         pass
 
     def masks(self, micro: MicroBatch):
-        """`attention_masks` of a micro-batch, for any kind of attention."""
+        """Return the `attention_masks` of a micro-batch, as this model's kind of attention takes them."""
         attention = self.config.first_attention
         if not isinstance(attention.inner_attention, FlexAttention.Config):
             return document_masks(micro)
@@ -247,6 +257,7 @@ class Policy(Qwen3Model):
         return self._create_flex_attention_mask(micro.positions_BT, attention, mask_mods)
 
     def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
+        """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             attention_masks = for_compiler(attention_masks)  # here, behind FSDP, which moves tensors to the GPU
         h_BTD = settled(self.tok_embeddings(ids_BT))
@@ -283,11 +294,12 @@ def titan_config(
     compiled: bool = False,
     keep_logits: bool = False,
 ) -> Policy.Config:
-    """The torchtitan model config of a Hugging Face one, for any size of a family.
+    """Return the torchtitan config of a Hugging Face config, for any size of a family.
 
-    `attention` is a kind of `config_of`, the rest as in `LogprobHead.Config`.
+    `attention` is a kind that `attention_config` knows, the rest is as in `LogprobHead.Config`.
     """
-    rope, family = _rope(hf), family_of(hf)
+    rope = _rope(hf)
+    block = family_of(hf).block
     head = LogprobHead.Config(
         in_features=hf.hidden_size,
         out_features=hf.vocab_size,
@@ -302,7 +314,7 @@ def titan_config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
-        layers=[family.block(hf, rope, config_of(attention)) for _ in range(hf.num_hidden_layers)],
+        layers=[block(hf, rope, attention_config(attention)) for _ in range(hf.num_hidden_layers)],
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
         tok_embeddings=Embedding.Config(
             num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_NO_INIT
@@ -312,14 +324,14 @@ def titan_config(
 
 
 def empty_policy(hf: transformers.PretrainedConfig) -> nn.Module:
-    """The model without memory for its weights, on torch's meta device, to be counted on."""
+    """Build the model without memory for its weights, on torch's meta device, to count its parts."""
     config = titan_config(hf, "documents", chunk_tokens=1)
     with torch.device("meta"):
         return config.build()
 
 
 def head_dim_of(config: transformers.PretrainedConfig) -> int:
-    """Width of one attention head; some models leave it to follow from the others."""
+    """Return the width of one attention head. Where a config leaves it out, it follows from the other numbers."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -328,11 +340,13 @@ def _norm(hf: transformers.PretrainedConfig, size: int) -> RMSNorm.Config:
 
 
 def _rope(hf: transformers.PretrainedConfig) -> HFRoPE.Config:
-    """Inverse frequencies [head_dim / 2] and the factor on cos and sin, as transformers' own models compute them."""
-    head_dim, rope_type = head_dim_of(hf), hf.rope_parameters.get("rope_type", "default")
+    """Return inverse frequencies [head_dim / 2] and the factor on cos and sin, as transformers' models compute them."""
+    head_dim = head_dim_of(hf)
+    rope_type = hf.rope_parameters.get("rope_type", "default")
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        inv_freq, attention_factor = hf.rope_parameters["rope_theta"] ** -exponents, 1.0
+        inv_freq = hf.rope_parameters["rope_theta"] ** -exponents
+        attention_factor = 1.0
     else:
         inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf, device="cpu")
     return HFRoPE.Config(

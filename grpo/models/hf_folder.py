@@ -1,8 +1,7 @@
 """Hugging Face model folders, before anything is loaded: find or download one, refuse what cannot be trained.
 
-A broken file is named before anything of it is loaded: a download that was broken off, a page of HTML or a pointer of
-git-lfs in place of a file, a config.json whose numbers cannot be, a tensor that is missing. Left out: values of the
-weights beyond each tensor's first row.
+A broken file is named before it is loaded: a download that was broken off, a page of HTML or a pointer of git-lfs in
+place of a file, impossible numbers in config.json, a tensor that is missing. Left out: the values of the weights.
 """
 
 import json
@@ -21,48 +20,62 @@ from safetensors import SafetensorError, safe_open
 
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
-from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of, gives_scores
+from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of
 from grpo.text import one_line, printable, shorten
 
-# What an exported model takes from the one that training started from, besides config.json: what a tokenizer reads.
-# By name, so that neither code nor pickles, nor anything else that lies there, travels on.
-TABLES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-TABLES += ("added_tokens.json", "vocab.json", "chat_template.json")
+# What an export copies, besides config.json, from the folder that training started from: the files of a tokenizer.
+# They are listed by name, so that no code, pickles or other files that lie there are copied.
+TABLES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+)
 COPIED_FILES = (*TABLES, "tokenizer.model", "vocab.txt", "merges.txt", "chat_template.jinja")
-MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # of a tokenizer with several, by name
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 # Fields of config.json that count something
-COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
-COUNTS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-INDEX = "model.safetensors.index.json"
-FLOATS = ("F32", "BF16", "F16")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-COMPUTED = ".rotary_emb.inv_freq"  # How tensors end that older checkpoints have, and that follow from config.json
-COMPARED_ROWS = 8192  # Rows of two tensors in memory at a time
+COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+)
+# Ending of tensors that some older checkpoints contain although they follow from config.json
+COMPUTED = ".rotary_emb.inv_freq"
 SHOWN_TENSORS = 5
-WAY_OUT = "copy or download it again"
 SHOWN_CHARACTERS = 300  # of a library's message
-# Of a hub model. The unwanted ones are the same weights once more, in layouts that vLLM would prefer to Hugging Face's.
+WAY_OUT = "copy or download it again"
+# Files of a hub model. The unwanted ones are the weights again, in layouts that vLLM would prefer to Hugging Face's.
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 UNWANTED_FILES = ["consolidated*", "params.json", "original/*"]
 
 
 @dataclass(frozen=True)
 class ChatForm:
-    """What a model learned of chats that the folder it started from does not know."""
+    """What a model learned about chats, in addition to the folder that training started from."""
 
     template: str = ""
-    """The chat template, if it is another one than the folder's."""
+    """The chat template, if it differs from the folder's."""
     end_token_ids: tuple[int, ...] = ()
     """Tokens that end its answers."""
 
 
 def resolve_folder(path: str, scores: bool = False) -> str:
-    """A local folder as it is, a hub name as the folder it was downloaded to.
+    """Return a local folder as it is, and for a hub name the folder it was downloaded to.
 
-    scores: it must be a reward model, see `read_hf_config`. Raises FileNotFoundError, which says the way out, and for a
-    hub model that cannot be trained ValueError, before its weights are downloaded.
+    scores: it must be a reward model, see `read_hf_config`. Raises FileNotFoundError with the way out, and ValueError
+    for a hub model that cannot be trained, before its weights are downloaded.
     """
     folder = pathlib.Path(path)
     if not folder.is_dir():
@@ -77,14 +90,14 @@ def resolve_folder(path: str, scores: bool = False) -> str:
 
 
 def has_config_alone(path: str) -> bool:
-    """Whether a local folder has a config.json, which arithmetic takes, and lacks weights or the tokenizer."""
+    """Say whether a local folder has a config.json, which is enough for arithmetic, but no weights or no tokenizer."""
     folder = pathlib.Path(path)
     is_whole = any(folder.glob("*.safetensors")) and (folder / "tokenizer_config.json").is_file()
     return (folder / "config.json").is_file() and not is_whole
 
 
 def _download(path: str, files: list[str]) -> str:
-    """The folder with these files of a hub model; raises FileNotFoundError if there is none such."""
+    """Download these files of a hub model and return their folder. Raises FileNotFoundError if that fails."""
     is_run = path.startswith("runs/") and pathlib.Path("runs").is_dir()
     if path.startswith((".", "/", "~")) or path.count("/") != 1 or is_run:
         raise FileNotFoundError(f"model folder {pathlib.Path(path).absolute()} does not exist")
@@ -98,7 +111,7 @@ def _download(path: str, files: list[str]) -> str:
 
 
 def fetch_folder(path: str, control: dist.ProcessGroup, scores: bool = False) -> str:
-    """`resolve_folder` on every node: its first rank downloads, the others then find it. Collective over `control`."""
+    """Call `resolve_folder` on every rank. A node's first rank downloads before the others. Collective on `control`."""
     if os.environ["LOCAL_RANK"] == "0":
         resolve_folder(path, scores)
     dist.barrier(group=control)
@@ -130,17 +143,17 @@ def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int, sc
 
 
 def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """The files of a model folder that an export copies: regular ones, by the names in COPIED_FILES and MORE_TEMPLATES.
+    """List the files of a model folder that an export copies, by the names in COPIED_FILES and MORE_TEMPLATES.
 
-    A link counts if it stays in the folder, or if it is one of the hub's cache, whose snapshots/REVISION/ has links to
-    blobs/. Raises ValueError for any other: an exported model is given away, and must not take a stranger's file along.
+    A link may lead to a place within the folder, or from the hub cache's snapshots/REVISION/ to its blobs/. Raises
+    ValueError for others: an exported model is given away, and must not contain a private file.
     """
     folder = pathlib.Path(folder)
     homes = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         homes.append(folder.resolve().parents[1] / "blobs")
-    there = [*(folder / name for name in COPIED_FILES), *sorted(folder.glob(MORE_TEMPLATES))]
-    files = [file for file in there if file.is_file()]
+    named = [folder / name for name in COPIED_FILES] + sorted(folder.glob(MORE_TEMPLATES))
+    files = [file for file in named if file.is_file()]
     for file in files:
         if not any(file.resolve().is_relative_to(home) for home in homes):
             raise ValueError(
@@ -150,9 +163,10 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
 
 
 def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, scores: bool = False) -> None:
-    """Refuse a tokenizer with more tokens, not counting added ones, than the model has rows in its embedding.
+    """Refuse a tokenizer with more tokens than the embedding has rows, except for tokens that were added.
 
-    Of added tokens those are refused that end a completion. Rows of data with others are refused where they are read.
+    Added tokens beyond the embedding are refused here if they end a completion. A data row with others is refused when
+    it is read.
     """
     rows = read_hf_config(folder, scores).vocab_size
     if tokenizer.vocab_size > rows:
@@ -165,7 +179,8 @@ def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBas
             f"the tokenizer of {folder} has the eos_token {tokenizer.eos_token!r} ({tokenizer.eos_token_id}), beyond "
             f"the model's vocab_size={rows}; bring the tokenizer of this model, or give its embedding more rows"
         )
-    if unknown := [token for token in stop_token_ids(folder, tokenizer) if token >= rows]:
+    unknown = [token for token in stop_token_ids(folder, tokenizer) if token >= rows]
+    if unknown:
         raise ValueError(
             f"{folder}/generation_config.json: eos_token_id has {unknown[0]}, beyond the model's vocab_size={rows}; "
             "correct it"
@@ -173,12 +188,13 @@ def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBas
 
 
 def check_reference(folder: str, policy_folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    """Refuse a reference, or teacher, that would read other tokens than the policy's `tokenizer` writes.
+    """Refuse a reference, or teacher, whose token ids differ from those of the policy's `tokenizer`.
 
-    It must have every token of the policy under the same id, and a row for every id that the policy can sample. Raises
-    ValueError with the first token that differs.
+    It must have every token of the policy under the same id, and an embedding row for every id that the policy can
+    sample. Raises ValueError with the first token that differs.
     """
-    ours, theirs = tokenizer.get_vocab(), open_tokenizer(folder).get_vocab()
+    ours = tokenizer.get_vocab()
+    theirs = open_tokenizer(folder).get_vocab()
     different = [token for token, index in ours.items() if theirs.get(token) != index]
     if different:
         first = min(different, key=ours.get)
@@ -187,7 +203,8 @@ def check_reference(folder: str, policy_folder: str, tokenizer: transformers.Pre
             f"the first is {first!r}, which is {ours[first]} and there {theirs.get(first, 'missing')}; take a model of "
             "the policy's family"
         )
-    rows, their_rows = read_hf_config(policy_folder).vocab_size, read_hf_config(folder).vocab_size
+    rows = read_hf_config(policy_folder).vocab_size
+    their_rows = read_hf_config(folder).vocab_size
     if their_rows < rows:
         raise ValueError(
             f"reference {folder} has {their_rows} vocabulary entries and {policy_folder} {rows}; it must have at least "
@@ -196,16 +213,20 @@ def check_reference(folder: str, policy_folder: str, tokenizer: transformers.Pre
 
 
 def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, more: Iterable[int] = ()) -> list[int]:
-    """Tokens that end a completion: the tokenizer's EOS, those of generation_config.json, and `more`.
+    """List the tokens that end a completion: the tokenizer's EOS, those of generation_config.json, and `more`.
 
-    Raises ValueError if one of `more` is not in the vocabulary, or generation_config.json names something else.
+    Raises ValueError if one of `more` is not in the vocabulary, or generation_config.json has something that is no
+    token id.
     """
-    if unknown := [token for token in more if token >= len(tokenizer)]:
+    unknown = [token for token in more if token >= len(tokenizer)]
+    if unknown:
         raise ValueError(f"generator.stop_token_ids: {unknown} are not among the {len(tokenizer)} tokens of {folder}")
     ids = {tokenizer.eos_token_id, *more}
     if (pathlib.Path(folder) / "generation_config.json").is_file():
         eos = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
-        named = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        named = eos if isinstance(eos, list) else [eos]
+        if eos is None:
+            named = []
         if not all(type(token) is int for token in named):
             raise ValueError(
                 f"{folder}/generation_config.json: eos_token_id is {eos!r}, not a token id or a list of them"
@@ -217,19 +238,24 @@ def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase,
 def read_hf_config(folder: str, scores: bool = False) -> transformers.PretrainedConfig:
     """Read config.json and refuse what this project cannot train. Raises ValueError naming the field and the reason.
 
-    scores: it must be a reward model, a sequence classifier with one output, and no language model.
+    scores: it must be a reward model, which is a sequence classifier with one output, instead of a language model.
     """
     path = pathlib.Path(folder) / "config.json"
     raw = read_table(path)
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:  # before transformers, which knows fewer reasons
+    if not isinstance(model_type, str) or model_type not in FAMILIES:  # first, since transformers' message is vaguer
         raise ValueError(f"{folder} is a {model_type} model; only {', '.join(FAMILIES)} models are supported")
     architectures = raw.get("architectures") or []
-    head, ending = ("head that scores", SCORES) if scores else ("language model head", WRITES)
-    for name in (architectures if isinstance(architectures, list) else [architectures]) or ["nothing"] * scores:
+    if not isinstance(architectures, list):
+        architectures = [architectures]
+    if scores and not architectures:
+        architectures = ["nothing"]
+    head = "head that scores" if scores else "language model head"
+    ending = SCORES if scores else WRITES
+    for name in architectures:
         if not str(name).endswith(ending):
             raise ValueError(f"{folder}: {name} in architectures has no {head}; use a ...{ending}")
-    if raw.get("quantization_config") or raw.get("compression_config"):  # at some of which transformers fails
+    if raw.get("quantization_config") or raw.get("compression_config"):  # first: transformers fails on some of them
         raise ValueError(
             f"{folder}: quantized weights cannot be trained; use the checkpoint in bfloat16 that they were made from, "
             "whose config.json has no quantization_config"
@@ -239,9 +265,11 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{path} cannot be read: {shorten(one_line(str(error)), SHOWN_CHARACTERS)}") from error
     for name in COUNTS:
-        if (value := getattr(config, name, None)) is not None and value < 1:
+        value = getattr(config, name, None)
+        if value is not None and value < 1:
             raise ValueError(f"{path}: {name} is {value}, not a whole number above 0; {WAY_OUT}")
-    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    key_value_heads = config.num_key_value_heads
     if heads % key_value_heads:
         raise ValueError(
             f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}; {WAY_OUT}"
@@ -260,7 +288,7 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
 
 
 def read_table(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object that a file holds. Raises ValueError that names the file."""
+    """Read the JSON object that a file holds. Raises ValueError that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -271,30 +299,26 @@ def read_table(path: pathlib.Path) -> dict[str, Any]:
 
 
 def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -> None:
-    """Look at the weights without reading all: whole files, all tensors of config.json's model, finite at their begin.
+    """Check that the weights are whole files with all tensors of config.json's model, without reading their values.
 
-    Prints which tensors belong to no weight of that model. Raises FileNotFoundError if there are none, ValueError if
-    one is missing or broken, or if there is a head beside a tied embedding that differs from it.
+    Prints which tensors do not belong to that model. Raises FileNotFoundError if there are no weights, ValueError if a
+    tensor is missing or has another shape, or a file is broken.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
-    if (folder / INDEX).is_file():
-        places, there = read_table(folder / INDEX).get("weight_map"), [file.name for file in files]
-        named = list(places.values()) if isinstance(places, dict) else []
-        absent = [name for name in named if name not in there]
-        if absent or not named:
-            found = f"{absent[0]}, which is not there" if absent else "no files of weights"
-            raise ValueError(f"{folder / INDEX} names {found}; {WAY_OUT}")
     expected = tensors_of(config)
-    missing, places = dict(expected), {}
+    missing = dict(expected)
+    unread = set()
     for file in files:
+        is_unwanted = any(file.match(pattern) for pattern in UNWANTED_FILES)
         try:
             with safe_open(file, framework="pt") as tensors:
-                there = set(tensors.keys())
-                places |= dict.fromkeys(there, file)
-                for name in [name for name in missing if name in there]:
-                    _check_tensor(f"{file}: {name}", tensors.get_slice(name), missing.pop(name))
+                for name in tensors.keys():  # noqa: SIM118 it is no dict
+                    if name in missing:
+                        _check_shape(f"{file}: {name}", tensors.get_slice(name).get_shape(), missing.pop(name))
+                    elif name not in expected and not name.endswith(COMPUTED) and not is_unwanted:
+                        unread.add(name)
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole .safetensors file ({error}); {WAY_OUT}") from error
     if missing:
@@ -302,46 +326,22 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
             f"the .safetensors files of {folder} lack {len(missing)} tensors of config.json's model, the first is "
             f"{min(missing)}; {WAY_OUT}"
         )
-    unread = {name for name in places.keys() - expected.keys() if not name.endswith(COMPUTED)}
-    unread -= {name for name in unread if any(places[name].match(pattern) for pattern in UNWANTED_FILES)}
-    if HEAD in unread and not gives_scores(config):
-        if not _is_same(places, EMBEDDING, HEAD):
-            raise ValueError(
-                f"{folder} has an {HEAD} that differs from {EMBEDDING}, and config.json ties them; set "
-                "tie_word_embeddings to false in it to train both, or take the head out of the file to train without it"
-            )
-        unread.remove(HEAD)
     if unread:
         shown = ", ".join(sorted(unread)[:SHOWN_TENSORS]) + ", .." * (len(unread) > SHOWN_TENSORS)
-        told = f"{len(unread)} tensors of {folder} belong to no weight of config.json's model: {shown}"
-        print(printable(f"warning: {told}; they are not read, and an export lacks them"), flush=True)
+        message = f"{len(unread)} tensors of {folder} belong to no weight of config.json's model: {shown}"
+        print(printable(f"warning: {message}; they are not read, and an export lacks them"), flush=True)
 
 
-def _is_same(places: dict[str, pathlib.Path], one: str, other: str) -> bool:
-    """Whether two tensors have the same values. places: their files by name."""
-    with safe_open(places[one], framework="pt") as file, safe_open(places[other], framework="pt") as other_file:
-        left, right = file.get_slice(one), other_file.get_slice(other)
-        if left.get_shape() != right.get_shape():
-            return False
-        starts = range(0, left.get_shape()[0], COMPARED_ROWS)
-        parts = (slice(start, start + COMPARED_ROWS) for start in starts)
-        return all(torch.equal(left[part].float(), right[part].float()) for part in parts)
-
-
-def tensors_of(config: transformers.PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor that a folder must have, counted on the model's module without memory."""
+def tensors_of(config: transformers.PretrainedConfig) -> dict[str, torch.Size]:
+    """Return name and shape of each tensor that a folder must have, from the model's module without memory."""
     module = empty_policy(config)
-    named = family_of(config).names(module.config, None).to_hf(module.state_dict())
-    return {name: part.shape for one in named.items() for name, part in by_expert(*one)}
+    stacked = family_of(config).names(module.config, None).to_hf(module.state_dict())
+    return {name: part.shape for item in stacked.items() for name, part in by_expert(*item)}
 
 
-def _check_tensor(name: str, part: Any, shape: tuple[int, ...]) -> None:
-    """Raise ValueError for a tensor of another shape, or with values that are not finite in its first row."""
-    found = part.get_shape()
-    if found != list(shape):
+def _check_shape(name: str, shape: list[int], expected: torch.Size) -> None:
+    if shape != list(expected):
         raise ValueError(
-            f"{name} is {' x '.join(map(str, found))}, and by config.json {' x '.join(map(str, shape))}; bring the "
+            f"{name} is {' x '.join(map(str, shape))}, and by config.json {' x '.join(map(str, expected))}; bring the "
             "config.json of these weights"
         )
-    if part.get_dtype() in FLOATS and not part[:1].isfinite().all():
-        raise ValueError(f"{name} holds NaN or infinite values; the training that wrote it went wrong, {WAY_OUT}")

@@ -1,7 +1,7 @@
-"""The LM head: hidden states and targets in, log-probs and entropy out. A reward model's, in its place: scores out.
+"""The LM head: hidden states and targets in, log-probs and entropy out. A reward model's head returns scores instead.
 
-Log-probs are computed chunk by chunk, so that `[tokens, vocabulary]` never exists for a whole batch, forward or
-backward, also with a vocabulary that tensor parallelism shards.
+Log-probs are computed chunk by chunk, so that `[tokens, vocabulary]` never exists for a whole batch, neither in the
+forward nor in the backward. Tensor parallelism may shard the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,7 @@ from torchtitan.models.common import Linear
 class LogprobHead(Linear):
     """LM head that returns per-token log-probs and entropy (nats) instead of logits.
 
-    Takes hidden_BTD, targets_BT (int64), each one's sampling temperature (float32, which must arrive unrounded:
-    torchtitan's FSDP leaves a module's inputs alone), and the places b * T + t that are wanted (int64 [M]), since
-    prompts need no log-probs. Returns (logprobs_BT, entropy_BT), float32, 0 elsewhere.
-    With tensor parallelism the weight holds this rank's rows of the vocabulary and the hidden states are replicated.
+    With tensor parallelism the weight holds this rank's rows of the vocabulary, and every rank has all hidden states.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -32,11 +29,16 @@ class LogprobHead(Linear):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.chunk_tokens, self.keep_logits = config.chunk_tokens, config.keep_logits
-        functions = chunk_statistics, chunk_gradients, chunk_with_unit_gradients
-        compiled = map(torch.compile, functions) if config.compile else functions
-        self.statistics, self.gradients, self.with_unit_gradients = compiled
+        self.chunk_tokens = config.chunk_tokens
+        self.keep_logits = config.keep_logits
         self.vocab_size = config.out_features
+        self.statistics = chunk_statistics
+        self.gradients = chunk_gradients
+        self.with_unit_gradients = chunk_with_unit_gradients
+        if config.compile:
+            self.statistics = torch.compile(chunk_statistics)
+            self.gradients = torch.compile(chunk_gradients)
+            self.with_unit_gradients = torch.compile(chunk_with_unit_gradients)
 
     def forward(
         self,
@@ -45,32 +47,38 @@ class LogprobHead(Linear):
         temperatures_BT: torch.Tensor,
         scored_M: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_BTD = hidden_BTD.to_local() if isinstance(hidden_BTD, DTensor) else hidden_BTD
-        weight_VD, group, first_row = self.weight, None, 0
+        """Return (logprobs_BT, entropy_BT) at the places b * T + t in `scored_M`, float32, and 0 elsewhere.
+
+        Prompts need no log-probs. Temperatures are float32 and must arrive unrounded; torchtitan's FSDP does not cast
+        a module's inputs.
+        """
+        if isinstance(hidden_BTD, DTensor):
+            hidden_BTD = hidden_BTD.to_local()
+        weight_VD = self.weight
+        group = None
+        first_row = 0
         if isinstance(weight_VD, DTensor):  # sharded over the vocabulary by tensor parallelism
             group = weight_VD.device_mesh.get_group()
             weight_VD = weight_VD.to_local()
             # DTensor's chunks: ceil(V / ranks) rows each, the last ranks may hold fewer
             first_row = group.rank() * -(-self.vocab_size // group.size())
         hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, scored_M)
-        tokens = hidden_MD, weight_VD, targets_BT.flatten()[scored_M], temperatures_BT.flatten()[scored_M]
+        targets_M = targets_BT.flatten()[scored_M]
+        temperatures_M = temperatures_BT.flatten()[scored_M]
         if torch.is_grad_enabled() and not weight_VD.requires_grad and group is None:
-            found = FrozenHeadLogprobs.apply(*tokens, self)
+            logprobs_M, entropy_M = FrozenHeadLogprobs.apply(hidden_MD, weight_VD, targets_M, temperatures_M, self)
         else:
             keep_logits = self.keep_logits and torch.is_grad_enabled()
-            found = ChunkedLogprobs.apply(*tokens, self, group, first_row, keep_logits)
-        rows_M, columns_M = scored_M // targets_BT.shape[1], scored_M % targets_BT.shape[1]
+            logprobs_M, entropy_M = ChunkedLogprobs.apply(
+                hidden_MD, weight_VD, targets_M, temperatures_M, self, group, first_row, keep_logits
+            )
+        places = scored_M // targets_BT.shape[1], scored_M % targets_BT.shape[1]
         zeros_BT = torch.zeros_like(temperatures_BT)
-        logprobs_BT, entropy_BT = (zeros_BT.index_put((rows_M, columns_M), values_M) for values_M in found)
-        return logprobs_BT, entropy_BT
+        return zeros_BT.index_put(places, logprobs_M), zeros_BT.index_put(places, entropy_M)
 
 
 class ScoreHead(Linear):
-    """A reward model's head of one output, called as `LogprobHead` is.
-
-    Returns (scores_BT, scores_BT), float32: what each of the wanted places says of its sequence up to there, 0
-    elsewhere. Without tensor parallelism.
-    """
+    """A reward model's head of one output, called as `LogprobHead` is. Without tensor parallelism."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -83,6 +91,7 @@ class ScoreHead(Linear):
         temperatures_BT: torch.Tensor,
         scored_M: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (scores_BT, scores_BT), float32: each scored place's score of its sequence so far, and 0 elsewhere."""
         hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, scored_M)
         scores_M = hidden_MD.float() @ self.weight[0].float()
         scores_BT = torch.zeros_like(temperatures_BT).flatten().index_put((scored_M,), scores_M).view_as(targets_BT)
@@ -92,20 +101,22 @@ class ScoreHead(Linear):
 class ChunkedLogprobs(torch.autograd.Function):
     """log softmax(h W^T / temperature)[target] and the entropy of that distribution, over chunks of tokens.
 
-    The backward recomputes each chunk's logits: one more matrix product instead of `[tokens, vocabulary]` of memory;
-    with `keep_logits` they are kept, and the values are the same.
+    The backward recomputes each chunk's logits: one more matrix product instead of `[tokens, vocabulary]` of memory.
+    With `keep_logits` they are kept, and the values are the same.
     With `group`, weight_VD holds the vocabulary rows from `first_row` on, and sums over the vocabulary are reduced
-    over the group; every rank returns the same values. `head` gives chunk size and the two functions of a chunk.
+    over the group. Every rank returns the same values. `head` has the chunk size and the functions of a chunk.
     """
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head, group, first_row, keep_logits):
-        outputs, kept = [], []
+        """Return (logprobs_N, entropy_N), float32."""
+        outputs = []
+        kept_products = []
         for hidden, targets, temperatures in _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N):
             product_NV = hidden @ weight_VD.T
             maximum, total, weighted, target = head.statistics(product_NV, targets, temperatures, first_row)
             if keep_logits:
-                kept.append(product_NV)
+                kept_products.append(product_NV)
             if group is not None:
                 highest = maximum.clone()
                 dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -116,51 +127,56 @@ class ChunkedLogprobs(torch.autograd.Function):
             logsumexp = maximum + total.log()
             outputs.append(torch.stack([target - logsumexp, logsumexp - weighted / total, logsumexp]))
         logprobs_N, entropy_N, logsumexp_N = torch.cat(outputs, 1).unbind()
-        ctx.save_for_backward(hidden_ND, targets_N, temperatures_N, entropy_N, logsumexp_N, weight_VD, *kept)
-        ctx.rest = head, group, first_row
+        ctx.save_for_backward(hidden_ND, targets_N, temperatures_N, entropy_N, logsumexp_N, weight_VD, *kept_products)
+        ctx.head = head
+        ctx.group = group
+        ctx.first_row = first_row
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logprobs_N, grad_entropy_N):
+        """Return the gradients of hidden_ND and, unless LoRA freezes it, weight_VD."""
         *per_token, weight_VD = ctx.saved_tensors[:6]
-        kept = ctx.saved_tensors[6:]
-        head, group, first_row = ctx.rest
-        trains_weight = ctx.needs_input_grad[1]  # not with LoRA
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains_weight else None
+        kept_products = ctx.saved_tensors[6:]
+        head = ctx.head
+        grad_weight_VD = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
 
-        def backward_of_chunk(product_NV, hidden_ND, *rest):  # a function, at whose end its [N, V] are free
-            grad_NV = head.gradients(product_NV, *rest, first_row)
-            if trains_weight:
+        def backward_of_chunk(product_NV, hidden_ND, *per_token):  # when a function ends, its [N, V] are free
+            grad_NV = head.gradients(product_NV, *per_token, ctx.first_row)
+            if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_NV.T, hidden_ND)
             return grad_NV @ weight_VD
 
+        gradients = []
         chunks = _chunks(head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N)
-        grad_hidden_ND = torch.cat(
-            [
-                backward_of_chunk(kept[i] if kept else hidden @ weight_VD.T, hidden, *rest)
-                for i, (hidden, *rest) in enumerate(chunks)
-            ]
-        )
-        if group is not None:  # each rank saw only its rows of the vocabulary
-            dist.all_reduce(grad_hidden_ND, group=group)
-        if trains_weight:
+        for index, (hidden, *rest) in enumerate(chunks):
+            if kept_products:
+                gradients.append(backward_of_chunk(kept_products[index], hidden, *rest))
+            else:
+                gradients.append(backward_of_chunk(hidden @ weight_VD.T, hidden, *rest))
+        grad_hidden_ND = torch.cat(gradients)
+        if ctx.group is not None:  # each rank saw only its rows of the vocabulary
+            dist.all_reduce(grad_hidden_ND, group=ctx.group)
+        if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight_VD, *[None] * 6
 
 
 class FrozenHeadLogprobs(torch.autograd.Function):
-    """ChunkedLogprobs for a weight that does not learn and is held whole, as with LoRA.
+    """ChunkedLogprobs for a weight that does not learn and is not sharded, as with LoRA.
 
-    A token's log-prob then has a gradient only for its own hidden state, and that is a factor of the backward's times
-    a vector known in the forward: no chunk's logits are computed twice, unless the entropy has a gradient too.
+    The forward computes the gradient of each token's log-prob with respect to its hidden state. The backward only
+    multiplies it by a number. So no chunk's logits are computed twice, unless the entropy has a gradient too.
     """
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head):
+        """Return (logprobs_N, entropy_N), float32."""
         ctx.set_materialize_grads(False)
-        chunks = _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N)
         parts = []
-        for hidden, *rest in chunks:
+        for hidden, *rest in _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N):
             *values, grad_NV = head.with_unit_gradients(hidden @ weight_VD.T, *rest)
             parts.append((*values, grad_NV @ weight_VD))
             del grad_NV  # before the next chunk's is there
@@ -171,6 +187,7 @@ class FrozenHeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs_N, grad_entropy_N):
+        """Return the gradient of hidden_ND."""
         *per_token, weight_VD, unit_ND = ctx.saved_tensors
         if grad_entropy_N is None:
             return (grad_logprobs_N[:, None] * unit_ND).to(unit_ND.dtype), None, None, None, None
@@ -182,7 +199,7 @@ class FrozenHeadLogprobs(torch.autograd.Function):
 
 
 def chunk_statistics(product_NV, targets_N, temperatures_N, first_row: int):
-    """(max, sum exp(l - max), sum l exp(l - max), target's l) of one chunk's logits l = h W^T / temperature.
+    """Return (max, sum exp(l - max), sum l exp(l - max), target's l) of one chunk's logits l = h W^T / temperature.
 
     product_NV: h W^T over a rank's rows of the vocabulary, from `first_row` on.
     """
@@ -205,7 +222,7 @@ def chunk_gradients(
     grad_entropy_N,
     first_row: int,
 ):
-    """Gradient of one chunk's log-probs and entropy with respect to `product_NV`, h W^T, in its dtype.
+    """Return the gradient of one chunk's log-probs and entropy with respect to `product_NV`, h W^T, in its dtype.
 
     d logprob / d logit_v = [v = target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
     """
@@ -218,17 +235,18 @@ def chunk_gradients(
 
 
 def chunk_with_unit_gradients(product_NV, targets_N, temperatures_N):
-    """(log-probs, entropy, logsumexp, d logprob / d `product_NV`) of one chunk, from one look at its logits."""
+    """Return (log-probs, entropy, logsumexp, d logprob / d `product_NV`) of one chunk, reading its logits once."""
     maximum_N, total_N, weighted_N, target_N = chunk_statistics(product_NV, targets_N, temperatures_N, 0)
     logsumexp_N = maximum_N + total_N.log()
-    ones_N, zeros_N = torch.ones_like(logsumexp_N), torch.zeros_like(logsumexp_N)
+    ones_N = torch.ones_like(logsumexp_N)
+    zeros_N = torch.zeros_like(logsumexp_N)
     entropy_N = logsumexp_N - weighted_N / total_N
     grad_NV = chunk_gradients(product_NV, targets_N, temperatures_N, entropy_N, logsumexp_N, ones_N, zeros_N, 0)
     return target_N - logsumexp_N, entropy_N, logsumexp_N, grad_NV
 
 
 def _add_product(sum_VD: torch.Tensor, left_VN: torch.Tensor, right_ND: torch.Tensor) -> None:
-    """sum += left @ right, in sum's float32; on a GPU within the product, without a second [V, D]."""
+    """Add left @ right to sum_VD in float32. On a GPU the product itself adds, without a second [V, D]."""
     if left_VN.is_cuda and left_VN.dtype != sum_VD.dtype:
         torch.addmm(sum_VD, left_VN, right_ND, out_dtype=sum_VD.dtype, out=sum_VD)
     else:
@@ -236,6 +254,6 @@ def _add_product(sum_VD: torch.Tensor, left_VN: torch.Tensor, right_ND: torch.Te
 
 
 def _chunks(num_tokens: int, hidden_ND: torch.Tensor, *per_token: torch.Tensor):
-    """Tensors of all tokens, cut alike; copies, because code compiled for a part of a tensor is not for a whole."""
+    """Cut tensors of all tokens into chunks. The chunks are copies: compiled code differs for a part of a tensor."""
     parts = ([part.clone() for part in values.split(num_tokens)] for values in per_token)
     return zip(hidden_ND.split(num_tokens), *parts, strict=True)

@@ -5,8 +5,7 @@ weights are. B starts at 0, so the policy starts as its base to the last bit. Th
 rows and A's columns as W's columns, so that each rank merges its own shard.
 
 torchtitan 0.3.0 has a LoRA converter. It is not used: v_proj cannot be chosen without k_proj; adapters are held in the
-base's dtype; A starts with other numbers when it is sharded otherwise; and it neither merges a sharded weight nor
-leaves the adapters out of a forward.
+base's dtype; the start of A depends on the sharding; and it can neither merge a sharded weight nor switch adapters off.
 """
 
 import contextlib
@@ -41,28 +40,34 @@ class LoRALinear(Linear):
     def __init__(self, base: Linear, name: str, trainer: TrainerConfig, seed: int):
         """Take over the parameters of `base`, torchtitan's `name` within the model; nothing is sharded yet."""
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.name = base.in_features, base.out_features, name
-        self.weight, self.bias = base.weight, base.bias
-        rank, self.scale = trainer.lora_rank, trainer.lora_alpha / trainer.lora_rank
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.name = name
+        self.weight = base.weight
+        self.bias = base.bias
+        rank = trainer.lora_rank
+        self.scale = trainer.lora_alpha / rank
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, dtype=torch.float32))
         self.adapted = True
-        bound, own_seed = 1 / math.sqrt(base.in_features), zlib.crc32(f"{seed} {name}".encode())
-        self._param_init = base._param_init | {
-            "lora_a": partial(draw_uniform, bound=bound, seed=own_seed),
-            "lora_b": nn.init.zeros_,
-        }
-        self._sharding_config = sharding = base._sharding_config
+        own_seed = zlib.crc32(f"{seed} {name}".encode())
+        draw = partial(draw_uniform, bound=1 / math.sqrt(base.in_features), seed=own_seed)
+        self._param_init = base._param_init | {"lora_a": draw, "lora_b": nn.init.zeros_}
+        sharding = base._sharding_config
+        self._sharding_config = sharding
         if sharding is not None:
-            states, whole = sharding.state_shardings, dense_param_placement(tp=spmd.R)
-            by_rows = states["weight"] == dense_param_placement(tp=spmd.S(0))
-            a, b = (whole, states["weight"]) if by_rows else (states["weight"], whole)
-            self._sharding_config = replace(sharding, state_shardings=states | {"lora_a": a, "lora_b": b})
+            states = sharding.state_shardings
+            adapter = dict.fromkeys(ADAPTERS, dense_param_placement(tp=spmd.R))
+            is_by_rows = states["weight"] == dense_param_placement(tp=spmd.S(0))
+            adapter["lora_b" if is_by_rows else "lora_a"] = states["weight"]
+            self._sharding_config = replace(sharding, state_shardings=states | adapter)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the layer with its adapter, or without it where adapters are off."""
         if not self.adapted:
             return super().forward(input)
-        a, b = (part.to(self.weight.dtype) for part in (self.lora_a, self.lora_b))
+        a = self.lora_a.to(self.weight.dtype)
+        b = self.lora_b.to(self.weight.dtype)
         if isinstance(self.weight, DTensor):  # with tensor parallelism
             return super().forward(input) + self.scale * F.linear(F.linear(input, a), b)
         return merged_linear(input, self.weight, self.bias, a, b, self.scale)
@@ -77,11 +82,11 @@ def merged_linear(
     b_OR: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """input [.., I] times (weight + scale * B A)^T, plus bias. Weight and bias have no gradients.
+    """Multiply input [.., I] by (weight + scale * B A)^T and add the bias. Weight and bias have no gradients.
 
-    The sum is rounded to the weight's dtype: up to the rounding of A and B it is the merged weight that generators
-    sample with. One large product replaces two thin ones and a sum, in the backward too. The merged weight is made anew
-    there; the compiler, if it could look inside, would keep it.
+    The merged weight is rounded to the weight's dtype. Except for the rounding of A and B, generators sample with the
+    same weight. One large product replaces two thin ones and a sum, in the backward too. The backward merges again;
+    the compiler, if it saw this function's body, would keep the merged weight instead.
     """
     return F.linear(input, torch.addmm(weight_OI, b_OR, a_RI, alpha=scale), bias_O)
 
@@ -100,8 +105,9 @@ def merged_linear_backward(
     b_OR: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of input, A and B: G W', scale * (G B)^T X and scale * G^T (X A^T), with W' the merged weight."""
-    grad_NO, input_NI = grad.flatten(0, -2), input.flatten(0, -2)
+    """Return gradients of input, A, B: G W', scale * (G B)^T X and scale * G^T (X A^T), with W' the merged weight."""
+    grad_NO = grad.flatten(0, -2)
+    input_NI = input.flatten(0, -2)
     grad_input_NI = grad_NO @ torch.addmm(weight_OI, b_OR, a_RI, alpha=scale)
     grad_a = (grad_NO @ (b_OR * scale)).T @ input_NI
     grad_b = grad_NO.T @ (input_NI @ (a_RI * scale).T)
@@ -127,11 +133,12 @@ merged_linear.register_autograd(_backward, setup_context=_keep)
 
 
 def adapted_places(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> list[str]:
-    """Where in a block `trainer.lora_targets` are. Raises ValueError for one that the model does not have.
+    """Return the places of `trainer.lora_targets` in a block. Raises ValueError for one that the model does not have.
 
-    All of them, the default, are all that the model has: of a mixture of experts the linear layers of attention.
+    All targets, the default, mean all that the model has. In a mixture of experts these are attention's.
     """
-    linears, targets = family_of(hf).linears, trainer.lora_targets
+    linears = family_of(hf).linears
+    targets = trainer.lora_targets
     lacking = [target for target in targets if target not in linears]
     if lacking and {*targets} != {*get_args(LoRATarget)}:
         raise ValueError(
@@ -151,18 +158,18 @@ def add_adapters(module: Decoder, places: list[str], trainer: TrainerConfig, see
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter."""
+    """Say whether a parameter's name is that of an adapter."""
     return name.endswith(ADAPTERS)
 
 
 def adapted_layers(module: nn.Module) -> list[LoRALinear]:
-    """The adapted layers of a model, or of a part of it; none without LoRA."""
+    """List the adapted layers of a model, or of a part of it; none without LoRA."""
     return [part for part in module.modules() if isinstance(part, LoRALinear)]
 
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """A forward within the block is the base's."""
+    """Switch the adapters off within a `with` block: a forward is then the base's."""
     layers = adapted_layers(module)
     for layer in layers:
         layer.adapted = False
@@ -175,27 +182,29 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weight(layer: LoRALinear, dtype: torch.dtype) -> torch.Tensor:
-    """W + alpha / rank * B A in `dtype`, computed in float32 and sharded as W. Collective over the role's ranks.
+    """Return W + alpha / rank * B A in `dtype`, computed in float32, sharded as W. Collective over the role's ranks.
 
-    Each rank needs the rows of B that it has, and the columns of A that belong to its columns of W, in all rows.
+    Each rank needs its own rows of B, and all rows of A in the columns that it has of W.
     """
-    weight, a, b = layer.weight, layer.lora_a, layer.lora_b
+    weight = layer.weight
+    a = layer.lora_a
     if not isinstance(weight, DTensor):
-        return torch.addmm(weight.float(), b, a, alpha=layer.scale).to(dtype)
+        return torch.addmm(weight.float(), layer.lora_b, a, alpha=layer.scale).to(dtype)
     a = a.redistribute(placements=[p if p.is_shard(1) else Replicate() for p in a.placements])
-    local = torch.addmm(weight.to_local().float(), b.to_local(), a.to_local(), alpha=layer.scale).to(dtype)
+    local = torch.addmm(weight.to_local().float(), layer.lora_b.to_local(), a.to_local(), alpha=layer.scale).to(dtype)
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride(), run_check=False
     )
 
 
 def draw_uniform(parameter: torch.Tensor, bound: float, seed: int) -> None:
-    """Uniform within +-bound, as PEFT starts A, and the same numbers however the parameter is sharded."""
+    """Fill a parameter uniformly within +-bound, as PEFT starts A, with the same numbers for every sharding."""
     generator = torch.Generator().manual_seed(seed)
     whole = torch.rand(parameter.shape, generator=generator) * (2 * bound) - bound
     if isinstance(parameter, DTensor):
-        placed = parameter.device_mesh, parameter.placements
-        sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, *placed)
+        sizes, offsets = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
         whole = whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
         parameter = parameter.to_local()
     parameter.copy_(whole)

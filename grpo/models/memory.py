@@ -1,75 +1,67 @@
-"""GPU memory of each role by arithmetic, from the model's config.json and the run's config alone; nothing is loaded.
+"""GPU memory of each role by a simple rule, from the model's config.json and the run's config; nothing is loaded.
 
-Weights and layers are counted on the model's own module, without memory for them (torch's meta device). The sizes are
-those of the largest moment; what was measured in configs/RESULTS.md is within 15 % of what comes out
-(tests/unit/models/test_memory.py). Left out: what the allocator wastes, NCCL's buffers and CUDA graphs, together a few
-GiB.
+A trainer rank holds its states, the weights that FSDP gathers, the logits of a chunk, and for each token and block a
+number of values that depends on the checkpointing alone. Peaks that were measured (configs/RESULTS.md) are within 15 %
+of the estimate, and below the estimate with its margin (tests/unit/models/test_memory.py). Left out, and covered by the
+margin: what the allocator wastes, NCCL's buffers and CUDA graphs.
 """
 
 import math
 from dataclasses import dataclass, replace
-from operator import sub
 
 import transformers
 from torch import nn
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import MAX_NUM_SEQS, MOST_NUM_SEQS, Config
-from grpo.models.experts import MixtureBlock
-from grpo.models.families import empty_policy, family_of
+from grpo.models.families import empty_policy, family_of, has_experts
 
-# Of an engine on a CPU
+# KV cache of an engine on a CPU
 CPU_KV_CACHE_GIB = 1 / 16
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-# Of the arithmetic and of a GPU, for what the arithmetic leaves out
-MARGIN_FRAC, MARGIN_GIB = 0.05, 3.0
+# What is added to an estimate before it is compared with a GPU
+MARGIN_FRAC = 0.05
+MARGIN_GIB = 3.0
 # What a trainer rank holds besides weights with moments while an engine samples
 STAYING = ("frozen weights", "reference", "reward model")
 # Moments of a trainer rank
-TRAINS, AWAKE = "while it trains", "while the engine is awake"
-CHECKPOINTING = ("none", "logits", "selective", "full")  # what "auto" chooses from, the fastest first
+TRAINS = "while it trains"
+AWAKE = "while the engine is awake"
+# What "auto" chooses from, the fastest first
+CHECKPOINTING = ("none", "logits", "selective", "full")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the parts of a model are."""
+    """How large the parts of a model are. All of its blocks are alike."""
 
+    hf: transformers.PretrainedConfig
     parameters: int
     """All weights; tied embeddings count once."""
-    blocks: list[int]
-    """Weights of each transformer block."""
-    linears: list[dict[str, nn.Linear]]
-    """The linear layers of each block in their order, on the meta device, by Hugging Face's names."""
-    head: nn.Module
-    """The LM head, on the meta device; its weight is [V, D]."""
-    routed: tuple[int, int, int]
-    """Experts that a token goes to in each block, their width, and the number of all; zeros without experts."""
+    block_parameters: int
+    """Weights of one transformer block."""
+    head_outputs: int
+    """The vocabulary's size; 1 of a reward model."""
+    linears: dict[str, nn.Linear]
+    """The linear layers of one block, without experts, on the meta device, by Hugging Face's names."""
     reward_model: "Sizes | None" = None
-    """The parts of the model that scores it."""
 
 
 def sizes_of(hf: transformers.PretrainedConfig, reward_model: transformers.PretrainedConfig | None = None) -> Sizes:
     """Count a model's parts on its module, and a reward model's, if there is one."""
-    module, places = empty_policy(hf), family_of(hf).linears
-    blocks = list(module.layers.values())
+    module = empty_policy(hf)
+    block = module.layers["0"]
     return Sizes(
-        parameters=_numel(module),
-        blocks=[_numel(block) for block in blocks],
-        linears=[{name: block.get_submodule(place) for name, place in places.items()} for block in blocks],
-        head=module.lm_head,
-        routed=_routed(blocks[0]),
+        hf=hf,
+        parameters=_count(module),
+        block_parameters=_count(block),
+        head_outputs=module.lm_head.out_features,
+        linears={name: block.get_submodule(place) for name, place in family_of(hf).linears.items()},
         reward_model=sizes_of(reward_model) if reward_model else None,
     )
 
 
-def _routed(block: nn.Module) -> tuple[int, int, int]:
-    if not isinstance(block, MixtureBlock):
-        return 0, 0, 0
-    num_experts, width, _ = block.moe.routed_experts.inner_experts.w1_EFD.shape
-    return block.moe.router.top_k, width, num_experts
-
-
-def _numel(module: nn.Module) -> int:
+def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -101,9 +93,10 @@ def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -
 def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> dict[str, dict[str, float]]:
     """Return what a trainer rank's GPU of `gpu_gib` holds while it trains; GiB, by part.
 
-    An engine on the same GPU is there too. If it sleeps meanwhile, the time while it is awake is the second moment.
+    An engine on the same GPU is included. If it sleeps meanwhile, the time while it is awake is the second moment.
     """
-    parts, generator = trainer_gib(sizes, config), config.generator
+    parts = trainer_gib(sizes, config)
+    generator = config.generator
     if not config.roles.colocated:
         return {TRAINS: parts}
     engine = generator.gpu_memory_utilization * gpu_gib
@@ -120,30 +113,26 @@ def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float
 
 
 def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float]:
-    """Return the parts of a trainer rank's peak, GiB.
-
-    It is reached in the backward of a full micro-batch, when all activations are there and, from the second micro-batch
-    on, all gradients: in the LM head's, or in that of the last block, if that takes more, as mixtures of experts may.
-    """
-    trainer, roles, dtype_bytes = config.trainer, config.roles, DTYPE_BYTES[config.model.dtype]
-    shards = roles.num_trainers // trainer.data_replicas
+    """Return the parts of a trainer rank's peak, GiB."""
+    trainer = config.trainer
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    num_trainers = config.roles.num_trainers
+    shards = num_trainers // trainer.data_replicas
+    parts = {"weights, gradients and moments": state_bytes(trainer) * sizes.parameters / shards}
     if trainer.lora_rank:
         adapters = state_bytes(trainer) * num_adapter_parameters(sizes, trainer) / shards
         frozen = dtype_bytes * sizes.parameters / shards
-        states = {"frozen weights": frozen, "adapters, gradients and moments": adapters}
+        parts = {"frozen weights": frozen, "adapters, gradients and moments": adapters}
     else:
-        states = {"weights, gradients and moments": state_bytes(trainer) * sizes.parameters / shards}
-    activations = dtype_bytes * trainer.micro_batch_tokens * _saved_values(sizes, config) / trainer.tensor_parallel
-    parts = {
-        **states,
-        **_of_a_forward(sizes, config, roles.num_trainers, trainer.tensor_parallel, trains=True),
-        "activations": activations,
-    }
-    if config.reference_has_model and not roles.num_reference_ranks:
-        parts["reference"] = dtype_bytes * sizes.parameters / roles.num_trainers
-    if sizes.reward_model and not roles.num_reference_ranks:
-        parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / roles.num_trainers
-    return _gib(parts)
+        # A block's exist in the compute dtype and in float32. The LM head's is summed over the chunks in float32.
+        summed = (dtype_bytes + 4) * sizes.block_parameters + 4 * sizes.head_outputs * sizes.hf.hidden_size
+        parts["gradients before they are shared out"] = summed / trainer.tensor_parallel
+    parts |= _of_a_forward(sizes, config, num_trainers, trainer.tensor_parallel, trains=True)
+    if config.reference_has_model and not config.roles.num_reference_ranks:
+        parts["reference"] = dtype_bytes * sizes.parameters / num_trainers
+    if sizes.reward_model and not config.roles.num_reference_ranks:
+        parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_trainers
+    return _in_gib(parts)
 
 
 def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
@@ -151,15 +140,73 @@ def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
 
     The reference is taken to be of the policy's size. One model computes at a time.
     """
-    num_references, models = config.roles.num_references, {}
-    if config.needs_reference:
-        models["weights"] = sizes, config.reference_tensor_parallel
-    if sizes.reward_model:
-        models["reward model"] = sizes.reward_model, 1
+    num_ranks = config.roles.num_reference_ranks
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
-    weights = {name: dtype_bytes * of.parameters / num_references for name, (of, _) in models.items()}
-    forwards = [_of_a_forward(of, config, num_references, ranks) for of, ranks in models.values()]
-    return _gib(weights | max(forwards, key=lambda parts: sum(parts.values())))
+    parts = {}
+    forwards = []
+    if config.needs_reference:
+        parts["weights"] = dtype_bytes * sizes.parameters / num_ranks
+        forwards.append(_of_a_forward(sizes, config, num_ranks, config.reference_tensor_parallel, trains=False))
+    if sizes.reward_model:
+        parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_ranks
+        forwards.append(_of_a_forward(sizes.reward_model, config, num_ranks, tensor_parallel=1, trains=False))
+    return _in_gib(parts | max(forwards, key=lambda forward: sum(forward.values())))
+
+
+def _of_a_forward(
+    sizes: Sizes, config: GRPOConfig | SFTConfig, num_ranks: int, tensor_parallel: int, trains: bool
+) -> dict[str, float]:
+    """Return the bytes that a forward needs besides the model, by part; with `trains` and what the backward needs."""
+    trainer = config.trainer
+    hf = sizes.hf
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    tokens = trainer.micro_batch_tokens
+    # FSDP gathers two blocks, the embeddings and the LM head in the compute dtype. Without other data-parallel ranks it
+    # holds a copy of all weights, or is not used where they are held in that dtype already.
+    gathered = sizes.parameters - (hf.num_hidden_layers - 2) * sizes.block_parameters
+    if num_ranks == tensor_parallel:
+        casts = trains and not trainer.lora_rank and config.model.dtype != "float32"
+        gathered = sizes.parameters if casts else 0
+    # Compiled, the product h W^T of a chunk exists, and its gradient. Otherwise three float32 tensors come on top.
+    chunk_tokens = min(tokens, trainer.logprob_chunk_tokens)
+    logits = chunk_tokens * (2 * dtype_bytes if trainer.compile else 3 * 4 + dtype_bytes)
+    values = _values_at_work(sizes, tensor_parallel)
+    if trains:
+        values += hf.num_hidden_layers * _values_kept(sizes, trainer)
+        has_frozen_head = trainer.lora_rank and tensor_parallel == 1
+        if trainer.activation_checkpointing == "none" and not has_frozen_head:
+            logits += (tokens - chunk_tokens) * dtype_bytes
+    return {
+        "gathered weights": dtype_bytes * gathered / tensor_parallel,
+        "logits": logits * sizes.head_outputs / tensor_parallel,
+        "activations": dtype_bytes * tokens * values / tensor_parallel,
+    }
+
+
+def _values_at_work(sizes: Sizes, tensor_parallel: int) -> float:
+    """Return how many values of each token a block computes and uses in its backward, on all tensor-parallel ranks.
+
+    The factor is for each value that its linear layers give. Attention, norms and activations add the rest.
+    """
+    outputs = sum(linear.out_features for linear in sizes.linears.values())
+    if has_experts(sizes.hf):
+        # the output of an expert is in float32; of input and output every tensor-parallel rank has all
+        of_an_expert = 2 * sizes.hf.moe_intermediate_size + 2 * sizes.hf.hidden_size * tensor_parallel
+        outputs += sizes.hf.num_experts_per_tok * of_an_expert
+    return 1.85 * outputs
+
+
+def _values_kept(sizes: Sizes, trainer: TrainerConfig) -> float:
+    """Return how many values of each token a block keeps for its backward, on all tensor-parallel ranks."""
+    if trainer.activation_checkpointing in ("none", "logits"):
+        return _values_at_work(sizes, trainer.tensor_parallel)
+    block_input = sizes.hf.hidden_size
+    if trainer.activation_checkpointing == "full":
+        return block_input
+    # torchtitan computes every second product again, and all that go through adapters; experts too
+    adapted = trainer.lora_targets if trainer.lora_rank and trainer.tensor_parallel == 1 else ()
+    outputs = sum(linear.out_features for name, linear in sizes.linears.items() if name not in adapted)
+    return block_input + sizes.linears["o_proj"].in_features + outputs / 2
 
 
 def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
@@ -169,7 +216,7 @@ def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     """
     num_asked = math.ceil(config.completions_at_once / max(1, config.num_engines))
     cache = min(config.generator.max_num_seqs, num_asked) * _cache_of_a_sequence(sizes, config)
-    return _gib({"weights": _engine_weights(sizes, config), "KV cache, if all run at full length": cache})
+    return _in_gib({"weights": _engine_weights(sizes, config), "KV cache, if all run at full length": cache})
 
 
 def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | None) -> Config:
@@ -197,99 +244,28 @@ def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | No
 
 def num_adapter_parameters(sizes: Sizes, trainer: TrainerConfig) -> int:
     """Count the weights of LoRA's adapters: rank x (inputs + outputs) for each layer that has one."""
-    adapted = [block[name] for block in sizes.linears for name in trainer.lora_targets if name in block]
-    return trainer.lora_rank * sum(linear.in_features + linear.out_features for linear in adapted)
+    adapted = [linear for name, linear in sizes.linears.items() if name in trainer.lora_targets]
+    return (
+        sizes.hf.num_hidden_layers
+        * trainer.lora_rank
+        * sum(linear.in_features + linear.out_features for linear in adapted)
+    )
 
 
 def _cache_of_a_sequence(sizes: Sizes, config: Config) -> float:
-    """Bytes of the keys and values of one sequence of full length, on one rank of an engine."""
+    """Return the bytes of the keys and values of one sequence of full length, on one rank of an engine."""
     generator = config.generator
     num_tokens = config.data.max_prompt_tokens + generator.max_completion_tokens
-    values_of_a_token = sum(block[name].out_features for block in sizes.linears for name in ("k_proj", "v_proj"))
+    values_of_a_token = sizes.hf.num_hidden_layers * sum(
+        sizes.linears[name].out_features for name in ("k_proj", "v_proj")
+    )
     return DTYPE_BYTES[config.model.dtype] * values_of_a_token * num_tokens / generator.tensor_parallel
 
 
 def _engine_weights(sizes: Sizes, config: GRPOConfig | SFTConfig) -> float:
-    """Bytes of the weights on one rank of an engine."""
+    """Return the bytes of the weights on one rank of an engine."""
     return DTYPE_BYTES[config.model.dtype] * sizes.parameters / config.generator.tensor_parallel
 
 
-def _of_a_forward(
-    sizes: Sizes, config: GRPOConfig | SFTConfig, num_ranks: int, tensor_parallel: int, trains: bool = False
-) -> dict[str, float]:
-    """Bytes of what a forward needs besides activations, and with `trains` the LM head's backward."""
-    trainer, dtype_bytes, head = config.trainer, DTYPE_BYTES[config.model.dtype], sizes.head.weight
-    # FSDP gathers two blocks at a time, and the embeddings and the LM head, in the compute dtype. Without other
-    # data-parallel ranks it holds a copy of all weights, and is not used where they are held in that dtype already.
-    trains_head = trains and not trainer.lora_rank
-    gathered = 2 * max(sizes.blocks) + sizes.parameters - sum(sizes.blocks)
-    if num_ranks == tensor_parallel:
-        casts = trains_head and config.model.dtype != "float32"  # the master weights' dtype
-        gathered = sizes.parameters if casts else 0
-    vocab_size, chunk_tokens = len(head), min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens)
-    # Compiled, float32 values exist only in registers: the product h W^T is there and, when trained, its gradient.
-    # Otherwise three float32 tensors come on top of the product.
-    bytes_of_a_logit = dtype_bytes * (2 if trains else 1) if trainer.compile else 3 * 4 + dtype_bytes
-    logits = bytes_of_a_logit * chunk_tokens * vocab_size
-    parts = {"logits of a chunk": logits}
-    if (trains_head or (trains and tensor_parallel > 1)) and trainer.activation_checkpointing == "none":
-        others = trainer.micro_batch_tokens - chunk_tokens
-        parts["logits of other chunks"] = dtype_bytes * others * vocab_size
-    if trains_head:  # summed over the chunks in float32
-        parts["gradient of the LM head"] = 4 * head.numel()
-    block = _of_a_block(sizes, config, tensor_parallel, trains)
-    if block > sum(parts.values()):  # when the head is not at work
-        parts = {"a block at work": block}
-    parts = {"gathered weights": dtype_bytes * gathered} | parts
-    return {part: size / tensor_parallel for part, size in parts.items()}
-
-
-def _of_a_block(sizes: Sizes, config: GRPOConfig | SFTConfig, tensor_parallel: int, trains: bool) -> float:
-    """Bytes that a block's backward, or a frozen one's forward, has for a while; on all tensor-parallel ranks."""
-    trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
-    row = sizes.routed[0] * sizes.head.in_features * tensor_parallel  # which each rank has whole
-    if not trains:  # input, output and scored output in the compute dtype, and twice in float32
-        return trainer.micro_batch_tokens * row * (3 * dtype_bytes + 2 * 4)
-    whole, recomputing = _values_of_blocks(sizes, config)
-    again = max(map(sub, whole, recomputing)) if trainer.activation_checkpointing == "selective" else 0
-    # scored rows have three gradients in float32; weights theirs in the compute dtype, and in float32 to be summed
-    weights = (dtype_bytes + 4) * max(sizes.blocks) if not trainer.lora_rank else 0
-    return weights + trainer.micro_batch_tokens * (dtype_bytes * again + 3 * 4 * row)
-
-
-def _saved_values(sizes: Sizes, config: GRPOConfig | SFTConfig) -> float:
-    """Values that the backward keeps for each token, over all blocks."""
-    whole, recomputing = _values_of_blocks(sizes, config)
-    if config.trainer.activation_checkpointing == "full":  # of the block at hand all is there
-        return sum(linears["q_proj"].in_features for linears in sizes.linears) + max(whole)
-    return sum(whole if config.trainer.activation_checkpointing in ("none", "logits") else recomputing)
-
-
-def _values_of_blocks(sizes: Sizes, config: GRPOConfig | SFTConfig) -> tuple[list[float], list[float]]:
-    """Values that each block keeps for a token: all that its backward uses, and those of selective checkpointing."""
-    trainer, whole, recomputing = config.trainer, [], []
-    chosen, width, num_experts = sizes.routed
-    float32 = 4 / DTYPE_BYTES[config.model.dtype]
-    for linears in sizes.linears:
-        outputs = {name: linear.out_features for name, linear in linears.items()}
-        block_input, attention_output = linears["q_proj"].in_features, linears["o_proj"].in_features
-        # block input and the sum after attention; the products q, k, v, gate, up; rotated queries and keys, attention's
-        # output, SwiGLU's activation and product. Compiled code computes the two norms' outputs again.
-        norms = 0 if trainer.compile else 2 * block_input
-        rotated = outputs["q_proj"] + outputs["k_proj"]
-        activated = 4 * outputs.get("gate_proj", 0)
-        # an expert's input, which is there for each expert of a token, and its output in float32; the router's scores.
-        # With selective checkpointing all of it is computed again.
-        rows = chosen * ((1 + float32) * block_input * trainer.tensor_parallel + 4 * width) + float32 * num_experts
-        whole.append(2 * block_input + 2 * rotated + outputs["v_proj"] + attention_output + activated + norms + rows)
-        # torchtitan recomputes every second product, of those without a bias, and all that go through adapters
-        if trainer.lora_rank and trainer.tensor_parallel == 1:
-            outputs = {name: size for name, size in outputs.items() if name not in trainer.lora_targets}
-        plain = [size for name, size in outputs.items() if linears[name].bias is None]
-        saved = sum(plain[::2]) + sum(size for name, size in outputs.items() if linears[name].bias is not None)
-        recomputing.append(saved + attention_output + block_input)
-    return whole, recomputing
-
-
-def _gib(parts: dict[str, float]) -> dict[str, float]:
+def _in_gib(parts: dict[str, float]) -> dict[str, float]:
     return {part: size / 2**30 for part, size in parts.items()}

@@ -60,7 +60,7 @@ class Driver:
     ) -> StepPlan:
         """Decide everything about a step before it starts.
 
-        Prompts drawn from now on come from the sources of the data by `weights`, see Mixture.set_weights. A prompt for
+        Prompts drawn from now on come from the sources of the data by `weights`, see Stream.set_weights. A prompt for
         which `keep_prompt` returns False is passed over, and another one drawn in its place.
         """
         if self.session.is_stopped(step):

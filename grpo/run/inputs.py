@@ -217,7 +217,7 @@ def resumed_stream(new_stream: Callable[[], Stream], state: Mapping[str, Any], a
     except ValueError as error:
         if not allow_changes:
             raise
-        print(f"the data begin anew: {str(error).partition(';')[0]}", flush=True)
+        print(f"the data begin again: {str(error).partition(';')[0]}", flush=True)
         stream = new_stream()  # some sources of the first one may have their place already
     return stream
 

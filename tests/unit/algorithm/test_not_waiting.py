@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
-from grpo.data.batches import build_micro_batch, make_batch, prompts_of
+from grpo.data.batches import build_micro_batch, make_batch
+from grpo.data.shared_prompts import repeated_prompts
 from grpo.metrics import StepMetrics
 from grpo.models.attention import document_masks
 from grpo.models.families import titan_config
@@ -37,7 +38,7 @@ def step() -> TrainBatch:
 def micro_batch(rows=((0, 1), (2,)), row_length=16, shares=False) -> MicroBatch:
     batch = step()
     return build_micro_batch(
-        batch, [list(row) for row in rows], row_length, prompts=prompts_of(batch) if shares else None
+        batch, [list(row) for row in rows], row_length, prompts=repeated_prompts(batch) if shares else None
     )
 
 

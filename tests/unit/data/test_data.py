@@ -183,7 +183,7 @@ def test_other_data_begin_at_their_beginning_if_that_is_allowed(tokenizer, ten_r
         rows_of(1, saved, False)
     capsys.readouterr()
     assert rows_of(1, saved, True) == rows_of(1, {}, True)
-    assert "the data begin anew: the saved place in the data has seed=0, this run has 1\n" in capsys.readouterr().out
+    assert "the data begin again: the saved place in the data has seed=0, this run has 1\n" in capsys.readouterr().out
 
 
 def long_rows(tmp_path, lengths: list[int]) -> str:

@@ -1,24 +1,21 @@
-"""Every row is looked at before a run: what cannot be used, why, and what is told about it."""
+"""One row as a prompt or a chat, and the check of all rows before a run: which cannot be used, why, and the message."""
 
 import contextlib
 import datetime
 import json
-import pathlib
 import re
 
 import datasets
 import pytest
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
-from grpo.config.recipes import load
 from grpo.data.encode import EncodedRows, as_prompt
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
-from grpo.data.rows import BadRow, row_reader, value_at
+from grpo.data.rows import BadRow, ChatColumns, Example, detect_format, no_format, read_chat, row_reader, value_at
 from tests.unit.data.test_data import word_tokenizer
 
 GOOD = {"question": "1+2", "answer": "3"}
 TOKENIZER = word_tokenizer()
-ROOT = pathlib.Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +73,6 @@ def test_values_that_a_reward_may_get(answer):
         ("a.c.0.d", 2),
         ("a.c.-1", 3),
         ("a.c.:-1", [{"d": 2}]),
-        ("a.c.1:", [3]),
         ("x.y", "the column of that name"),
     ],
 )
@@ -158,6 +154,131 @@ def test_values_that_json_cannot_hold_are_told():
         checked(*rows, table=True, columns={"day": "day"})
 
 
+# ---- one row as a chat
+
+USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
+
+
+COLUMNS = ChatColumns("question", "answer")
+
+
+def chat_of(row: dict, row_format: str = "auto") -> Example:
+    return read_chat(detect_format([row], COLUMNS) if row_format == "auto" else row_format, COLUMNS, row)
+
+
+@pytest.mark.parametrize(
+    "row, messages",
+    [
+        ({"messages": [USER, ASSISTANT], "source": "x"}, [USER, ASSISTANT]),
+        ({"question": "1+1?", "answer": "two"}, [USER, ASSISTANT]),
+        ({"question": [USER], "answer": [ASSISTANT]}, [USER, ASSISTANT]),
+        ({"question": [USER, ASSISTANT, USER], "answer": "two"}, [USER, ASSISTANT, USER, ASSISTANT]),
+        ({"instruction": "1+1?", "input": "", "output": "two"}, [USER, ASSISTANT]),
+        ({"instruction": "1+1?", "output": "two"}, [USER, ASSISTANT]),
+        (
+            {"instruction": "Add", "input": "1 and 1", "output": "two", "text": "all of it"},
+            [{"role": "user", "content": "Add\n\n1 and 1"}, ASSISTANT],
+        ),
+    ],
+)
+def test_rows_with_turns(row, messages):
+    assert chat_of(row) == Example(chat=messages)
+
+
+def test_an_alpaca_row_may_have_a_system_prompt_and_no_earlier_turns():
+    row = {"instruction": "1+1?", "output": "two", "system": "Be brief.", "history": []}
+    assert chat_of(row) == Example(chat=[{"role": "system", "content": "Be brief."}, USER, ASSISTANT])
+    assert chat_of(row | {"system": ""}) == Example(chat=[USER, ASSISTANT])
+    with pytest.raises(BadRow, match="column 'history' has earlier turns.*--data.row"):
+        chat_of(row | {"history": [["0+1?", "one"]]})
+
+
+def test_messages_as_json_text_are_messages():
+    """CSV can hold them no other way; how Python writes a list is refused."""
+    for row in ({"messages": [USER, ASSISTANT]}, {"question": [USER], "answer": [ASSISTANT]}):
+        assert chat_of({name: json.dumps(value) for name, value in row.items()}) == Example(chat=[USER, ASSISTANT])
+        with pytest.raises(BadRow, match="column '(messages|question)' holds text that is not JSON"):
+            chat_of({name: str(value) for name, value in row.items()})
+    prompt = row_reader(DataConfig())({"question": json.dumps([USER]), "answer": "2"}).prompt
+    assert prompt == [USER]
+    for text in ("[1, 2]", '[{"a": 1}] is JSON', "role: user"):
+        assert row_reader(DataConfig())({"question": text, "answer": "2"}).prompt == text
+
+
+def test_the_first_format_that_fits_is_taken_unless_one_is_named():
+    row = {"text": "t", "instruction": "i", "output": "o", "question": "q", "answer": "a", "messages": [USER]}
+    expected = {
+        "messages": Example(chat=[USER]),
+        "prompt_completion": Example(chat=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]),
+        "alpaca": Example(chat=[{"role": "user", "content": "i"}, {"role": "assistant", "content": "o"}]),
+        "text": Example(text="t"),
+    }
+    assert {name: chat_of(row, name) for name in expected} == expected
+    needed = {"prompt_completion": ["question"], "messages": ["messages"], "alpaca": ["output"], "text": ["text"]}
+    for name, columns in needed.items():
+        assert detect_format([{}, row], COLUMNS) == name
+        row = {column: value for column, value in row.items() if column not in columns}
+    assert detect_format([row], COLUMNS) is None
+    told = no_format(row, COLUMNS)
+    assert re.search("instruction, answer .* question and answer, .*messages, .*output, .*text", told), told
+
+
+def test_columns_may_be_paths():
+    row = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "2"}], "also": {"tools": [{"a": 1}]}}
+    columns = ChatColumns("messages.:-1", "messages.-1.content", "also.tools")
+    assert detect_format([row], columns) == "prompt_completion"
+    assert read_chat("prompt_completion", columns, row) == Example(chat=row["messages"], tools=[{"a": 1}])
+
+
+def test_what_a_table_adds_to_messages_is_left_out():
+    """A table gives each row every entry that any has; arguments of a call may be there as JSON text."""
+    function = {"name": "add", "arguments": '{"b": 1, "a": null}'}
+    call = {"id": "1", "type": "function", "function": function}
+    row = {
+        "messages": [
+            {"role": "user", "content": "1+1?", "tool_calls": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [call, {"name": "sub", "arguments": {"a": 1, "b": None}}],
+            },
+            {"role": "tool", "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "!"}], "name": "add"},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+    }
+    before = repr(row)
+    assert chat_of(row) == Example(
+        chat=[
+            USER,
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": None}}},
+                    {"name": "sub", "arguments": {"a": 1}},
+                ],
+            },
+            {"role": "tool", "content": "2!", "name": "add"},
+        ],
+        tools=[{"type": "function", "function": {"name": "add"}}],
+    )
+    assert repr(row) == before
+    assert chat_of({"messages": [USER], "tools": [{"name": "f", "default": None}]}).tools == [{"name": "f"}]
+    assert chat_of({"messages": [USER], "tools": []}).tools is None
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"messages": [USER], "tools": "[" * 100_000}, "^column 'tools' holds text that is not JSON"),
+        ({"messages": [USER], "tools": ["add"]}, "^column 'tools', entry 1 holds str, not a table$"),
+    ],
+)
+def test_tools_that_are_no_schemas(row, message):
+    with pytest.raises(BadRow, match=message):
+        chat_of(row)
+
+
 # ---- a function of the user's
 
 
@@ -206,7 +327,7 @@ def test_an_own_function_gives_the_same_columns_for_all_rows(own):
         checked(GOOD, GOOD | {"question": ""}, row=name)
 
 
-# ---- SFT
+# ---- chats of a source
 
 
 def chats(*rows: dict, table: bool = False, row_format: str = "auto", **fields) -> EncodedRows:
@@ -229,26 +350,8 @@ def test_the_first_rows_decide_the_format_of_a_source(table, capsys):
     assert texts_of(chats(*rows, table=table, bad_rows="skip", row_format="text")) == ["Be brief <eos>"]
     with pytest.raises(ValueError, match="column 'messages' is missing in f.*; columns there: text, instruction"):
         chats(*rows, table=table, row_format="messages")
-    with pytest.raises(ValueError, match="take --row-format alpaca, which the columns fit"):
-        chats(*rows, table=table, row_format="messages")
     with pytest.raises(ValueError, match="f.*: the columns q, a are no row format; there must be question and com"):
         chats({"q": "1+1", "a": "2"}, table=table)
-
-
-@pytest.mark.parametrize(
-    "row, answer",
-    [
-        ({"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "yes"}]}, []),
-        ({"question": "add", "answer": "yes"}, ["--completion-column", "answer"]),
-        ({"instruction": "add", "output": "yes"}, []),
-    ],
-)
-def test_the_default_recipe_takes_rows_of_any_format(row, answer):
-    flags = ["--data.path", written((row,), table=False), *answer]
-    config = load(SFTConfig, str(ROOT / "configs/sft_llama3_1_8b.py"), flags)
-    assert texts_of(usable_chats(load_chat_sources(config), config, TOKENIZER)[0]) == [
-        "<user> add <assistant> yes <eos>"
-    ]
 
 
 def test_notes_about_rows_are_one_line_with_their_number(capsys):

@@ -8,8 +8,9 @@ import torch
 import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from grpo.data.batches import build_micro_batch, make_batch, prompts_of, row_tokens, split_groups, take_out
+from grpo.data.batches import build_micro_batch, make_batch, split_groups, take_out
 from grpo.data.packing import pack
+from grpo.data.shared_prompts import repeated_prompts, row_tokens
 from grpo.models import attention
 from grpo.models.attention import DocumentAttention, FlashAttention, document_masks, for_compiler, shared_prompt_mask
 from grpo.models.families import titan_config
@@ -32,7 +33,7 @@ def batch_of(*groups: tuple[list[int], list[int]]) -> TrainBatch:
 
 def test_a_row_by_hand():
     batch = batch_of(([1, 2, 3], [2, 1]), ([7, 8], [1]))
-    micro = build_micro_batch(batch, [[0, 1, 2]], row_length=12, prompts=prompts_of(batch))
+    micro = build_micro_batch(batch, [[0, 1, 2]], row_length=12, prompts=repeated_prompts(batch))
     #                             prompt  completions      other    padding
     assert micro.ids_BT.tolist() == [[1, 2, 3, 100, 101, 3, 200, 7, 8, 300, 0, 0]]
     assert micro.positions_BT.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0, 1]]
@@ -54,20 +55,20 @@ def test_a_row_by_hand():
 
 def test_what_is_shared():
     same, other = [1, 2, 3], [1, 2, 4]
-    assert prompts_of(batch_of((same, [1, 1]), (other, [1]), (same, [2]))) == ([0, 0, 2, 0], [2, 2, 2, 2])
-    assert prompts_of(batch_of((same, [1]), (other, [1]))) is None  # every prompt once
-    assert prompts_of(batch_of(([1], [1, 1]))) is None  # its only token predicts
+    assert repeated_prompts(batch_of((same, [1, 1]), (other, [1]), (same, [2]))) == ([0, 0, 2, 0], [2, 2, 2, 2])
+    assert repeated_prompts(batch_of((same, [1]), (other, [1]))) is None  # every prompt once
+    assert repeated_prompts(batch_of(([1], [1, 1]))) is None  # its only token predicts
     batch = batch_of((same, [1, 1]))
-    assert prompts_of(dataclasses.replace(batch, prompt_lengths_S=None)) is None
+    assert repeated_prompts(dataclasses.replace(batch, prompt_lengths_S=None)) is None
     with pytest.raises(ValueError, match="sequence 1 has a token that counts in the loss within its prompt"):
-        prompts_of(dataclasses.replace(batch, loss_mask_N=batch.loss_mask_N | (torch.arange(8) == 6)))
+        repeated_prompts(dataclasses.replace(batch, loss_mask_N=batch.loss_mask_N | (torch.arange(8) == 6)))
     second = split_groups(batch_of((other, [1, 1]), (same, [2, 2])), group_size=2, num_parts=2)[1]
-    assert prompts_of(second) == ([0, 0], [2, 2])
+    assert repeated_prompts(second) == ([0, 0], [2, 2])
 
 
 def test_only_neighbours_share():
     batch = batch_of(([1, 2, 3], [1, 1]), ([4, 5], [1]))
-    micro = build_micro_batch(batch, [[0, 2, 1]], row_length=11, prompts=prompts_of(batch))
+    micro = build_micro_batch(batch, [[0, 2, 1]], row_length=11, prompts=repeated_prompts(batch))
     assert micro.ids_BT.tolist() == [[1, 2, 3, 100, 4, 5, 300, 1, 2, 3, 200]]
     assert micro.shared.keys_K.tolist() == list(range(11))
     assert (micro.shared.uses_RU >= 0).sum() == 2  # nothing is reused: two places of one use, for the compiler's sake
@@ -195,7 +196,7 @@ def test_flash_attention_is_compiled_once_and_right(monkeypatch, shares):
     compiled = torch.compile(flash, backend=counter, fullgraph=True)
     batch = batch_of(([1] * 5, [3, 9]), ([2] * 4, [7, 1, 5, 2]), ([3] * 9, [6]), ([4] * 2, [8, 4]))
     for rows in ([[0, 1], []], [[0, 1, 2], [3, 4]], [[2, 3, 4, 5, 6], [7, 8]], [[6], [0]], [[], []]):
-        micro = build_micro_batch(batch, rows, row_length=60, prompts=prompts_of(batch) if shares else None)
+        micro = build_micro_batch(batch, rows, row_length=60, prompts=repeated_prompts(batch) if shares else None)
         values = [torch.randn(2, 60, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
         found, wanted = (
             [out, *torch.autograd.grad(out.sin().sum(), values)]
@@ -212,7 +213,7 @@ def test_flash_attention_is_compiled_once_and_right(monkeypatch, shares):
 def test_what_flex_attention_sees():
     """Its mask shows each query what the keys of its document are for the others; its kernels do not run here."""
     batch = batch_of(([1, 2, 3], [2, 1, 3]), ([7, 8], [1]), ([4, 5], [2, 2]))
-    micro = build_micro_batch(batch, [[0, 1, 2, 3, 4, 5]], row_length=40, prompts=prompts_of(batch))
+    micro = build_micro_batch(batch, [[0, 1, 2, 3, 4, 5]], row_length=40, prompts=repeated_prompts(batch))
     places = torch.arange(40)
     seen = shared_prompt_mask(micro)(None, None, places[:, None], places) & (places <= places[:, None])
     starts, key_starts, keys = micro.document_starts.tolist(), micro.shared.key_starts.tolist(), micro.shared.keys_K

@@ -102,9 +102,6 @@ BY_HAND = {
 for family in ("chatml", "llama3", "plain"):  # the last labels of those by hand
     before, bracket, last = BY_HAND[family, "assistant"].rpartition("[")
     BY_HAND[family, "last"] = before.replace("[", "").replace("]", "") + bracket + last
-    # what the tool answered, without what the template writes around it
-    tool_too = BY_HAND[family, "assistant"].replace("\n4<", "\n[4]<").replace("Tool: 4", "Tool: [4]")
-    BY_HAND[family, "assistant_and_tools"] = tool_too
 FAMILIES = {"chatml": (CHATML, "<|im_end|>"), "llama3": (LLAMA3, "<|eot|>"), "plain": (PLAIN, "<eos>")}
 # The same with generation markers, the token that ends a turn inside or behind them.
 ANSWER = "{% if m.role == 'assistant' %}{% generation %}ANSWER{% endgeneration %}BEHIND{% else %}OTHER{% endif %}"
@@ -189,7 +186,7 @@ def test_ids_are_those_of_the_whole_text(family):
     assert ids[: mask.index(True)] == encode_prompt(tokenizer, DATA, "1+1?")
 
 
-@pytest.mark.parametrize("train_on", ["assistant", "assistant_and_tools", "last"])
+@pytest.mark.parametrize("train_on", ["assistant", "last"])
 @pytest.mark.parametrize("end_inside", [True, False])
 @pytest.mark.parametrize("family", MARKED)
 def test_generation_markers_give_the_same_as_prefixes(family, end_inside, train_on):
@@ -381,12 +378,6 @@ def test_a_message_that_is_not_to_be_learned_is_context(template: str, switch: d
         encode_chat(tokenizer, DATA, [USER, TURN | {name: 0.5}], "assistant")
 
 
-def test_what_a_tool_answered_may_be_context_too():
-    tokenizer = tokenizer_for(*FAMILIES["chatml"])
-    chat = [*TALK[:5], TALK[5] | {"weight": 0}, TALK[6]]
-    assert encoded(tokenizer, chat, "assistant_and_tools") == BY_HAND["chatml", "assistant"]
-
-
 @pytest.mark.parametrize("behind", ["<|im_end|>", "<|im_end|>\n"])
 def test_an_answer_that_has_its_end_already_gets_no_second_one(behind: str):
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
@@ -395,24 +386,6 @@ def test_an_answer_that_has_its_end_already_gets_no_second_one(behind: str):
     assert encoded(tokenizer, chat[1:3], data=DataConfig(prompt_template="{question}", system_prompt="")) == (
         "1+1?[two.<|im_end|>]"
     )
-
-
-def test_what_tools_answered_is_a_label_as_the_template_writes_it():
-    """Trimmed and quoted, each of several in a row; what comes behind the last turn is left out."""
-    template = PLAIN.replace("m.content }}", "m.content | trim | tojson if m.role == 'tool' else m.content }}")
-    tool, turn = {"role": "tool", "content": ' 4 "or" four\n'}, {"role": "assistant", "content": "call:"}
-    chat = [TALK[1], turn, tool, tool, turn, tool]
-    answer = 'Tool: "[4 \\"or\\" four]"\n'
-    written = f"User: 1+1?\nAssistant:[ call:\n]{answer}{answer}Assistant:[ call:\n<eos>]"
-    assert encoded(tokenizer_for(template, "<eos>"), chat, "assistant_and_tools") == written
-
-
-def test_a_tools_answer_whose_place_cannot_be_told_is_refused():
-    """The template writes it twice, or its beginning, or how long it is."""
-    for content in ("{{ m.content }}{{ m.content }}", "{{ m.content[:3] }}", "{{ m.content | length }}"):
-        tokenizer = tokenizer_for(PLAIN.replace("{{ m.content }}", content), "<eos>")
-        with pytest.raises(Refused, match="message 6, a tool's answer.*train_on assistant"):
-            encode_chat(tokenizer, DATA, TALK, "assistant_and_tools")
 
 
 def test_an_example_without_a_label():

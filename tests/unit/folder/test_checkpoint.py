@@ -217,7 +217,7 @@ def run_dir(tmp_path) -> pathlib.Path:
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_checkpoint_is_refused_with_the_way_to_the_one_before(name, run_dir):
     damage, file = DAMAGE[name]
-    for step, then in ((4, "continue after step 2"), (2, "start anew")):
+    for step, then in ((4, "continue after step 2"), (2, "start again")):
         folder = run_dir / f"checkpoints/step-{step:08d}"
         damage(folder)
         with pytest.raises(ValueError, match=f"^the checkpoint of step {step} cannot be used: ") as refused:

@@ -1,0 +1,128 @@
+"""Prompts that several sequences of a row have in common: computed once, in front of these sequences.
+
+The completions of a group have one prompt. If they are neighbours in a row, the tokens of the prompt except its last
+become a document of their own. Each of the sequences is then a document that begins with the prompt's last token, which
+is the first one to predict something different, and attends to the keys of the prompt's document and to its own. So
+every token has the same keys, position and logits as in a row of whole sequences. Source: Liu et al. 2025,
+arXiv:2506.05433, who attend twice instead of repeating keys.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from grpo.types import SharedPrompts, TrainBatch
+
+
+class RepeatedPrompts(NamedTuple):
+    """Which of S sequences have the same prompt."""
+
+    first_S: list[int]
+    """The first sequence that has the same prompt."""
+    tokens_S: list[int]
+    """Tokens that sequences with that prompt can share: all except the last."""
+
+
+class Document(NamedTuple):
+    """A stretch of a row whose positions attend to each other, and to a prompt in front of them."""
+
+    sequence: int
+    begin: int
+    """The sequence that it is a part of (-1 for padding), and the first of the sequence's tokens that it has."""
+    start: int
+    end: int
+    """Its first place, b * T + t, and the place after its last."""
+    prompt: "Document | None" = None
+
+
+def repeated_prompts(batch: TrainBatch) -> RepeatedPrompts | None:
+    """Find sequences with the same prompt; None if no two of them have a token to share.
+
+    Raises ValueError if a token of a prompt counts in the loss.
+    """
+    if batch.prompt_lengths_S is None:
+        return None
+    ids = batch.ids_N.numpy()
+    counts = batch.loss_mask_N.numpy()
+    lengths = batch.prompt_lengths_S.tolist()
+    first_of: dict[bytes, int] = {}
+    first_S = []
+    for index, (start, length) in enumerate(zip(batch.starts_S.tolist(), lengths, strict=True)):
+        if counts[start : start + length].any():
+            raise ValueError(f"sequence {index} has a token that counts in the loss within its prompt")
+        first_S.append(first_of.setdefault(ids[start : start + length].tobytes(), index))
+    tokens_S = [max(length - 1, 0) for length in lengths]
+    if not any(tokens_S[index] for index, first in enumerate(first_S) if first != index):
+        return None
+    return RepeatedPrompts(first_S, tokens_S)
+
+
+def row_tokens(row: Sequence[int], lengths: Sequence[int], prompts: RepeatedPrompts | None) -> int:
+    """Count the positions that a row needs."""
+    num_saved = sum((len(indices) - 1) * num_shared for indices, num_shared in _neighbours(row, prompts))
+    return sum(lengths[index] for index in row) - num_saved
+
+
+def documents_of_row(
+    row: Sequence[int], lengths: Sequence[int], prompts: RepeatedPrompts | None, place: int
+) -> Iterator[Document]:
+    """Cut a row that begins at `place` into documents, one after the other."""
+    for indices, num_shared in _neighbours(row, prompts):
+        prompt = None
+        if num_shared:
+            prompt = Document(indices[0], 0, place, place + num_shared)
+            yield prompt
+            place = prompt.end
+        for index in indices:
+            end = place + lengths[index] - num_shared
+            yield Document(index, num_shared, place, end, prompt)
+            place = end
+
+
+def _neighbours(row: Sequence[int], prompts: RepeatedPrompts | None) -> Iterator[tuple[list[int], int]]:
+    """Yield neighbours in a row that have the same prompt, and the number of tokens that they share."""
+    if prompts is None:
+        yield from (([index], 0) for index in row)
+        return
+    for first, neighbours in itertools.groupby(row, key=prompts.first_S.__getitem__):
+        indices = list(neighbours)
+        yield indices, prompts.tokens_S[first] if len(indices) > 1 else 0
+
+
+def shared_keys(documents: Sequence[Document]) -> SharedPrompts:
+    """Find out which keys each document attends to. `documents` are all of a micro-batch, in order."""
+    keys = []
+    own = []
+    uses: dict[Document, list[torch.Tensor]] = {}
+    starts = [0]
+    for document in documents:
+        place = starts[-1]
+        if document.prompt:
+            prompt_places = torch.arange(document.prompt.start, document.prompt.end)
+            keys.append(prompt_places)
+            uses[document.prompt].append(place + torch.arange(len(prompt_places)))
+            place += len(prompt_places)
+        length = document.end - document.start
+        keys.append(torch.arange(document.start, document.end))
+        own.append(torch.arange(place, place + length))
+        uses[document] = [own[-1]]
+        starts.append(place + length)
+    reused = {document: places for document, places in uses.items() if len(places) > 1}
+    reused_places = [torch.arange(document.start, document.end) for document in reused]
+    uses_by_document = [torch.stack(places, 1) for places in reused.values()]
+    if not reused:  # never of size 0 or 1, for which torch.compile would make code of its own
+        reused_places = [torch.arange(2)]
+        uses_by_document = [torch.cat(own)[:2, None]]
+    num_uses = max(2, *(uses_RU.shape[1] for uses_RU in uses_by_document))
+    padded = [torch.nn.functional.pad(x, (0, num_uses - x.shape[1]), value=-1) for x in uses_by_document]
+    key_starts = torch.tensor(starts, dtype=torch.int32)
+    return SharedPrompts(
+        keys_K=torch.cat(keys),
+        key_starts=key_starts,
+        longest=int(key_starts.diff().max()),
+        own_T=torch.cat(own),
+        reused_R=torch.cat(reused_places),
+        uses_RU=torch.cat(padded),
+    )
