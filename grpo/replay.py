@@ -276,7 +276,8 @@ def picture(history: dict[str, list[Measured]]) -> str:
 
     history: what was measured of each method, from step 1 on.
     """
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" width="900" height="430" font-family="sans-serif">']
+    style = 'font-family="sans-serif" style="background: white"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="430" {style}>']
     colors = {name: f"hsl({360 * i / len(history):.0f} 80% 35%)" for i, name in enumerate(history)}
     for i, (name, color) in enumerate(colors.items()):
         parts.append(f'<text x="{40 + 120 * i}" y="24" fill="{color}">{escape(name)}</text>')
@@ -296,9 +297,11 @@ def picture(history: dict[str, list[Measured]]) -> str:
         texts += [(x, bottom + 14, 1), (x + 240, bottom + 14, last_step)]
         for left, baseline, text in texts:
             parts.append(f'<text x="{left}" y="{baseline}" font-size="12">{text}</text>')
+        size = f'x="{x}" y="{y}" width="250" height="150" fill="none"'
+        parts.append(f'<rect {size} stroke="#999"/>')
         # the panel has the units of steps and values; SVG's y grows downward
         view = f'viewBox="1 {-high} {last_step - 1 or 1} {high - low or 1}" preserveAspectRatio="none"'
-        parts.append(f'<svg x="{x}" y="{y}" width="250" height="150" {view} fill="none">')
+        parts.append(f"<svg {size} {view}>")
         for name, curve in curves.items():
             points = " ".join(f"{step},{-value}" for step, value in curve)
             parts.append(f'<polyline points="{points}" stroke="{colors[name]}" vector-effect="non-scaling-stroke"/>')
