@@ -240,8 +240,9 @@ def _encode_usable(
     table = encode_rows(rows, encoder)
     statuses = table.data.column("status").to_numpy().copy()
     reasons = table.data.column("reason")
-    bad_rows = {row: reasons[row].as_py() for row in np.flatnonzero(statuses == RowStatus.BAD).tolist()}
-    bad_rows |= _odd_kinds(table)
+    bad_rows = _odd_kinds(table)
+    for row in np.flatnonzero(statuses == RowStatus.BAD).tolist():
+        bad_rows[row] = reasons[row].as_py()
     statuses[list(bad_rows)] = RowStatus.BAD
     if bad_rows:
         _refuse_or_warn(bad_rows, len(table), source, encoder.data)
