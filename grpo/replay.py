@@ -32,7 +32,6 @@ from xml.sax.saxutils import escape
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cosine_similarity
 
 from grpo.algorithm.importance import mismatch
 from grpo.algorithm.inputs import LossInputs
@@ -219,7 +218,8 @@ def compare(recorded: str, configs: dict[str, GRPOConfig], config: GRPOConfig, s
                 measured, gradient = take_step(recorded_step, configs[name], trainer)
                 if trainer is first:
                     first_gradient = gradient
-                measured["cosine"] = float(cosine_similarity(gradient, first_gradient, dim=0))
+                norms = gradient.norm() * first_gradient.norm()
+                measured["cosine"] = float((gradient * first_gradient).sum() / norms)
                 history[name].append(measured)
                 print(line(step + 1, name, measured), flush=True)
         latest = {f"{name}/{column}": value for name, steps in history.items() for column, value in steps[-1].items()}
