@@ -20,6 +20,15 @@ from grpo.config.values import ResumeSafe, check_fields, field_paths, settings
 # Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
 FOR_ONE_START: dict[str, Any] = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
 
+# Flags of other tools, for which tyro would suggest another field or none
+FIELDS_OF_FLAGS = {
+    "--lr": "trainer.learning_rate",
+    "--beta": "algorithm.kl_coef",
+    "--max-steps": "num_steps",
+    "--num-generations": "group_size",
+    "--output-dir": "run_dir",
+}
+
 
 def load(
     config_type: type[Config] | tuple[type[Config], ...],
@@ -41,6 +50,9 @@ def load(
         recipe = arguments.pop(0)
     default: Any = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
     for word in arguments:
+        field = FIELDS_OF_FLAGS.get(word.partition("=")[0].replace("_", "-"))
+        if field in field_paths(default):
+            raise ValueError(f"there is no flag {word}; write --{field.replace('_', '-')} VALUE")
         if word.endswith(".py") and os.path.isfile(word):  # which a flag of many words would take for one of them
             raise ValueError(f"{word}: a recipe stands before the first flag, and there is only one")
     is_first = os.environ.get("RANK", "0") == "0"  # help is printed once, not once per rank

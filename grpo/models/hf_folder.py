@@ -7,7 +7,7 @@ place of a file, impossible numbers in config.json, a tensor that is missing. Le
 import json
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
-from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of
+from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of, gives_scores
 from grpo.text import one_line, printable, shorten
 
 # What an export copies, besides config.json, from the folder that training started from: the files of a tokenizer.
@@ -37,6 +37,8 @@ TABLES = (
 COPIED_FILES = (*TABLES, "tokenizer.model", "vocab.txt", "merges.txt", "chat_template.jinja")
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 # Fields of config.json that count something
 COUNTS = (
     "hidden_size",
@@ -299,17 +301,17 @@ def read_table(path: pathlib.Path) -> dict[str, Any]:
 
 
 def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -> None:
-    """Check that the weights are whole files with all tensors of config.json's model, without reading their values.
+    """Check that the weights are whole files with all tensors of config.json's model.
 
     Prints which tensors do not belong to that model. Raises FileNotFoundError if there are no weights, ValueError if a
-    tensor is missing or has another shape, or a file is broken.
+    tensor is missing or has another shape, a head differs from the embedding that it is tied to, or a file is broken.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
     expected = tensors_of(config)
     missing = dict(expected)
-    unread = set()
+    unread = {}  # the file of each tensor
     for file in files:
         is_unwanted = any(file.match(pattern) for pattern in UNWANTED_FILES)
         try:
@@ -318,7 +320,7 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
                     if name in missing:
                         _check_shape(f"{file}: {name}", tensors.get_slice(name).get_shape(), missing.pop(name))
                     elif name not in expected and not name.endswith(COMPUTED) and not is_unwanted:
-                        unread.add(name)
+                        unread[name] = file
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole .safetensors file ({error}); {WAY_OUT}") from error
     if missing:
@@ -326,10 +328,25 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
             f"the .safetensors files of {folder} lack {len(missing)} tensors of config.json's model, the first is "
             f"{min(missing)}; {WAY_OUT}"
         )
+    if HEAD in unread and not gives_scores(config):  # config.json ties it to the embedding
+        head = next(_read_tensors([unread.pop(HEAD)], HEAD))
+        if not torch.equal(head, next(_read_tensors(files, EMBEDDING))):
+            raise ValueError(
+                f"{folder} has an {HEAD} that differs from {EMBEDDING}, and config.json ties them; set "
+                "tie_word_embeddings to false in it to train both, or take the head out of the file to train without it"
+            )
     if unread:
         shown = ", ".join(sorted(unread)[:SHOWN_TENSORS]) + ", .." * (len(unread) > SHOWN_TENSORS)
         message = f"{len(unread)} tensors of {folder} belong to no weight of config.json's model: {shown}"
         print(printable(f"warning: {message}; they are not read, and an export lacks them"), flush=True)
+
+
+def _read_tensors(files: Iterable[pathlib.Path], name: str) -> Iterator[torch.Tensor]:
+    """Yield the tensor of this name from each file that has it."""
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 it is no dict
+                yield tensors.get_tensor(name)
 
 
 def tensors_of(config: transformers.PretrainedConfig) -> dict[str, torch.Size]:

@@ -145,6 +145,10 @@ SPOILED = {
         "down_proj.weight is 64 x 96, and by config.json 64 x 128",
     ),
     "a tensor missing": (set_tensors(lambda tensors: tensors.pop(TENSOR)), f"lack 1 tensors of .* {TENSOR}"),
+    "another head beside a tied embedding": (
+        set_tensors(lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + 1})),
+        f"has an {HEAD} that differs from {EMBEDDING}.*set tie_word_embeddings to false",
+    ),
     "an end of texts that is no token": (
         lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [1, 99]}'),
         "generation_config.json: eos_token_id has 99, beyond the model's vocab_size=32",
@@ -171,8 +175,8 @@ def test_tensors_that_are_not_read_are_named(folder: pathlib.Path, capsys):
     open_folder(folder)
     told = [line for line in capsys.readouterr().out.splitlines() if "tensors" in line]
     assert told == [
-        f"warning: 2 tensors of {folder} belong to no weight of config.json's model: {HEAD}, {bias}; they are not "
-        "read, and an export lacks them"
+        f"warning: 1 tensors of {folder} belong to no weight of config.json's model: {bias}; they are not read, and an "
+        "export lacks them"
     ]
 
 

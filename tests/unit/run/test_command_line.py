@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[3]
     ("arguments", "code", "text"),
     [
         (["--trainer.learning-rat", "1e-5"], 1, "--trainer.learning-rate"),
+        (["--lr", "1e-5"], 1, "write --trainer.learning-rate VALUE"),
         (["--num-steps", "0"], 1, "error: num_steps=0"),
         (["configs/nothing.py"], 1, "error: recipe configs/nothing.py does not exist"),
         (["--run-dir", "/proc/nowhere"], 1, "error: run_dir /proc/nowhere cannot be written"),
