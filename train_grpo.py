@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=8 train_grpo.py [RECIPE.py] [--field value ...]
 
 Sample a group of completions for each prompt, score them, compare each with its group, update the policy, give the
-generators the new weights. A completion of reward r has the advantage A = (r - mean of its group) / (std of its group +
+generators the new weights. A completion of reward r has the advantage A = (r - mean of its group) / (its sample std +
 1e-4). GRPO (Shao et al. 2024, arXiv:2402.03300) minimises, as a mean over each completion's tokens and then over
 completions,
 
@@ -23,17 +23,17 @@ roles. Roles can share a GPU. Rank 0 is a trainer and the driver: it alone draws
     send_batch                  rank 0                             references, trainers
     add_ref_logprobs            references; workers score          trainers
     driver.collect_rewards      rank 0: until workers have scored  references, trainers
-    update                      trainers                           references, generators (not with overlap_steps)
+    update                      trainers                           references; generators without overlap_steps
     finish_sampling_ahead       generators, with overlap_steps     all
     sync_weights                trainers, then generators          all
 
 Every rank must make every call that takes `roles`, `driver` or `session`, in the order of the page. A driver's method
-runs on rank 0; other ranks get its decision, or None for data, which the next call sends. Only trainers run the lines
+runs on rank 0; other ranks get its decision, but None for data: the next call sends it. Only trainers run the lines
 under `if trainer`; each of them holds the whole batch and computes its share of micro-batches.
 
 Completions come from the weights at the start of the step. With `overlap_steps=1` they are at most one step older,
-because they were sampled ahead in the step before. With `sampling.carry_over` unfinished groups go on in the next step,
-so some tokens are older still. `correct_importance` uses the log-probs of the weights that sampled each token.
+because they were sampled ahead in the step before. With `sampling.carry_over` unfinished groups go on in later steps,
+so a token can be of any age. `correct_importance` uses the log-probs of the weights that sampled each token.
 
 A sync check compares log-probs of trainers and generators for a few fresh completions; a mean distance above
 `config.largest_mismatch` ends the run before the step changes anything. A checkpoint holds the trainers' weights,
@@ -86,7 +86,7 @@ def train(config: GRPOConfig, session: Session) -> None:
 
     for step in session.steps():
         source_weights = config.data.weights  # a curriculum goes here, as a function of the step
-        keep_prompt = None  # a filter goes here, as a function of a prompt (grpo/types.py): True keeps it
+        keep_prompt = None  # a filter goes here, a function of a Prompt (types.py): False draws another
         plan = driver.plan(step, source_weights, keep_prompt)  # the same on all ranks
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, driver.state)
@@ -113,7 +113,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             driver.record(rollouts, batch, rewards)  # a file, for grpo/replay.py
 
         timer.enter("train")
-        metrics = StepMetrics(batch.num_sequences if trainer else 0)  # of completions: record what `rollouts` say
+        metrics = StepMetrics(batch.num_sequences if trainer else 0)  # rank 0 can record means of `rollouts` here
         if trainer:
             rewards_S, has_reward_S, parts_FS = rewards
             batch = add_advantages(config, batch, rewards_S, has_reward_S, parts_FS, kl_coef, metrics)
@@ -141,7 +141,7 @@ def sample(
 ) -> list[Rollout] | None:
     """Complete groups of `config.group_size` until the step is full. Returns the rollouts on the driver, else None."""
     requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
-    while requests:  # once; with sampling.dynamic until enough groups have rewards that differ
+    while requests:  # once; with sampling.dynamic until enough groups differ, or max_rounds
         completions = generator.generate(requests, config.group_size) if generator else None
         requests = driver.receive(comm.gather_completions(completions, roles))
     if generator:
@@ -235,7 +235,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
         if algorithm.entropy_coef:
             loss_BT = loss_BT - algorithm.entropy_coef * x.entropy_BT
         loss_BT = loss_BT.where(x.loss_mask_BT, 0)
-        if algorithm.aggregation == "sequence_mean":  # the mean over a sequence's tokens, then over sequences
+        if algorithm.aggregation == "sequence_mean":  # mean of loss tokens, then of sequences that have any
             loss = (loss_BT / x.num_loss_tokens_BT).sum() / totals.num_sequences
         else:
             loss = named_aggregation(algorithm.aggregation)(loss_BT, x, totals)

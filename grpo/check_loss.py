@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     loss_name, flags = subject_of(__doc__, arguments)
     with refuse_bad_input():
         config = tool_config([*flags, "--algorithm.loss", loss_name])
-        try_algorithm(config.algorithm)  # as a run does before it starts
+        try_algorithm(config.algorithm)  # refuses one without gradient
     loss = partial(policy_loss, algorithm=config.algorithm.resolved)
     exit_code = 0
     for promise, check in CHECKS.items():
@@ -107,7 +107,7 @@ def check_direction(loss: Loss) -> str | None:
     if (agreement_N > 0).any():
         return "the gradient by log-prob has the sign of the advantage at some token: is a minus missing?"
     if not (agreement_N < 0).any():
-        return "no token has a gradient: is the log-prob detached?"
+        return "no token has a gradient: does the log-prob cancel out?"
     return None
 
 
@@ -155,7 +155,7 @@ def values_and_gradients(
     values_N = torch.zeros(tokens.num_tokens)
     gradients_N = torch.zeros(tokens.num_tokens)
     for rows in micro_batches:
-        micro = build_micro_batch(tokens, rows, row_length=tokens.num_tokens + 2)  # always with padding
+        micro = build_micro_batch(tokens, rows, row_length=tokens.num_tokens + 2)  # padding has index -1
         policy_BT = micro.old_logprobs_BT.clone().requires_grad_()
         micro = replace(micro, old_logprobs_BT=micro.generator_logprobs_BT)
         x = LossInputs.of(micro, policy_BT, -policy_BT)

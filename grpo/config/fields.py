@@ -24,7 +24,7 @@ Positive = Annotated[int, AtLeast(1)]
 NotNegative = Annotated[float, AtLeast(0)]
 AboveZero = Annotated[float, Above(0)]
 Temperature = Annotated[AboveZero, Below(math.inf)]
-Interval = Count  # every so many steps, never at 0
+Interval = Count  # every so many steps; 0 is never
 
 SHARED_GPU = 0.35  # share of a GPU's memory for an engine that has a trainer next to it
 # Sequences that an engine decodes at once: always up to the first number, and up to the second if its cache holds them.
@@ -44,7 +44,7 @@ class ModelConfig:
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute precision of trainer, reference and generator; master weights are always float32."""
+    """Precision of compute, frozen weights and export in any role; trained weights are float32."""
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], ResumeSafe] = "auto"
     """How the sequences of a packed row are kept apart. flash: FlashAttention 4 (H100 or B200, bfloat16);
     flex: flex_attention, on any GPU; documents: one call for each sequence; auto: the first that runs here."""
@@ -302,7 +302,7 @@ class RewardConfig:
     num_workers: Annotated[Positive, ResumeSafe] = 4
     """Processes that run the reward functions; where built-in ones and your own (or code_reward) meet, of each kind."""
     timeout_seconds: Annotated[AboveZero, ResumeSafe] = 10.0
-    """Of a call, which then is ended, reward None; times the group's size for `@group_level`, once for `async def`."""
+    """Longest call, else reward None; times the group's size for `@group_level`; one `async def` call has a step."""
     memory_gib: Annotated[AboveZero, ResumeSafe] = 4.0
     """Address space of one such process."""
     allow_without_landlock: Annotated[bool, ResumeSafe] = False
@@ -363,7 +363,7 @@ class EnvironmentConfig:
     hung_reward: float | None = 0.0
     """Reward of a rollout whose environment computed past `call_seconds`; None leaves it out of the loss."""
     answer_steps: Count = 0
-    """The engine's steps after which an answer joins, the same number for fast and slow tools; 0: once it is there."""
+    """Engine steps from a turn's end until its answer joins, however fast the tool is; 0: once it is there."""
     rounds: bool = False
     """Answers wait until no rollout samples, so that slow tools change nothing in what is sampled together."""
     weight: float = 1.0
@@ -395,7 +395,7 @@ class SamplingConfig:
     dynamic: bool = False
     """Drop groups whose rewards are all equal and sample other prompts until the step is full (DAPO)."""
     max_rounds: Positive = 4
-    """Most rounds of sampling in a step with `dynamic`; then the step goes on with the groups it has."""
+    """Most rounds of a step with `dynamic`; then fewer groups do, or equal ones if no rewards differ."""
     carry_over: Count = 0
     """So many more prompts than `prompts_per_step` are in flight, and groups that are not complete when a step is full
     go on in the next one, with newer weights. Needs `algorithm.importance_correction`."""
@@ -600,7 +600,7 @@ class GRPOConfig(RunConfig):
     run_dir: Annotated[str, ResumeSafe] = "runs/grpo"
     """Folder of the run: config, checkpoints, metrics, samples, exported model."""
     num_steps: Positive = 200
-    """Steps in total; each samples one batch of completions and by default makes one optimizer update of it."""
+    """Steps in total, by default of one update each; a resume may change it if `schedule` is constant."""
     prompts_per_step: Positive = 32
     """Prompts drawn for each step."""
     group_size: Positive = 8

@@ -43,7 +43,7 @@ def no_comparison(history: History) -> str:
 def not_moved(history: History, min_steps: int = MOVE_STEPS) -> str:
     """Warn that the policy is where it began: in a step AdamW moves a weight by about the learning rate.
 
-    min_steps: no warning before. Rules that advise a lower learning rate ask with a lower number, and then keep silent.
+    Without a KL the rates alone decide. min_steps: no warning before; rules that advise a lower rate pass a lower one.
     """
     num_steps = len(history["reward/mean"])
     rates = history["learning_rate"]
@@ -57,7 +57,7 @@ def not_moved(history: History, min_steps: int = MOVE_STEPS) -> str:
 
 
 def collapse(history: History) -> str:
-    """Warn that the reward is far below what it was, whatever else has changed, and the policy has moved."""
+    """Warn that the reward is far below what it was, if the policy has moved."""
     rewards = history["reward/mean"]
     spread = max(history["reward/std"], default=0)
     now = _recent(rewards)
@@ -125,7 +125,7 @@ RULES: tuple[Callable[[History], str], ...] = (no_comparison, not_moved, collaps
 
 
 class Evaluation(NamedTuple):
-    """An accuracy on held-out prompts, its standard error, and the mean reward over the window before it."""
+    """Held-out accuracy, its standard error, and the mean reward in the window before (step 0: after) it."""
 
     accuracy: float
     error: float
