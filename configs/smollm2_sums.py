@@ -18,12 +18,11 @@ config = c.GRPOConfig(
     roles=c.RolesConfig(colocated=True, num_trainers=1),
     data=c.DataConfig(path="runs/sums/train.jsonl", system_prompt="", max_prompt_tokens=64),
     reward=c.RewardConfig(functions={"configs/examples/sums.py:last_number": 1.0}),
-    generator=c.GeneratorConfig(max_completion_tokens=16),
+    generator=c.GeneratorConfig(max_completion_tokens=14),
     trainer=c.TrainerConfig(
-        micro_batch_tokens=2048,
-        logprob_chunk_tokens=512,
-        learning_rate=2e-5,
-        warmup_steps=2,
+        micro_batch_tokens=512,  # a step has about a thousand; activations of half of them fit into 6 GB
+        logprob_chunk_tokens=256,
+        learning_rate=1e-5,
         schedule="linear",
         min_lr_ratio=0.1,
     ),
