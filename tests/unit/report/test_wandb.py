@@ -73,6 +73,7 @@ def test_without_the_package_it_is_refused_while_the_command_line_is_read(monkey
     (tmp_path / "recipe.py").write_text(as_recipe(GRPOConfig()))
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", str(tmp_path / "recipe.py"), "--metrics.wandb-project", "mine"])
     monkeypatch.setattr(command_line, "run_rank", lambda read: read())
+    monkeypatch.setattr(command_line, "end_with_launcher", lambda: None)  # it blocks signals, of later tests too
     with pytest.raises(Exception, match="wandb_project='mine' needs a package: pip install wandb"):
         command_line.read_config(GRPOConfig)
 
