@@ -20,8 +20,8 @@ config = c.GRPOConfig(
     reward=c.RewardConfig(functions={"configs/examples/sums.py:last_number": 1.0}),
     generator=c.GeneratorConfig(max_completion_tokens=14),
     trainer=c.TrainerConfig(
-        micro_batch_tokens=512,  # a step has about a thousand; activations of half of them fit into 6 GB
-        logprob_chunk_tokens=256,
+        micro_batch_tokens=1024,
+        logprob_chunk_tokens=512,
         learning_rate=1e-5,
         schedule="linear",
         min_lr_ratio=0.1,
