@@ -2,7 +2,7 @@
 
     bash launch/quickstart.sh
 
-gets the model, writes the questions and runs this, which is also
+gets the model and runs this, which is also
 
     torchrun --nproc_per_node=1 train_grpo.py configs/smollm2_sums.py
 
@@ -16,7 +16,7 @@ from grpo import config as c
 config = c.GRPOConfig(
     model=c.ModelConfig(path="runs/smollm2-135m", dtype="float32"),
     roles=c.RolesConfig(colocated=True, num_trainers=1),
-    data=c.DataConfig(path="runs/sums/train.jsonl", system_prompt="", max_prompt_tokens=64),
+    data=c.DataConfig(path="configs/examples/sums.py:rows", system_prompt="", max_prompt_tokens=64),
     reward=c.RewardConfig(functions={"configs/examples/sums.py:last_number": 1.0}),
     generator=c.GeneratorConfig(max_completion_tokens=14),
     trainer=c.TrainerConfig(
@@ -27,7 +27,7 @@ config = c.GRPOConfig(
         min_lr_ratio=0.1,
     ),
     sampling=c.SamplingConfig(dynamic=True, max_rounds=1),  # trains on no group that has nothing to compare
-    evaluation=c.EvaluationConfig(path="runs/sums/test.jsonl", interval=20),
+    evaluation=c.EvaluationConfig(path="configs/examples/sums.py:rows:test", interval=20),
     run_dir="runs/smollm2_sums",
     num_steps=60,
     prompts_per_step=8,

@@ -28,7 +28,6 @@ else
 fi
 
 stage "the model" python launch/smollm2.py runs/smollm2-135m
-stage "the questions" python -m configs.examples.sums runs/sums
 stage "GRPO" python train_grpo.py configs/smollm2_sums.py --overwrite "${flags[@]}"
 printf '\n'
 python -m grpo.look runs/smollm2_sums
