@@ -46,7 +46,8 @@ def load(
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     recipe = default_recipe
-    if arguments and not arguments[0].startswith("-"):
+    first = (arguments or ["-"])[0]
+    if not first.startswith("-") and (first.endswith(".py") or "=" not in first):
         recipe = arguments.pop(0)
     default: Any = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
     for word in arguments:

@@ -304,7 +304,8 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
     """Check that the weights are whole files with all tensors of config.json's model.
 
     Prints which tensors do not belong to that model. Raises FileNotFoundError if there are no weights, ValueError if a
-    tensor is missing or has another shape, a head differs from the embedding that it is tied to, or a file is broken.
+    tensor is missing, has another shape or begins with NaN, a head differs from the embedding that it is tied to, or a
+    file is broken.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -318,7 +319,10 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 it is no dict
                     if name in missing:
-                        _check_shape(f"{file}: {name}", tensors.get_slice(name).get_shape(), missing.pop(name))
+                        tensor = tensors.get_slice(name)
+                        _check_shape(f"{file}: {name}", tensor.get_shape(), missing.pop(name))
+                        if not tensor[:1].isfinite().all():
+                            raise ValueError(f"{file}: {name} holds NaN or infinite values; {WAY_OUT}")
                     elif name not in expected and not name.endswith(COMPUTED) and not is_unwanted:
                         unread[name] = file
         except SafetensorError as error:

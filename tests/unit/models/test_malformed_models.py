@@ -157,6 +157,7 @@ SPOILED = {
         add_eos,
         "the eos_token '<end>' (32), beyond the model's vocab_size=32",
     ),
+    "a tensor of NaN": (set_tensors(lambda tensors: tensors[TENSOR].fill_(float("nan"))), f"{TENSOR} holds NaN"),
     "weights without the last byte": (cut_weights, "model.safetensors"),
 }
 
