@@ -126,6 +126,7 @@ CASES = {
     f"{GRPO} --sampling.max-rounds 9": "max_rounds=9 does nothing",
     f"{GRPO} --generator.max-completion-tokens 200": "raise it to at least 216",
     # flags
+    f"{GRPO} --lr 1e-5": "write --trainer.learning-rate VALUE",
     f"{GRPO} --learning-rate 1e-5": "--trainer.learning-rate",
     f"{GRPO} --trainer.lr 1e-5": "--trainer.learning-rate",
     f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; write --field VALUE",
