@@ -10,6 +10,7 @@ gets no reward. Left out: deadlines, which the supervisor keeps.
 
 import functools
 import json
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,14 +86,18 @@ class EnvironmentHost:
     def poll(self, seconds: float = 0.0) -> list[dict[str, Any]]:
         """Return the replies that have arrived. If there are none, wait up to `seconds` for the first.
 
-        Raises RuntimeError if the supervisor has ended. The list is empty if a `reset` is being tried again.
+        Raises RuntimeError if the supervisor has ended.
 
         A reply is `{episode, ...}` with what `LiveEnvironment` returned, or `{episode, failed, kind}`. `kind` is `hung`
         if the process was still computing at its deadline or reached its memory limit: the policy's call has most
         likely caused that. It is `lost` if the process was waiting or died, which the policy cannot have caused.
         """
-        replies = map(self._reply, self.workers.poll(seconds))
-        return [reply for reply in replies if reply]
+        give_up_at = time.monotonic() + seconds
+        while True:  # a `reset` that is tried again has no reply yet
+            outcomes = self.workers.poll(max(0.0, give_up_at - time.monotonic()))
+            replies = [reply for reply in map(self._reply, outcomes) if reply]
+            if replies or not outcomes:
+                return replies
 
     def _reply(self, outcome: dict[str, Any]) -> dict[str, Any] | None:
         """Return the reply to a call. A `reset` that failed is tried once more in another process: None."""

@@ -13,10 +13,6 @@ from tests.torchrun import ROOT
 EXAMPLES = ROOT / "configs" / "examples"
 
 
-def rows_of(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path, monkeypatch):
     problems_of = load_function(f"{EXAMPLES}/human_eval_rows.py:problems", "test")
     problems = [
@@ -39,11 +35,11 @@ def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path
     assert code_reward(programs, tests=[test[1]["tests"]] * 2) == [1.0, 0.0]
 
 
-def test_sums_are_held_out_and_paid_by_their_last_number(tmp_path):
-    write = load_function(f"{EXAMPLES}/sums.py:write_rows", "test")
+def test_sums_are_held_out_and_paid_by_their_last_number():
+    rows = load_function(f"{EXAMPLES}/sums.py:rows", "test")
     last_number = load_function(f"{EXAMPLES}/sums.py:last_number", "test")
-    write(tmp_path)
-    train, test = rows_of(tmp_path / "train.jsonl"), rows_of(tmp_path / "test.jsonl")
+    train = rows("train")
+    test = rows("test")
     assert len(test) == 256 and len({row["question"] for row in train + test}) == 90 * 90
     row = {"question": "Reply with the number only. What is 23 + 45?", "answer": "68"}
     assert row in train + test
