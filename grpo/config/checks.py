@@ -292,12 +292,16 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
 def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
     """Refuse a run that compares rewards and has none."""
     compares = config.evaluation.interval > 0
+    curriculum = bool(config.data.curriculum)
     if isinstance(config, GRPOConfig):
-        compares |= config.sampling.dynamic or not config.algorithm.distill_coef
+        compares |= config.sampling.dynamic or curriculum or not config.algorithm.distill_coef
+    elif curriculum:
+        raise ValueError("data.curriculum weighs rows by their pass rates, which supervised examples lack; drop it")
     if compares and not config.reward.weights and not config.environment.all_classes:
         raise ValueError(
             "reward.functions is empty; name one, such as --reward.functions math_reward 1, or a reward.model, or an "
-            "environment; only training with a teacher, without evaluation and sampling.dynamic, needs none"
+            "environment; only training with a teacher, without evaluation, sampling.dynamic and curriculum, needs "
+            "none"
         )
 
 

@@ -204,6 +204,9 @@ class DataConfig:
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do about rows without a prompt or a value in a column that is used. refuse: an error before the start
     that lists them; skip: leave them out and say how many."""
+    curriculum: str = ""
+    """Your own `path/file.py:function` in place of equal chances: `curriculum(seen, step) -> weight` of a row that was
+    seen; `seen` has its `pass_rate`, the last `step` and how many `times`. A row that was not seen has the weight 1."""
     shuffle: bool = True
     """Draw the prompts of each epoch in a new random order, which follows from `seed`; off takes the file's order."""
 

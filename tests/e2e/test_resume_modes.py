@@ -41,6 +41,7 @@ ROUNDED = ("--trainer.moments", "bfloat16", "--trainer.adam-beta2", 0.95)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher}, {judge} and {moe} are folders
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
+CURRICULUM = ("--data.curriculum", "configs/examples/curriculum.py:medium_first")
 PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
 VALIDATION = ("--validation.interval", 4, "--validation.sets", "a", "{a}")
 
@@ -72,6 +73,12 @@ MODES = {
     "colocated on 2 ranks, dynamic sampling": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *DYNAMIC), rank=1),
     "several updates": Mode(2, (*split(1, 0, 1), *UPDATES), phase="reference"),
     "mixed prompts": Mode(2, (*split(1, 0, 1), *MIXED), rank=1),
+    "a curriculum, mixed prompts, overlap, dynamic sampling": Mode(
+        2, (*split(1, 0, 1), *MIXED, *OVERLAP, *DYNAMIC, *CURRICULUM), phase="reference"
+    ),
+    "a curriculum, groups carried over, dynamic sampling": Mode(
+        3, (*split(1, 0, 2), *MIXED, *CARRIED, *DYNAMIC, *CURRICULUM, *NO_KL), rank=2
+    ),
     "overlap": Mode(3, (*split(1, 1, 1), *OVERLAP, *EVALUATION), rank=2, phase="reference"),
     "overlap, dynamic sampling, several updates, further checkpoints": Mode(
         2, (*split(1, 0, 1), *OVERLAP, *DYNAMIC, *UPDATES, *SAVED)

@@ -7,6 +7,7 @@ import zipfile
 import pytest
 
 from grpo.config.user_files import load_function
+from grpo.data.streams import Seen
 from grpo.rewards.builtin import code_reward
 from tests.torchrun import ROOT
 
@@ -45,6 +46,15 @@ def test_sums_are_held_out_and_paid_by_their_last_number():
     assert row in train + test
     completions = ["68", "23 + 45 = 68.", "68 is 23 + 45", "I do not know.", "168"]
     assert last_number(completions, ["68"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_curricula_pass_over_what_is_solved_and_prefer_the_middle():
+    skip_solved = load_function(f"{EXAMPLES}/curriculum.py:skip_solved", "test")
+    medium_first = load_function(f"{EXAMPLES}/curriculum.py:medium_first", "test")
+    rows = [Seen(pass_rate, times=3, step=10) for pass_rate in (0.0, 0.2, 0.5, 0.875, 1.0)]
+    assert [skip_solved(seen, 50) for seen in rows] == [1, 1, 1, 1, 0]
+    assert skip_solved(rows[-1], 110) == 1
+    assert [medium_first(seen, 50) for seen in rows] == [0.2, 1, 1, 0.2, 0.2]
 
 
 def test_tasks_of_reasoning_gym_are_paid_by_their_own_verifier():
