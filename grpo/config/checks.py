@@ -31,6 +31,8 @@ READ_WITH = {
     "sampling.max_rounds": "sampling.dynamic",
     "algorithm.kl_estimator": "algorithm.kl_coef",
     "algorithm.kl_in": "algorithm.kl_coef",
+    "algorithm.reference_interval": "algorithm.kl_coef algorithm.distill_coef",
+    "algorithm.reference_mixture": "algorithm.reference_interval",
 }
 OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
 # Fields -> those that are read in their place
@@ -170,6 +172,16 @@ def _check_features(config: GRPOConfig) -> None:
             in_reward and algorithm.advantages == "maxrl",
             "algorithm.kl_in=reward does not go with algorithm.advantages=maxrl: less a penalty, rewards of 0 fall "
             "below it; set kl_in loss",
+        ),
+        (
+            config.reference_moves and (config.trainer.lora_rank or config.model.reference_path or by_policy),
+            "algorithm.reference_interval does not go with trainer.lora_rank, model.reference_path or "
+            "algorithm.teacher=policy: what moves is a copy of the policy's start; drop one",
+        ),
+        (
+            config.reference_moves and (roles.num_reference_ranks or config.trainer.data_replicas > 1),
+            "algorithm.reference_interval needs the reference sharded as the policy is, on the trainers; set "
+            "--roles.num-references 0 and --trainer.data-replicas 1",
         ),
         (
             algorithm.teacher_template and algorithm.kl_coef,

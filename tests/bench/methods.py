@@ -17,11 +17,15 @@ from toy_runs import ALONE, ROOT, accuracies, is_finished, records, train
 FLAGS = ["--overwrite", "--checkpoint.no-export", "--algorithm.kl-coef", "0", "--algorithm.num-mini-batches", "2"]
 FLAGS += ["--num-steps", "100", "--evaluation.interval", "10"]
 LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
+ROWS = ["--data.path", "configs/examples/toys.py:addition:train[:1024]"]
 # By name, what is a method's own on one process, colocated on one core.
 METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
     "gentle": ["--algorithm.loss", "configs/examples/my_method.py:gentle"],
     "maxrl": ["--algorithm.advantages", "maxrl"],
     "fp8_cache": ["--generator.engine", "kv_cache_dtype", "fp8", "--sync-check-interval", "0"],  # which it fails
+    "rows": ROWS,  # few, so that a curriculum meets each about three times
+    "skip_solved": [*ROWS, "--data.curriculum", "configs/examples/curriculum.py:skip_solved"],
+    "medium_first": [*ROWS, "--data.curriculum", "configs/examples/curriculum.py:medium_first"],
     "gdpo": ["--algorithm.advantages", "gdpo"],  # the recipe has two reward functions
 }
 # By name, a loss and how many steps its generator is behind, on 1 trainer + 1 generator, a core each. grpo has the

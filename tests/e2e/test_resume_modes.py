@@ -31,6 +31,7 @@ LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
 TEACHER = ("--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5)
 HINT = ("--algorithm.distill-coef", 0.5, "--algorithm.teacher-template", "{{answer}};{{question}}")
 NO_KL = ("--algorithm.kl-coef", 0)
+MOVING = ("--algorithm.reference-interval", 2, "--algorithm.reference-mixture")
 OVERLAP = ("--overlap-steps", 1)
 CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
 TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environment.answer-steps", 4)
@@ -79,6 +80,8 @@ MODES = {
     "a curriculum, groups carried over, dynamic sampling": Mode(
         3, (*split(1, 0, 2), *MIXED, *CARRIED, *DYNAMIC, *CURRICULUM, *NO_KL), rank=2
     ),
+    "a moving reference, FSDP 2, dynamic sampling": Mode(3, (*split(2, 0, 1), *MOVING, 0.3, *DYNAMIC, *SAVED), rank=1),
+    "self-distillation by an averaged policy": Mode(2, (*split(1, 0, 1), *HINT, *NO_KL, *MOVING, 0.1)),
     "overlap": Mode(3, (*split(1, 1, 1), *OVERLAP, *EVALUATION), rank=2, phase="reference"),
     "overlap, dynamic sampling, several updates, further checkpoints": Mode(
         2, (*split(1, 0, 1), *OVERLAP, *DYNAMIC, *UPDATES, *SAVED)
