@@ -6,9 +6,11 @@ import zipfile
 
 import pytest
 
+from grpo.config import RewardConfig
 from grpo.config.user_files import load_function
 from grpo.data.streams import Seen
 from grpo.rewards.builtin import code_reward
+from grpo.rewards.loading import load_functions
 from tests.torchrun import ROOT
 
 EXAMPLES = ROOT / "configs" / "examples"
@@ -46,6 +48,15 @@ def test_sums_are_held_out_and_paid_by_their_last_number():
     assert row in train + test
     completions = ["68", "23 + 45 = 68.", "68 is 23 + 45", "I do not know.", "168"]
     assert last_number(completions, ["68"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_similar_texts_earn_the_share_that_matches():
+    config = RewardConfig(functions={f"{EXAMPLES}/similar.py:Similar": 1.0})
+    (function,) = load_functions(config, ["answer"]).values()
+    function.begin()
+    assert function(["abcd", "ab"], ["p"] * 2, ["abcd", "abcd"]) == [1.0, pytest.approx(2 * 2 / 6)]
+    with pytest.raises(ValueError, match="cannot be called .*'answer'"):
+        load_functions(config, ["solution"])
 
 
 def test_curricula_pass_over_what_is_solved_and_prefer_the_middle():
