@@ -290,14 +290,15 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
     if kind in ("mask_tokens", "mask_sequences") and not low <= 1 <= high:
         raise ValueError(f"1 must lie between importance_correction_low={low} and importance_correction_high={high}")
     # mask_sequences drops or keeps but does not reweigh, so the ratio must be taken against the generator; dppo drops
-    # only tokens that move further away
-    by_ratio = from_generator and (kind == "mask_sequences" or algorithm.loss == "dppo")
+    # only tokens that move further away; a loss of the user's has its own way with the ratio
+    by_own_way = algorithm.loss == "dppo" or algorithm.loss not in PAPER_DEFAULTS
+    by_ratio = from_generator and (kind == "mask_sequences" or by_own_way)
     if config.has_lag and not weighs and not by_ratio:
         raise ValueError(
             f"overlap_steps={config.overlap_steps} and sampling.carry_over={config.sampling.carry_over} train on "
             "completions of older weights, which "
             f"algorithm.importance_correction={kind} with old_logprobs={algorithm.old_logprobs} does not make up for; "
-            "use truncate or mask_tokens with policy, mask_sequences with generator, or the loss dppo"
+            "use truncate or mask_tokens with policy, the loss dppo, or with generator mask_sequences or your own loss"
         )
 
 

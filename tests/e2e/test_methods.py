@@ -11,7 +11,7 @@ from tests.methods import methods
 from tests.torchrun import run_python, torchrun
 
 # Rows that at the weights of the sampler have one gradient: clips cannot act, so advantages and averages say all
-ALIKE = [{"GRPO", "GSPO", "SAPO"}, {"DAPO", "CISPO", "Dual clip"}, {"Dr. GRPO", "DPPO"}]
+ALIKE = [{"GRPO", "GSPO", "SAPO", "GMPO"}, {"DAPO", "CISPO", "Dual clip", "VESPO"}, {"Dr. GRPO", "DPPO"}]
 
 
 def test_every_method_takes_two_steps(model, tmp_path):
