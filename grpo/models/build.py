@@ -226,8 +226,8 @@ def build_model(
         tensor_parallel_degree=tensor_parallel,
         data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
-    held_in = model.dtype if (frozen and not moves) or adapted else "float32"
-    training = TrainingConfig(dtype=held_in, mixed_precision_param=model.dtype)
+    keeps_dtype = adapted or (frozen and not moves)
+    training = TrainingConfig(dtype=model.dtype if keeps_dtype else "float32", mixed_precision_param=model.dtype)
     titan_dist.set_spmd_backend(parallelism.spmd_backend)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
 

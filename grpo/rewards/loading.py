@@ -61,7 +61,8 @@ class ForEachCompletion:
     def __call__(self, completions: list, prompts: list, answer: list, **columns: list) -> list[float | None]:
         """Return the value of each completion. A prompt is given as the data has it."""
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-        return [self.judge(*given) for given in zip(prompts, texts, answer, strict=True)]
+        triples = zip(prompts, texts, answer, strict=True)
+        return [self.judge(prompt, text, target) for prompt, text, target in triples]
 
 
 def called_with(function: RewardFunction) -> Literal["completion", "group", "step"]:
