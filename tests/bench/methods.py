@@ -18,6 +18,7 @@ FLAGS = ["--overwrite", "--checkpoint.no-export", "--algorithm.kl-coef", "0", "-
 FLAGS += ["--num-steps", "100", "--evaluation.interval", "10"]
 LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
 FILES = "configs/examples/methods"
+ROWS = ["--data.path", "configs/examples/toys.py:addition:train[:1024]"]
 HOPELESS = ["--data.path", "tests/bench/hopeless.py:rows", "--reward.functions", "math_reward", "1"]
 HOPELESS += ["--evaluation.path", "configs/examples/toys.py:addition:test"]
 # By name, what is a method's own on one process, colocated on one core.
@@ -30,6 +31,9 @@ METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
     "gmpo": ["--algorithm.loss", f"{FILES}/gmpo.py:gmpo"],
     "luspo": ["--algorithm.loss", f"{FILES}/luspo.py:luspo"],
     "clip_cov": ["--algorithm.advantages", f"{FILES}/clip_cov.py:clip_cov", "--algorithm.aggregation", "token_mean"],
+    "rows": ROWS,  # few, so that a curriculum meets each about three times
+    "skip_solved": [*ROWS, "--data.curriculum", "configs/examples/curriculum.py:skip_solved"],
+    "medium_first": [*ROWS, "--data.curriculum", "configs/examples/curriculum.py:medium_first"],
     "hopeless": HOPELESS,
     "hopeless_dynamic": [*HOPELESS, "--sampling.dynamic"],
     "hopeless_medium": [*HOPELESS, "--data.curriculum", "configs/examples/curriculum.py:medium_first"],
