@@ -283,9 +283,10 @@ def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, devic
     module.to_empty(device=device)
     with torch.no_grad():
         module.init_weights(buffer_device=None)
-    layers = [*module.layers.values()]
-    for layer in layers[1:]:  # each layer made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
-        layer.attention.rope.cache = layers[0].attention.rope.cache
+    tables: dict[tuple[float, ...], torch.Tensor] = {}
+    for layer in module.layers.values():
+        rope = layer.attention.rope  # each made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
+        rope.cache = tables.setdefault(rope.config.inv_freq, rope.cache)
     tensors = names.to_hf(module.state_dict())
     dcp.load(tensors, storage_reader=names.get_hf_storage_reader(folder))
     module.load_state_dict(names.from_hf(tensors), strict=False)

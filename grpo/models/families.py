@@ -81,7 +81,8 @@ def dense_block(
 
 def unsupported_in_dense(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
     """Yield each reason why a dense model cannot be trained. `raw` is its config.json as it stands."""
-    if window := getattr(config, "sliding_window", None):
+    window = getattr(config, "sliding_window", None)
+    if window:
         yield (
             f"sliding_window={window} is not supported, since every layer attends to all tokens before; if no prompt "
             f"with its completion is longer than {window} tokens, nothing differs: set it to null in config.json"
@@ -210,6 +211,7 @@ FAMILIES = {
     "qwen3": Family(block=partial(dense_block, qk_norm=True)),
     "qwen2": Family(block=partial(dense_block, qkv_bias=True)),  # Qwen2, Qwen2.5, R1-Distill-Qwen
     "llama": Family(),  # Llama 3, R1-Distill-Llama
+    "smollm3": Family(),
     "mistral": Family(),
     "qwen3_moe": Family(
         block=moe_block,
@@ -276,7 +278,7 @@ class HFRoPE(CosSinRoPE):
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
         inv_freq: tuple[float, ...] = ()
-        """Radians per position, one for each pair of dimensions."""
+        """Radians per position, one for each pair of dimensions; none in a layer without positions."""
         attention_factor: float = 1.0
         """Multiplies cos and sin (YaRN)."""
 
@@ -285,6 +287,14 @@ class HFRoPE(CosSinRoPE):
         angles = torch.outer(torch.arange(self.config.max_seq_len, dtype=torch.float32), inv_freq)
         angles = torch.cat([angles, angles], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.attention_factor
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys by their positions."""
+        if not self.config.inv_freq:
+            return query, key
+        return super().forward(query, key, positions)
 
 
 def titan_config(
@@ -298,7 +308,6 @@ def titan_config(
 
     `attention` is a kind that `attention_config` knows, the rest is as in `LogprobHead.Config`.
     """
-    rope = _rope(hf)
     block = family_of(hf).block
     head = LogprobHead.Config(
         in_features=hf.hidden_size,
@@ -314,7 +323,7 @@ def titan_config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
-        layers=[block(hf, rope, attention_config(attention)) for _ in range(hf.num_hidden_layers)],
+        layers=[block(hf, _rope(hf, layer), attention_config(attention)) for layer in range(hf.num_hidden_layers)],
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
         tok_embeddings=Embedding.Config(
             num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_NO_INIT
@@ -339,9 +348,12 @@ def _norm(hf: transformers.PretrainedConfig, size: int) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
 
 
-def _rope(hf: transformers.PretrainedConfig) -> HFRoPE.Config:
-    """Return inverse frequencies [head_dim / 2] and the factor on cos and sin, as transformers' models compute them."""
+def _rope(hf: transformers.PretrainedConfig, layer: int) -> HFRoPE.Config:
+    """Return a layer's rotary embedding, with frequencies and factor as transformers' models compute them."""
     head_dim = head_dim_of(hf)
+    rotates = getattr(hf, "no_rope_layers", None)  # despite its name: 1 for layers that rotate, 0 for others
+    if rotates and not rotates[layer]:
+        return HFRoPE.Config(dim=head_dim, max_seq_len=hf.max_position_embeddings)
     rope_type = hf.rope_parameters.get("rope_type", "default")
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim

@@ -31,6 +31,14 @@ LLAMA3_1_8B = model(
     **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 500000.0},
     **{"attention_bias": False, "mlp_bias": False, "rope_scaling": ROPE | {"rope_type": "llama3"}},
 )
+SMOLLM3_3B = model(
+    "smollm3",
+    (2048, 11008, 36, 16, 4, 128256),
+    **{"max_position_embeddings": 65536, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "rope_scaling": None},
+    **{"no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
+    **{"attention_bias": False, "mlp_bias": False, "sliding_window": None, "use_sliding_window": False},
+    **{"layer_types": ["full_attention"] * 36},
+)
 MISTRAL_7B_V0_3 = model(
     "mistral",
     (4096, 14336, 32, 32, 8, 32768),
@@ -57,6 +65,7 @@ ACCEPTED = {  # config.json, (rope type, rope theta)
     "Qwen2.5-7B, YaRN": (QWEN2_5_7B | YARN, ("yarn", 1e6)),
     "R1-Distill-Qwen-7B": (R1_DISTILL_QWEN_7B, ("default", 1e4)),
     "Llama-3.1-8B": (LLAMA3_1_8B, ("llama3", 5e5)),
+    "SmolLM3-3B": (SMOLLM3_3B, ("default", 5e6)),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, ("default", 1e6)),
     "Qwen3-1.7B": (QWEN3_1_7B, ("default", 1e6)),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, ("default", 1e6)),
@@ -88,7 +97,7 @@ REFUSED = {  # what is wrong: (config.json, the reason)
     ),
     "Mixtral": (
         MISTRAL_7B_V0_3 | {"model_type": "mixtral", "num_local_experts": 8},
-        "is a mixtral model; only qwen3, qwen2, llama, mistral, qwen3_moe ",
+        "is a mixtral model; only qwen3, qwen2, llama, ",
     ),
     "unknown to transformers": ({"model_type": "my_model", "auto_map": {}}, "is a my_model model; only qwen3"),
     "no model_type": ({"hidden_size": 64}, "is a None model; only qwen3"),

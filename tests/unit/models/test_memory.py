@@ -29,7 +29,7 @@ from grpo.models.memory import (
 )
 from grpo.run.command_line import DEFAULT_RECIPES
 from tests.tiny_models import QWEN3_MOE, SMALL
-from tests.unit.models.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B
+from tests.unit.models.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B, SMOLLM3_3B
 from tests.unit.test_readme import table
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -60,6 +60,7 @@ PUBLISHED = {  # number of parameters as the hub counts them
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
     "Qwen2.5-7B": (QWEN2_5_7B, 7_615_616_512),
     "Llama-3.1-8B": (LLAMA3_1_8B, 8_030_261_248),
+    "SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, 7_248_023_552),
 }
 
