@@ -42,7 +42,11 @@ QWEN3_MOE = {
     "norm_topk_prob": True,
 }
 MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": None}
-SMOLLM3 = {"model_type": "smollm3", "no_rope_layers": [1, 0]}
+SMOLLM3 = {
+    "model_type": "smollm3",
+    "no_rope_layers": [1, 0],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "initializer_range": 0.2}
 KINDS = {
     "qwen3-tied": {"tie_word_embeddings": True},
@@ -53,6 +57,7 @@ KINDS = {
     "llama3": {"tie_word_embeddings": False} | LLAMA3,
     "llama3-tied": {"tie_word_embeddings": True} | LLAMA3,
     "mistral": {"tie_word_embeddings": False} | MISTRAL,
+    "mistral-window": {"tie_word_embeddings": False} | MISTRAL | {"sliding_window": 16},  # 7B v0.1's kind
     "mistral-tied": {"tie_word_embeddings": True} | MISTRAL,
     "smollm3": {"tie_word_embeddings": True} | SMOLLM3,
     "moe": {"tie_word_embeddings": False} | QWEN3_MOE,

@@ -4,7 +4,7 @@ An entry says how a family differs: which of its models cannot be trained, its b
 sharded, which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query attention,
 SwiGLU or a mixture of such experts, RMSNorm, rotary positions. The LM head (`logprob_head.LogprobHead`) returns the
 log-probs of given targets and the entropy instead of logits; a reward model has a head of one output instead.
-Left out: sliding windows; mixtures with shared experts, or with some dense blocks.
+Left out: mixtures with shared experts, or with some dense blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,11 @@ import torch
 import transformers
 from torch import nn
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
-from torchtitan.models.common.attention import FlexAttention, get_causal_mask_mod
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    get_causal_mask_mod,
+    get_efficient_causal_mask_mod_for_packed_document,
+)
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
@@ -25,7 +29,14 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from grpo.models.attention import FlashAttention, attention_config, document_masks, for_compiler, shared_prompt_mask
+from grpo.models.attention import (
+    FlashAttention,
+    attention_config,
+    document_masks,
+    for_compiler,
+    shared_prompt_mask,
+    window_mask,
+)
 from grpo.models.experts import ExpertsReader, MoEBlock, moe_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
 from grpo.types import MicroBatch
@@ -35,6 +46,8 @@ WRITES = "ForCausalLM"
 SCORES = "ForSequenceClassification"
 # Kinds of rotary positions whose frequencies do not change with the length
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# What transformers calls the attention of a layer with a window
+WINDOWED = "sliding_attention"
 # Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
 # the first GPU: DTensor's random states take the GPU's index from the rank within the role.
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
@@ -79,13 +92,18 @@ def dense_block(
     )
 
 
-def unsupported_in_dense(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
-    """Yield each reason why a dense model cannot be trained. `raw` is its config.json as it stands."""
+def unsupported_in_dense(
+    raw: dict[str, Any], config: transformers.PretrainedConfig, *, windows: bool = False
+) -> Iterator[str]:
+    """Yield each reason why a dense model cannot be trained. `raw` is its config.json as it stands.
+
+    windows: models of this family may have layers that attend within a window.
+    """
     window = getattr(config, "sliding_window", None)
-    if window:
+    if window and not windows:
         yield (
-            f"sliding_window={window} is not supported, since every layer attends to all tokens before; if no prompt "
-            f"with its completion is longer than {window} tokens, nothing differs: set it to null in config.json"
+            f"sliding_window={window} is not supported for model_type {config.model_type}; if no prompt with its "
+            f"completion is longer than {window} tokens, nothing differs: set it to null in config.json"
         )
     rope_type = config.rope_parameters.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
@@ -212,7 +230,7 @@ FAMILIES = {
     "qwen2": Family(block=partial(dense_block, qkv_bias=True)),  # Qwen2, Qwen2.5, R1-Distill-Qwen
     "llama": Family(),  # Llama 3, R1-Distill-Llama
     "smollm3": Family(),
-    "mistral": Family(),
+    "mistral": Family(unsupported=partial(unsupported_in_dense, windows=True)),
     "qwen3_moe": Family(
         block=moe_block,
         unsupported=unsupported_in_moe,
@@ -246,25 +264,34 @@ class Policy(Qwen3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
-        pass
+        windows: tuple[int | None, ...]
+        """Of each layer, see `DocumentMasks.window`."""
 
-    def masks(self, micro: MicroBatch):
-        """Return the `attention_masks` of a micro-batch, as this model's kind of attention takes them."""
+    def masks(self, micro: MicroBatch) -> dict[int | None, Any]:
+        """Return a micro-batch's masks for each window of the layers, as this model's kind of attention takes them."""
         attention = self.config.first_attention
+        windows = dict.fromkeys(self.config.windows)
         if not isinstance(attention.inner_attention, FlexAttention.Config):
-            return document_masks(micro)
-        if micro.shared is None:
-            return self.get_attention_masks(micro.positions_BT)
-        mask_mods = [get_causal_mask_mod(), shared_prompt_mask(micro)]
-        return self._create_flex_attention_mask(micro.positions_BT, attention, mask_mods)
+            return {window: document_masks(micro, window) for window in windows}
+        documents = get_efficient_causal_mask_mod_for_packed_document(micro.positions_BT)
+        if micro.shared is not None:
+            documents = shared_prompt_mask(micro)
+        masks = {}
+        for window in windows:
+            parts = [get_causal_mask_mod(), documents]
+            if window is not None:
+                parts.append(window_mask(micro.positions_BT, window))
+            masks[window] = self._create_flex_attention_mask(micro.positions_BT, attention, parts)
+        return masks
 
     def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
         """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
-            attention_masks = for_compiler(attention_masks)  # here, behind FSDP, which moves tensors to the GPU
+            # here, behind FSDP, which moves tensors to the GPU
+            attention_masks = {window: for_compiler(masks) for window, masks in attention_masks.items()}
         h_BTD = settled(self.tok_embeddings(ids_BT))
-        for layer in self.layers.values():
-            h_BTD = layer(h_BTD, attention_masks, positions_BT)
+        for layer, window in zip(self.layers.values(), self.config.windows, strict=True):
+            h_BTD = layer(h_BTD, attention_masks[window], positions_BT)
         return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M)
 
 
@@ -323,6 +350,7 @@ def titan_config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
+        windows=tuple(windows_of(hf)),
         layers=[block(hf, _rope(hf, layer), attention_config(attention)) for layer in range(hf.num_hidden_layers)],
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
         tok_embeddings=Embedding.Config(
@@ -337,6 +365,17 @@ def empty_policy(hf: transformers.PretrainedConfig) -> nn.Module:
     config = titan_config(hf, "documents", chunk_tokens=1)
     with torch.device("meta"):
         return config.build()
+
+
+def layer_kinds(hf: transformers.PretrainedConfig) -> list[str]:
+    """Return transformers' word for each layer's attention: sliding_attention with a window, else full_attention."""
+    kind = WINDOWED if getattr(hf, "sliding_window", None) else "full_attention"
+    return getattr(hf, "layer_types", None) or [kind] * hf.num_hidden_layers
+
+
+def windows_of(hf: transformers.PretrainedConfig) -> list[int | None]:
+    """Return the window of each layer: how many tokens a token attends to, itself included; None for all before it."""
+    return [hf.sliding_window if kind == WINDOWED else None for kind in layer_kinds(hf)]
 
 
 def head_dim_of(config: transformers.PretrainedConfig) -> int:

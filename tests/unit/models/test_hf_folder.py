@@ -59,6 +59,7 @@ QWEN3_30B_A3B = model(
     **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
     **{"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
 )
+MISTRAL_7B_V0_1 = MISTRAL_7B_V0_3 | {"vocab_size": 32000, "rope_theta": 10000.0, "sliding_window": 4096}
 YARN = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
 ACCEPTED = {  # config.json, (rope type, rope theta)
     "Qwen2.5-7B": (QWEN2_5_7B, ("default", 1e6)),
@@ -66,6 +67,7 @@ ACCEPTED = {  # config.json, (rope type, rope theta)
     "R1-Distill-Qwen-7B": (R1_DISTILL_QWEN_7B, ("default", 1e4)),
     "Llama-3.1-8B": (LLAMA3_1_8B, ("llama3", 5e5)),
     "SmolLM3-3B": (SMOLLM3_3B, ("default", 5e6)),
+    "Mistral-7B-v0.1": (MISTRAL_7B_V0_1, ("default", 1e4)),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, ("default", 1e6)),
     "Qwen3-1.7B": (QWEN3_1_7B, ("default", 1e6)),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, ("default", 1e6)),
@@ -87,10 +89,6 @@ def test_accepted(name, tmp_path):
 
 
 REFUSED = {  # what is wrong: (config.json, the reason)
-    "Mistral, window by default": (
-        {name: value for name, value in MISTRAL_7B_V0_3.items() if name != "sliding_window"},
-        "sliding_window=4096 is not supported",
-    ),
     "Qwen2, window": (
         QWEN2_5_7B | {"use_sliding_window": True, "max_window_layers": 14},
         "longer than 131072 tokens, nothing differs: set it to null",

@@ -29,7 +29,14 @@ from grpo.models.memory import (
 )
 from grpo.run.command_line import DEFAULT_RECIPES
 from tests.tiny_models import QWEN3_MOE, SMALL
-from tests.unit.models.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B, SMOLLM3_3B
+from tests.unit.models.test_hf_folder import (
+    LLAMA3_1_8B,
+    MISTRAL_7B_V0_1,
+    MISTRAL_7B_V0_3,
+    QWEN2_5_7B,
+    QWEN3_1_7B,
+    SMOLLM3_3B,
+)
 from tests.unit.test_readme import table
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -235,6 +242,13 @@ def test_generator_by_hand():
     assert halves["weights"] == parts["weights"] / 2
     # two engines have 256 completions each, and share their cache
     assert halves["KV cache, if all run at full length"] == parts["KV cache, if all run at full length"]
+
+
+def test_the_cache_of_a_window_holds_no_more_than_the_window():
+    """Mistral-7B-v0.1: 128 KiB a token as Llama-3.1-8B, 4,096 tokens of 6,144; in all layers."""
+    lengths = "--data.max-prompt-tokens", 4096, "--generator.max-completion-tokens", 2048
+    parts = generator_gib(sizes(MISTRAL_7B_V0_1), config_of(*lengths))
+    assert parts["KV cache, if all run at full length"] == pytest.approx(128 * 128 * 4096 / 2**20)
 
 
 # Flags, sequences that an engine gets, GiB of the GPU -> how many it decodes at once. Qwen3-1.7B: a token's cache is
