@@ -1,9 +1,10 @@
 """The families of models that can be trained, an entry of FAMILIES each, and the torchtitan model of a config.json.
 
 An entry says how a family differs: which of its models cannot be trained, its block, its tensors' names, how it is
-sharded, which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query attention,
-SwiGLU or a mixture of such experts, RMSNorm, rotary positions. The LM head (`logprob_head.LogprobHead`) returns the
-log-probs of given targets and the entropy instead of logits; a reward model has a head of one output instead.
+sharded, its norm, which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query
+attention, some of it within windows, SwiGLU or a mixture of such experts, RMSNorm, rotary positions. blocks.py has what
+torchtitan lacks. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets and the entropy instead
+of logits; a reward model has a head of one output instead.
 Left out: mixtures with shared experts, or with some dense blocks.
 """
 
@@ -22,6 +23,7 @@ from torchtitan.models.common.attention import (
     get_efficient_causal_mask_mod_for_packed_document,
 )
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import Identity
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
@@ -37,6 +39,7 @@ from grpo.models.attention import (
     shared_prompt_mask,
     window_mask,
 )
+from grpo.models.blocks import AllHeadsNorm, GeGLU, NormedBlock, OffsetNorm, ScaledEmbedding
 from grpo.models.experts import ExpertsReader, MoEBlock, moe_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
 from grpo.types import MicroBatch
@@ -93,11 +96,15 @@ def dense_block(
 
 
 def unsupported_in_dense(
-    raw: dict[str, Any], config: transformers.PretrainedConfig, *, windows: bool = False
+    raw: dict[str, Any],
+    config: transformers.PretrainedConfig,
+    *,
+    windows: bool = False,
+    activation: str = "silu",
 ) -> Iterator[str]:
     """Yield each reason why a dense model cannot be trained. `raw` is its config.json as it stands.
 
-    windows: models of this family may have layers that attend within a window.
+    windows: models of this family may have layers that attend within a window. activation: the family's only one.
     """
     window = getattr(config, "sliding_window", None)
     if window and not windows:
@@ -105,15 +112,18 @@ def unsupported_in_dense(
             f"sliding_window={window} is not supported for model_type {config.model_type}; if no prompt with its "
             f"completion is longer than {window} tokens, nothing differs: set it to null in config.json"
         )
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("use_mrope"):
-        yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
+    for kind in sorted({*layer_kinds(config)}):
+        rotary = rotary_parameters(config, kind)
+        rope_type = rotary.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
+        if rotary.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("use_mrope"):
+            yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
-    if config.hidden_act != "silu":
-        yield f"hidden_act {config.hidden_act} is not supported, only silu"
+    wanted = getattr(config, "hidden_activation", None) or config.hidden_act
+    if wanted != activation:
+        yield f"hidden_act {wanted} is not supported, only {activation}"
 
 
 DENSE_LINEARS = {
@@ -136,6 +146,72 @@ class DenseNames(Qwen3StateDictAdapter):
             self.from_hf_map[f"model.layers.{{}}.self_attn.{name}.bias"] = f"layers.{{}}.{DENSE_LINEARS[name]}.bias"
         if isinstance(model_config.lm_head, ScoreHead.Config):
             self.from_hf_map["score.weight"] = self.from_hf_map.pop("lm_head.weight")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dense decoders with norms behind attention and feed-forward layer
+
+
+def gemma3_block(
+    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+) -> NormedBlock.Config:
+    """Return torchtitan's config of a block of Gemma 3, whose layers have a norm before and a norm behind them."""
+    dense = dense_block(hf, rope, inner_attention, qk_norm=True)
+    linears = dense.feed_forward
+    return NormedBlock.Config(
+        attention_norm=dense.attention_norm,
+        attention=dense.attention,
+        attention_post_norm=_norm(hf, hf.hidden_size),
+        ffn_norm=dense.ffn_norm,
+        feed_forward=GeGLU.Config(w1=linears.w1, w2=linears.w2, w3=linears.w3),
+        ffn_post_norm=_norm(hf, hf.hidden_size),
+        scale=hf.query_pre_attn_scalar**-0.5,
+    )
+
+
+def unsupported_in_gemma3(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
+    """Yield each reason why a Gemma 3 cannot be trained. `raw` is its config.json as it stands."""
+    yield from unsupported_in_dense(raw, config, windows=True, activation="gelu_pytorch_tanh")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, name):
+            yield f"{name} is not supported"
+
+
+def olmo3_block(
+    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+) -> NormedBlock.Config:
+    """Return torchtitan's config of a block of OLMo 3, whose layers have no norm before and one behind them."""
+    dense = dense_block(hf, rope, inner_attention)
+    head_dim = head_dim_of(hf)
+    norms = [
+        AllHeadsNorm.Config(normalized_shape=num_heads * head_dim, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+        for num_heads in (hf.num_attention_heads, hf.num_key_value_heads)
+    ]
+    dense.attention.qk_norm = norms[0]
+    return NormedBlock.Config(
+        attention_norm=Identity.Config(),
+        attention=dense.attention,
+        attention_post_norm=dense.attention_norm,
+        ffn_norm=Identity.Config(),
+        feed_forward=dense.feed_forward,
+        ffn_post_norm=dense.ffn_norm,
+        key_norm=norms[1],
+        scale=head_dim**-0.5,
+    )
+
+
+class NormedNames(DenseNames):
+    """Names for models of `NormedBlock`."""
+
+    def __init__(self, model_config: "Policy.Config", hf_assets_path: str | None):
+        super().__init__(model_config, hf_assets_path)
+        norms = {
+            "post_attention_layernorm": "attention_post_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "ffn_post_norm",
+        }
+        for theirs, ours in norms.items():
+            self.from_hf_map[f"model.layers.{{}}.{theirs}.weight"] = f"layers.{{}}.{ours}.weight"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,6 +295,10 @@ class Family:
     """Torchtitan's names of tensors <-> Hugging Face's."""
     parallelize: Callable[..., nn.Module] = parallelize_qwen3
     """Torchtitan's function that applies tensor parallelism, activation checkpointing, compilation and FSDP."""
+    norm: type[RMSNorm] = RMSNorm
+    """The norm of hidden states, and of queries and keys per head."""
+    scales_embeddings: bool = False
+    """Embeddings are multiplied by the root of their width."""
     linears: dict[str, str] = field(default_factory=lambda: DENSE_LINEARS)
     """The linear layers that take adapters, in the order in which a forward meets them: Hugging Face's name -> place in
     a block."""
@@ -231,6 +311,14 @@ FAMILIES = {
     "llama": Family(),  # Llama 3, R1-Distill-Llama
     "smollm3": Family(),
     "mistral": Family(unsupported=partial(unsupported_in_dense, windows=True)),
+    "gemma3_text": Family(
+        block=gemma3_block,
+        unsupported=unsupported_in_gemma3,
+        names=NormedNames,
+        norm=OffsetNorm,
+        scales_embeddings=True,
+    ),
+    "olmo3": Family(block=olmo3_block, unsupported=partial(unsupported_in_dense, windows=True), names=NormedNames),
     "qwen3_moe": Family(
         block=moe_block,
         unsupported=unsupported_in_moe,
@@ -353,9 +441,7 @@ def titan_config(
         windows=tuple(windows_of(hf)),
         layers=[block(hf, _rope(hf, layer), attention_config(attention)) for layer in range(hf.num_hidden_layers)],
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
-        tok_embeddings=Embedding.Config(
-            num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_NO_INIT
-        ),
+        tok_embeddings=_embedding(hf),
         lm_head=head,
     )
 
@@ -383,8 +469,20 @@ def head_dim_of(config: transformers.PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def rotary_parameters(hf: transformers.PretrainedConfig, kind: str) -> dict[str, Any]:
+    """Return the rotary embedding's parameters in layers of a kind. Some models have the same ones in all."""
+    return hf.rope_parameters.get(kind, hf.rope_parameters)
+
+
 def _norm(hf: transformers.PretrainedConfig, size: int) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+    return family_of(hf).norm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+
+
+def _embedding(hf: transformers.PretrainedConfig) -> Embedding.Config:
+    sizes = {"num_embeddings": hf.vocab_size, "embedding_dim": hf.hidden_size}
+    if family_of(hf).scales_embeddings:
+        return ScaledEmbedding.Config(**sizes, param_init=_NO_INIT, scale=hf.hidden_size**0.5)
+    return Embedding.Config(**sizes, param_init=_NO_INIT)
 
 
 def _rope(hf: transformers.PretrainedConfig, layer: int) -> HFRoPE.Config:
@@ -393,13 +491,16 @@ def _rope(hf: transformers.PretrainedConfig, layer: int) -> HFRoPE.Config:
     rotates = getattr(hf, "no_rope_layers", None)  # despite its name: 1 for layers that rotate, 0 for others
     if rotates and not rotates[layer]:
         return HFRoPE.Config(dim=head_dim, max_seq_len=hf.max_position_embeddings)
-    rope_type = hf.rope_parameters.get("rope_type", "default")
+    kind = layer_kinds(hf)[layer]
+    parameters = rotary_parameters(hf, kind)
+    rope_type = parameters.get("rope_type", "default")
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        inv_freq = hf.rope_parameters["rope_theta"] ** -exponents
+        inv_freq = parameters["rope_theta"] ** -exponents
         attention_factor = 1.0
     else:
-        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf, device="cpu")
+        of_kind = {"layer_type": kind} if kind in hf.rope_parameters else {}
+        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf, device="cpu", **of_kind)
     return HFRoPE.Config(
         dim=head_dim,
         max_seq_len=hf.max_position_embeddings,

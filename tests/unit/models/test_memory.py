@@ -30,9 +30,11 @@ from grpo.models.memory import (
 from grpo.run.command_line import DEFAULT_RECIPES
 from tests.tiny_models import QWEN3_MOE, SMALL
 from tests.unit.models.test_hf_folder import (
+    GEMMA3_1B,
     LLAMA3_1_8B,
     MISTRAL_7B_V0_1,
     MISTRAL_7B_V0_3,
+    OLMO3_7B,
     QWEN2_5_7B,
     QWEN3_1_7B,
     SMOLLM3_3B,
@@ -68,6 +70,8 @@ PUBLISHED = {  # number of parameters as the hub counts them
     "Qwen2.5-7B": (QWEN2_5_7B, 7_615_616_512),
     "Llama-3.1-8B": (LLAMA3_1_8B, 8_030_261_248),
     "SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624),
+    "Gemma-3-1B": (GEMMA3_1B, 999_885_952),
+    "OLMo-3-7B": (OLMO3_7B, 7_298_011_136),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, 7_248_023_552),
 }
 
@@ -245,10 +249,13 @@ def test_generator_by_hand():
 
 
 def test_the_cache_of_a_window_holds_no_more_than_the_window():
-    """Mistral-7B-v0.1: 128 KiB a token as Llama-3.1-8B, 4,096 tokens of 6,144; in all layers."""
+    """Mistral-7B-v0.1: 128 KiB a token as Llama-3.1-8B, 4,096 tokens of 6,144. Gemma-3-1B: 1 KiB a token and layer,
+    512 tokens in 22 layers and 6,144 in 4. 128 sequences each.
+    """
     lengths = "--data.max-prompt-tokens", 4096, "--generator.max-completion-tokens", 2048
-    parts = generator_gib(sizes(MISTRAL_7B_V0_1), config_of(*lengths))
-    assert parts["KV cache, if all run at full length"] == pytest.approx(128 * 128 * 4096 / 2**20)
+    for raw, kib_of_a_sequence in (MISTRAL_7B_V0_1, 128 * 4096), (GEMMA3_1B, 22 * 512 + 4 * 6144):
+        parts = generator_gib(sizes(raw), config_of(*lengths))
+        assert parts["KV cache, if all run at full length"] == pytest.approx(128 * kib_of_a_sequence / 2**20)
 
 
 # Flags, sequences that an engine gets, GiB of the GPU -> how many it decodes at once. Qwen3-1.7B: a token's cache is
