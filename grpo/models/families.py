@@ -3,8 +3,8 @@
 An entry says how a family differs: which of its models cannot be trained, its block, its tensors' names, how it is
 sharded, its norm, which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query
 attention, some of it within windows, SwiGLU or a mixture of such experts, RMSNorm, rotary positions. blocks.py has what
-torchtitan lacks. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets and the entropy instead
-of logits; a reward model has a head of one output instead.
+torchtitan lacks. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets and the entropy
+instead of logits; a reward model has a head of one output instead.
 Left out: mixtures with shared experts, or with some dense blocks.
 """
 
