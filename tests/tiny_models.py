@@ -66,6 +66,13 @@ OLMO3 = WINDOWS | {
         | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.2},
     },
 }
+GRANITE = {
+    "model_type": "granite",
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "initializer_range": 0.2}
 KINDS = {
     "qwen3-tied": {"tie_word_embeddings": True},
@@ -81,6 +88,7 @@ KINDS = {
     "smollm3": {"tie_word_embeddings": True} | SMOLLM3,
     "gemma3": {"tie_word_embeddings": True} | GEMMA3,
     "olmo3": {"tie_word_embeddings": False} | OLMO3,
+    "granite": {"tie_word_embeddings": True} | GRANITE,
     "moe": {"tie_word_embeddings": False} | QWEN3_MOE,
     "moe-tied": {"tie_word_embeddings": True} | QWEN3_MOE | {"norm_topk_prob": False},
 }

@@ -1,6 +1,7 @@
-"""Parts of blocks that torchtitan does not have; Gemma 3 (arXiv:2503.19786) and OLMo 3 are made of them.
+"""Parts of blocks that torchtitan does not have, of Gemma 3 (arXiv:2503.19786), OLMo 3 (arXiv:2512.13961) and Granite.
 
-A block with norms behind attention and feed-forward layer, norms of 1 + w or over all heads, GeGLU, scaled embeddings.
+A block with norms or factors behind attention and feed-forward layer, norms of 1 + w or over all heads, GeGLU, scaled
+embeddings.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torchtitan.models.common import Embedding, RMSNorm
 from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 
@@ -38,6 +40,22 @@ class AllHeadsNorm(RMSNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize [B, T, heads, head_dim], of which each rank has all heads."""
         return super().forward(input.flatten(2)).view_as(input)
+
+
+class Multiplier(Module):
+    """Multiplies by a number, in place of a norm."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        factor: float
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.factor = config.factor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return input * factor."""
+        return input * self.factor
 
 
 class GeGLU(FeedForward):
@@ -70,12 +88,12 @@ class ScaledEmbedding(Embedding):
 
 
 class NormedBlock(Qwen3TransformerBlock):
-    """A block that normalizes what attention and feed-forward layer give, before it is added."""
+    """A block that normalizes or multiplies what attention and feed-forward layer give, before it is added."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3TransformerBlock.Config):
-        attention_post_norm: RMSNorm.Config
-        ffn_post_norm: RMSNorm.Config
+        attention_post_norm: Module.Config
+        ffn_post_norm: Module.Config
         key_norm: AllHeadsNorm.Config | None = None
         """Of keys over all heads, which are fewer than those of queries; None if both have the same norm."""
         scale: float

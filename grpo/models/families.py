@@ -39,7 +39,7 @@ from grpo.models.attention import (
     shared_prompt_mask,
     window_mask,
 )
-from grpo.models.blocks import AllHeadsNorm, GeGLU, NormedBlock, OffsetNorm, ScaledEmbedding
+from grpo.models.blocks import AllHeadsNorm, GeGLU, Multiplier, NormedBlock, OffsetNorm, ScaledEmbedding
 from grpo.models.experts import ExpertsReader, MoEBlock, moe_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
 from grpo.types import MicroBatch
@@ -200,8 +200,24 @@ def olmo3_block(
     )
 
 
+def granite_block(
+    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+) -> NormedBlock.Config:
+    """Return torchtitan's config of a block of Granite, which multiplies what it adds by a number."""
+    dense = dense_block(hf, rope, inner_attention)
+    return NormedBlock.Config(
+        attention_norm=dense.attention_norm,
+        attention=dense.attention,
+        attention_post_norm=Multiplier.Config(factor=hf.residual_multiplier),
+        ffn_norm=dense.ffn_norm,
+        feed_forward=dense.feed_forward,
+        ffn_post_norm=Multiplier.Config(factor=hf.residual_multiplier),
+        scale=hf.attention_multiplier,
+    )
+
+
 class NormedNames(DenseNames):
-    """Names for models of `NormedBlock`."""
+    """Names for models with norms behind attention and feed-forward layer."""
 
     def __init__(self, model_config: "Policy.Config", hf_assets_path: str | None):
         super().__init__(model_config, hf_assets_path)
@@ -297,8 +313,8 @@ class Family:
     """Torchtitan's function that applies tensor parallelism, activation checkpointing, compilation and FSDP."""
     norm: type[RMSNorm] = RMSNorm
     """The norm of hidden states, and of queries and keys per head."""
-    scales_embeddings: bool = False
-    """Embeddings are multiplied by the root of their width."""
+    embedding_scale: Callable[[transformers.PretrainedConfig], float] | None = None
+    """Embeddings are multiplied by it."""
     linears: dict[str, str] = field(default_factory=lambda: DENSE_LINEARS)
     """The linear layers that take adapters, in the order in which a forward meets them: Hugging Face's name -> place in
     a block."""
@@ -316,9 +332,10 @@ FAMILIES = {
         unsupported=unsupported_in_gemma3,
         names=NormedNames,
         norm=OffsetNorm,
-        scales_embeddings=True,
+        embedding_scale=lambda hf: hf.hidden_size**0.5,
     ),
     "olmo3": Family(block=olmo3_block, unsupported=partial(unsupported_in_dense, windows=True), names=NormedNames),
+    "granite": Family(block=granite_block, embedding_scale=lambda hf: hf.embedding_multiplier),
     "qwen3_moe": Family(
         block=moe_block,
         unsupported=unsupported_in_moe,
@@ -354,6 +371,8 @@ class Policy(Qwen3Model):
     class Config(Qwen3Model.Config):
         windows: tuple[int | None, ...]
         """Of each layer, see `DocumentMasks.window`."""
+        logits_divisor: float = 1.0
+        """Logits are divided by it, besides the temperature."""
 
     def masks(self, micro: MicroBatch) -> dict[int | None, Any]:
         """Return a micro-batch's masks for each window of the layers, as this model's kind of attention takes them."""
@@ -380,6 +399,8 @@ class Policy(Qwen3Model):
         h_BTD = settled(self.tok_embeddings(ids_BT))
         for layer, window in zip(self.layers.values(), self.config.windows, strict=True):
             h_BTD = layer(h_BTD, attention_masks[window], positions_BT)
+        if self.config.logits_divisor != 1:
+            temperatures_BT = temperatures_BT * self.config.logits_divisor
         return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M)
 
 
@@ -439,6 +460,7 @@ def titan_config(
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
         windows=tuple(windows_of(hf)),
+        logits_divisor=getattr(hf, "logits_scaling", 1.0),
         layers=[block(hf, _rope(hf, layer), attention_config(attention)) for layer in range(hf.num_hidden_layers)],
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
         tok_embeddings=_embedding(hf),
@@ -479,10 +501,11 @@ def _norm(hf: transformers.PretrainedConfig, size: int) -> RMSNorm.Config:
 
 
 def _embedding(hf: transformers.PretrainedConfig) -> Embedding.Config:
-    sizes = {"num_embeddings": hf.vocab_size, "embedding_dim": hf.hidden_size}
-    if family_of(hf).scales_embeddings:
-        return ScaledEmbedding.Config(**sizes, param_init=_NO_INIT, scale=hf.hidden_size**0.5)
-    return Embedding.Config(**sizes, param_init=_NO_INIT)
+    fields = {"num_embeddings": hf.vocab_size, "embedding_dim": hf.hidden_size, "param_init": _NO_INIT}
+    scale = family_of(hf).embedding_scale
+    if scale is None:
+        return Embedding.Config(**fields)
+    return ScaledEmbedding.Config(**fields, scale=scale(hf))
 
 
 def _rope(hf: transformers.PretrainedConfig, layer: int) -> HFRoPE.Config:

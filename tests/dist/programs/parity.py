@@ -107,7 +107,7 @@ def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: Train
 
     def spy(product, targets, temperatures, first_row):
         assert (product.dtype, temperatures.dtype) == (torch.bfloat16, torch.float32), case
-        seen.update(temperatures.tolist())
+        seen.update((temperatures / model.module.config.logits_divisor).tolist())
         return statistics(product, targets, temperatures, first_row)
 
     head.statistics = spy

@@ -31,6 +31,7 @@ from grpo.run.command_line import DEFAULT_RECIPES
 from tests.tiny_models import QWEN3_MOE, SMALL
 from tests.unit.models.test_hf_folder import (
     GEMMA3_1B,
+    GRANITE3_2B,
     LLAMA3_1_8B,
     MISTRAL_7B_V0_1,
     MISTRAL_7B_V0_3,
@@ -72,6 +73,7 @@ PUBLISHED = {  # number of parameters as the hub counts them
     "SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624),
     "Gemma-3-1B": (GEMMA3_1B, 999_885_952),
     "OLMo-3-7B": (OLMO3_7B, 7_298_011_136),
+    "Granite-3.1-2B": (GRANITE3_2B, 2_533_531_648),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, 7_248_023_552),
 }
 
