@@ -36,7 +36,7 @@ LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy: any dense Qwen3, Qwen2, Llama 3 or Mistral checkpoint."""
+    """The policy: a checkpoint of any size, of a family in configs/DATA.md."""
 
     path: str = "Qwen/Qwen3-1.7B"
     """Hugging Face folder or hub name (config.json, safetensors, tokenizer); or your own
