@@ -256,14 +256,14 @@ class Policy(Qwen3Model):
         mask_mods = [get_causal_mask_mod(), shared_prompt_mask(micro)]
         return self._create_flex_attention_mask(micro.positions_BT, attention, mask_mods)
 
-    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
+    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M, kept=None):
         """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             attention_masks = for_compiler(attention_masks)  # here, behind FSDP, which moves tensors to the GPU
         h_BTD = settled(self.tok_embeddings(ids_BT))
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, attention_masks, positions_BT)
-        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M)
+        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M, kept)
 
 
 class HFRoPE(CosSinRoPE):
