@@ -98,8 +98,16 @@ class Completion:
     """A conversation's turns, reward, counts and end, as JSON has them; None without an environment."""
 
     @classmethod
-    def of(cls, ids_T: Tensor, logprobs_T: Tensor, truncated: bool, version: int = 0, kept=(), **others):
-        """Return a completion of one sampled piece; kept: as there."""
+    def of(
+        cls,
+        ids_T: Tensor,
+        logprobs_T: Tensor,
+        truncated: bool,
+        version: int = 0,
+        kept: Sequence[np.ndarray] = (),
+        **others,
+    ):
+        """Return a completion of one sampled piece. kept: as in `Piece.sampled`."""
         return cls((Piece.sampled(ids_T, logprobs_T, version, kept),), truncated, **others)
 
     @cached_property

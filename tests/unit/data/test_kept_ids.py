@@ -62,7 +62,7 @@ def test_every_loss_token_is_scored_over_its_own_ids(tmp_path, seed, shares):
     batch = make_batch(samples)
     batch = dataclasses.replace(batch, loss_mask_N=batch.loss_mask_N & (torch.rand(batch.num_tokens) < 0.7))
     none_S = torch.zeros(batch.num_sequences)
-    save_step(tmp_path, 1, RecordedStep(batch, none_S, none_S > 0, none_S[None], GROUP_SIZE, {}))
+    save_step(tmp_path, 1, RecordedStep(batch, none_S, none_S > 0, none_S[None].clone(), GROUP_SIZE, {}))
     batch = read_step(str(tmp_path), 1).batch
     num_seen = 0
     for mini_batch in split_groups(batch, GROUP_SIZE, 2):
