@@ -101,7 +101,9 @@ class GeneratorConfig:
     engine: Table[Json] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor kv_cache_dtype fp8`."""
     sampling: Table[Json] = field(default_factory=dict)
-    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling top_p 0.9 min_tokens 8`."""
+    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling top_p 0.9 top_k 50`.
+
+    Log-probs, entropy and KL are over the tokens that top_p, top_k and min_p keep."""
 
     @property
     def max_num_seqs(self) -> int:

@@ -33,7 +33,7 @@ from grpo.models.blocks import NormedBlock, set_norm_shardings
 from grpo.models.families import Policy, family_of, has_experts, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
-from grpo.types import MicroBatch, SharedPrompts, TrainBatch
+from grpo.types import MicroBatch, TrainBatch
 
 # A run decides what is "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
 CHECKPOINTING_OF_BLOCKS = {
@@ -138,9 +138,8 @@ class ShardedModel:
         this rank's device. Collective over the role's ranks.
         """
         masks = self.module.masks(micro)
-        return self.module(
-            micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
-        )
+        inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
+        return self.module(*inputs, micro.kept)
 
     @torch.no_grad()
     def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
@@ -174,8 +173,8 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, SharedPrompts):
-        return SharedPrompts(*(_on_device(part, device) for part in value))
+    if isinstance(value, tuple):  # SharedPrompts, KeptIds
+        return type(value)(*(_on_device(part, device) for part in value))
     if not isinstance(value, torch.Tensor):
         return value
     if device.type == "cuda":  # from memory that may be swapped out, a copy waits for all that was launched before

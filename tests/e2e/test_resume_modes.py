@@ -39,6 +39,7 @@ TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environ
 TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-tokens", 48)
 TURNS += ("--algorithm.advantages", "return_to_go")
 SAVED = ("--checkpoint.interval", 3)
+TRUNCATED = ("--generator.sampling", "top_p", 0.9, "min_p", 0.02)
 ROUNDED = ("--trainer.moments", "bfloat16", "--trainer.adam-beta2", 0.95)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher}, {judge}, {moe}, {gemma3} and {olmo3} are folders
@@ -96,6 +97,12 @@ MODES = {
     ),
     "groups carried over, overlap, a mixture of experts": Mode(
         3, (*split(1, 0, 2), "--model.path", "{moe}", *CARRIED, *OVERLAP, *NO_KL), rank=2
+    ),
+    "groups carried over, overlap, top_p and min_p": Mode(
+        3, (*split(1, 0, 2), *CARRIED, *OVERLAP, *NO_KL, *TRUNCATED), rank=2
+    ),
+    "turns, a teacher, several updates, top_p and min_p": Mode(
+        3, (*split(1, 1, 1), *TURNS, *TEACHER, *UPDATES, *TRUNCATED), rank=1
     ),
     "turns, overlap, two engines": Mode(3, (*split(1, 0, 2), *TURNS, *OVERLAP, *EVALUATION, *NO_KL), rank=2),
     "turns, TP 2": Mode(
