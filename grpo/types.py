@@ -15,6 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+Metrics = dict[str, float]
+"""Numbers that are logged, by name."""
+Record = dict[str, Any]
+"""A line of a .jsonl file."""
+
 
 @dataclass(frozen=True)
 class Prompt:
