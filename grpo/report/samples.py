@@ -66,13 +66,15 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
     return records
 
 
+def reward_rank(record: Record) -> tuple[bool, float]:
+    """Return the key that sorts records by reward. No reward is the lowest one."""
+    reward = record["reward"]
+    return reward is not None, reward or 0.0
+
+
 def spread_by_reward(records: list[Record], count: int) -> list[Record]:
     """Return up to `count` records at even distances in the ranking by reward, best first, worst (or None) last."""
-
-    def rank(record: Record) -> tuple[bool, float | None]:
-        return record["reward"] is not None, record["reward"]
-
-    ranked = sorted(records, key=rank, reverse=True)
+    ranked = sorted(records, key=reward_rank, reverse=True)
     last = len(ranked) - 1
     count = min(count, len(ranked))
     return [ranked[round(i * last / max(count - 1, 1))] for i in range(count)]
