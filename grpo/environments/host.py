@@ -94,7 +94,8 @@ class EnvironmentHost:
         """
         give_up_at = time.monotonic() + seconds
         while True:  # a `reset` that is tried again has no reply yet
-            outcomes = self.workers.poll(max(0.0, give_up_at - time.monotonic()))
+            seconds_left = give_up_at - time.monotonic()
+            outcomes = self.workers.poll(max(0.0, seconds_left))
             replies = [reply for reply in map(self._reply, outcomes) if reply]
             if replies or not outcomes:
                 return replies
@@ -194,9 +195,12 @@ class LiveEnvironment:
         then unknown.
         """
         turn = opened_thought + text
+        calls = []
+        if self.toolbox.tools:
+            calls = parse(turn, self.style)
         answers = []
         kinds = []
-        for call in parse(turn, self.style) if self.toolbox.tools else []:
+        for call in calls:
             if isinstance(call, ToolCall):
                 answer, kind = run_call(self.toolbox, self.object, call)
             else:
@@ -204,7 +208,9 @@ class LiveEnvironment:
                 kind = "bad"
             answers.append(answer)
             kinds.append(kind)
-        unread = "" if answers else other_style(turn, self.style, self.toolbox.tools)
+        unread = ""
+        if not calls:
+            unread = other_style(turn, self.style, self.toolbox.tools)
         role = ""
         if not answers and self.toolbox.has_reply:
             role = "user"
@@ -252,7 +258,8 @@ class LiveEnvironment:
         if not self.toolbox.has_reward:
             return None
         try:
-            return plain_values([await_result(self.object.get_reward())], 1)[0]
+            reward = await_result(self.object.get_reward())
+            return plain_values([reward], 1)[0]
         except Failure as error:
             raise Lost(f"get_reward {error}") from error
 
