@@ -43,7 +43,8 @@ class Order:
             self._epoch = epoch
             self._epoch_rows = list(self.rows.usable)
             if self.shuffle:
-                random.Random(f"{self.seed} {epoch} {self.label}".rstrip()).shuffle(self._epoch_rows)
+                epoch_seed = f"{self.seed} {epoch} {self.label}".rstrip()
+                random.Random(epoch_seed).shuffle(self._epoch_rows)
         self.num_drawn += 1
         row = self._epoch_rows[position]
         return row, self.rows.get(row)
@@ -81,7 +82,8 @@ class Stream:
         if unknown:
             raise ValueError(f"weights name {unknown}, and data.sources has {list(self.orders)}")
         self.weights = {name: float(weights.get(name, 1.0)) for name in self.orders}
-        if min(self.weights.values()) < 0 or not 0 < sum(self.weights.values()) < math.inf:
+        total = sum(self.weights.values())
+        if min(self.weights.values()) < 0 or not 0 < total < math.inf:
             raise ValueError(f"weights are {self.weights}; each must be 0 or more, and one above 0")
 
     @property
@@ -94,8 +96,9 @@ class Stream:
         total = sum(self.weights.values())
         for name, weight in self.weights.items():
             self._owed[name] += weight / total
+        drawn_from = [name for name, weight in self.weights.items() if weight]
         # rounded, because max then takes the first of equals, in the order of the config
-        name = max(filter(self.weights.get, self.orders), key=lambda name: round(self._owed[name], 9))
+        name = max(drawn_from, key=lambda name: round(self._owed[name], 9))
         self._owed[name] -= 1
         return self.orders[name]
 
@@ -149,7 +152,11 @@ class ChatStream(Stream):
 
     def draw(self, count: int) -> list[Encoded]:
         """Return the next `count` examples, across epochs where needed."""
-        return [self.next_order().draw()[1] for _ in range(count)]
+        examples = []
+        for _ in range(count):
+            _, example = self.next_order().draw()
+            examples.append(example)
+        return examples
 
 
 def _check_same(name: str, saved: Any, ours: Any) -> None:
