@@ -183,11 +183,10 @@ def failure_lines(rollouts: list[Rollout]) -> list[str]:
     lines = []
     for function, failed in failed_by_function.items():
         counts = collections.Counter(_one_line(r.failures[function]) for r in failed)
-        reasons = [f"{reason} ({count})" for reason, count in counts.most_common(NUM_REASONS)]
-        first = shorten(failed[0].text, QUOTED_CHARACTERS)
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in counts.most_common(NUM_REASONS))
         lines.append(
-            f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: "
-            f"{', '.join(reasons)}; first completion: {first!r}"
+            f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {reasons}; "
+            f"first completion: {shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
         )
     return lines
 
