@@ -13,6 +13,7 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from grpo.roles.process_groups import Roles
+from grpo.types import Metrics
 from grpo.watch.failures import BEGAN, set_place
 
 PROFILE = "profile"  # the folder of traces, within the run folder
@@ -32,7 +33,8 @@ def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) 
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as trace:
             yield step
-        path = pathlib.Path(run_dir) / PROFILE / f"step-{chosen:08d}-rank-{roles.rank:03d}-{roles.name}.json.gz"
+        name = f"step-{chosen:08d}-rank-{roles.rank:03d}-{roles.name}.json.gz"
+        path = pathlib.Path(run_dir) / PROFILE / name
         path.parent.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(path))
 
@@ -79,14 +81,15 @@ class StepTimer:
         with self.phase("startup"):
             yield
 
-    def close_step(self) -> dict[str, float]:
+    def close_step(self) -> Metrics:
         """Return the seconds since the last call: `time/PHASE` of each phase that ran, `time/other`, `time/step`.
 
         `time/step` is the sum of the others without `time/startup`. The next step starts here.
         """
         self.enter("other")
         times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-        times["time/step"] = self.last_change - self.step_start - times.get("time/startup", 0.0)
+        startup = times.get("time/startup", 0.0)
+        times["time/step"] = self.last_change - self.step_start - startup
         self.seconds = {}
         self.step_start = self.last_change
         return times
