@@ -14,7 +14,7 @@ from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import SamplingConfig
 from grpo.report.rollout_metrics import reward_tensors
 from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.types import Completion, Metrics, Piece, Prompt, Requests, Rollout
+from grpo.types import Completion, Piece, Prompt, Requests, Rollout
 
 # A round asks for as many groups as the share of informative ones so far calls for, but expects at least this share.
 LEAST_INFORMATIVE_FRAC = 1 / 8
@@ -146,7 +146,7 @@ class GroupBuffer:
         groups = [self.everything[place * size : (place + 1) * size] for place in places[: self.prompts_per_step]]
         return list(itertools.chain.from_iterable(groups))
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics of the step's sampling by name."""
         metrics = {}
         if self.sampling.carry_over:
