@@ -163,9 +163,20 @@ def play_episodes(name: str, seeds: Iterable[int], stage: Stage) -> Iterator[Epi
     config = stage.config
     turns = stage.turns[name]
     examples = stage.examples[name] or [Example()]
-    host = EnvironmentHost(config.environment, stage.style, 1, config.reward.environment)
+    host = EnvironmentHost(
+        config.environment,
+        stage.style,
+        num_processes=1,
+        variables=config.reward.environment,
+    )
     with closing(host):
-        player = Player(config.environment, host, stage.turns, stage.tokenizer, stage.max_prompt_tokens)
+        player = Player(
+            config.environment,
+            host,
+            stage.turns,
+            stage.tokenizer,
+            stage.max_prompt_tokens,
+        )
         for seed in seeds:
             example = examples[seed % len(examples)]
             prompt = Prompt(
@@ -203,7 +214,8 @@ def play_turns(player: Player, stage: Stage) -> None:
                 print(printable(text))
             text = without_surrogates(input("> "))
         elif toolbox.tools:
-            text = random_call(draw.choice(toolbox.schemas), stage.style, draw)
+            schema = draw.choice(toolbox.schemas)
+            text = random_call(schema, stage.style, draw)
         else:
             text = draw.choice(WORDS)
         encoded = player.tokenizer(beginning + text, add_special_tokens=False)
@@ -244,7 +256,8 @@ def show(console: Console, episode: Episode, tokenizer: Any) -> None:
         ids += piece.ids_T.tolist()
         mask += piece.loss_mask_T.tolist()
     console.rule(f"seed {episode.seed}", align="left")
-    console.print(show_chat(Encoded(ids=ids, mask=mask), tokenizer))
+    conversation = Encoded(ids=ids, mask=mask)
+    console.print(show_chat(conversation, tokenizer))
     num_turns = len(episode.turns)
     seconds = episode.waited / max(1, num_turns)
     reward = f"lost: {episode.failure}" if episode.failure else f"reward {episode.reward}"

@@ -62,12 +62,18 @@ def main(arguments: list[str] | None = None) -> int:
             loading.try_built_ins(functions, example.columns)
         if name == "code_reward":
             print(check_programs(reward.allow_without_landlock))
-        workers = loading.start_workers(loading.load_observed, reward, loading.is_confined(name), max_tokens)
+        is_confined = loading.is_confined(name)
+        workers = loading.start_workers(loading.load_observed, reward, is_confined, max_tokens)
     with contextlib.closing(workers):
         return show(functions[name], examples, reward, workers)
 
 
-def show(function: RewardFunction, examples: list[Example], reward: RewardConfig, workers: Workers) -> int:
+def show(
+    function: RewardFunction,
+    examples: list[Example],
+    reward: RewardConfig,
+    workers: Workers,
+) -> int:
     """Print what the function, which `workers` have loaded, returns for completions of each row.
 
     Returns the exit code.
@@ -135,7 +141,11 @@ def some_completions(example: Example, answer_format: str) -> dict[str, str]:
     }
 
 
-def columns_of(function: RewardFunction, example: Example, completions: list[str]) -> dict[str, list]:
+def columns_of(
+    function: RewardFunction,
+    example: Example,
+    completions: list[str],
+) -> dict[str, list]:
     """Return the columns that a run gives to a call for these completions of one prompt."""
     num_words = [len(text.split()) for text in completions]
     values = {
@@ -161,8 +171,9 @@ def call(
 ) -> dict[str, Any]:
     """Call the function in its process. Return its outcome, see `loading.load_observed`."""
     arguments = b"[%s, %s, %s]" % (as_json(name), as_json(completions), as_json(columns))
+    seconds = timeout_seconds * len(completions)
     start = time.perf_counter()
-    workers.submit([Call(0, arguments, timeout_seconds * len(completions))])
+    workers.submit([Call(0, arguments, seconds)])
     (answer,) = workers.collect()
     if "value" not in answer:  # the process was ended
         seconds = time.perf_counter() - start

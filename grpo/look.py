@@ -92,8 +92,15 @@ class Options:
 def main(arguments: list[str] | None = None) -> None:
     """Print the summary, or the chosen rollouts, or write the page."""
     options = tyro.cli(Options, prog="python -m grpo.look", description=__doc__, args=arguments)
-    choices = (options.step, options.worst, options.prompt, options.turns, options.evaluation)
-    chooses_rollouts = any(choices)
+    chooses_rollouts = any(
+        (
+            options.step,
+            options.worst,
+            options.prompt,
+            options.turns,
+            options.evaluation,
+        )
+    )
     with refuse_bad_input():
         if not options.run_dirs:
             raise ValueError("name the folder of a run")
@@ -166,9 +173,11 @@ def table_of(
     rows.append(["steps", *num_steps])
     rows.append(["minutes, start-up not counted", *minutes])
     for name in LATE_METRICS:
-        late = [values_of(records, name)[-LATE_STEPS:] for records in runs]
-        if any(late):
-            means = [compact_number(statistics.fmean(values)) if values else "-" for values in late]
+        means = []
+        for records in runs:
+            late = values_of(records, name)[-LATE_STEPS:]
+            means.append(compact_number(statistics.fmean(late)) if late else "-")
+        if set(means) != {"-"}:
             rows.append([f"{name}, mean of the last {LATE_STEPS} steps", *means])
     return rows + differing_fields(run_dirs)
 
@@ -216,9 +225,12 @@ def values_of(records: list[Record], name: str) -> list[float]:
 
 def first_to_last(curve: Curve) -> str:
     """Return `0.25 to 0.75`, a single number if both are equal, or `-` for no curve."""
-    ends = [compact_number(value) for _, value in curve[:1] + curve[-1:]]
-    different_ends = dict.fromkeys(ends)
-    return " to ".join(different_ends) or "-"
+    if not curve:
+        return "-"
+    _, first = curve[0]
+    _, last = curve[-1]
+    ends = dict.fromkeys(map(compact_number, (first, last)))
+    return " to ".join(ends)
 
 
 def differing_fields(run_dirs: Sequence[pathlib.Path]) -> list[list[str]]:
@@ -256,7 +268,8 @@ def terminal_curves(curves: list[Curve], width: int = 60, height: int = 8) -> st
         sums, _ = np.histogram(steps, width, first_to_last_step, weights=values)
         (filled,) = counts.nonzero()
         means = sums[filled] / counts[filled]
-        columns.append(np.interp(range(width), filled, means, left=math.nan, right=math.nan))
+        column = np.interp(range(width), filled, means, left=math.nan, right=math.nan)
+        columns.append(column)
 
     lowest = np.nanmin(columns)
     unit = (np.nanmax(columns) - lowest) / (height - 1) or 1.0
@@ -267,7 +280,8 @@ def terminal_curves(curves: list[Curve], width: int = 60, height: int = 8) -> st
             grid[y][x] = mark
 
     # Rounded, because a sum like -0.3 + 3 * 0.1 is not quite 0.
-    labels = [compact_number(round(lowest / unit + y, 6) * unit) for y in range(height)]
+    values = [round(lowest / unit + y, 6) * unit for y in range(height)]
+    labels = list(map(compact_number, values))
     margin = max(map(len, labels))
     lines = []
     for label, row in zip(labels, grid, strict=True):
@@ -354,8 +368,8 @@ def page_text(options: Options) -> str:
     if options.step:
         _, rollouts = rollouts_of_step(options, options.step)
     else:
-        paths = [run_dir / COMPLETIONS, run_dir / EVALUATION]
-        rollouts = itertools.chain.from_iterable(read_lines(path, "") for path in paths if path.is_file())
+        files = [read_lines(path, "") for path in (run_dir / COMPLETIONS, run_dir / EVALUATION) if path.is_file()]
+        rollouts = itertools.chain(*files)
     models = [str(run_dir / "model"), str(run_dir / "initial_model")]
     marker = read_marker(run_dir)
     if marker:

@@ -73,7 +73,8 @@ class StepMetrics:
 
     def reduce(self, group: ProcessGroup | None) -> None:
         """End an update: join sums and maxima of the data-parallel ranks. Collective over them; None: there is one."""
-        sums = torch.cat([torch.stack([self._loss, self._num_tokens]), *self._sums.values()])
+        loss_and_tokens = torch.stack([self._loss, self._num_tokens])
+        sums = torch.cat([loss_and_tokens, *self._sums.values()])
         maxima = sums.new_zeros(0)
         if self._maxima:
             maxima = torch.stack([*self._maxima.values()])

@@ -87,7 +87,12 @@ def main() -> None:
     run(config, "grpo.replay", partial(read, recorded), train, layout)
 
 
-def load_config(recorded: str, flags: list[str], num_trainers: int, kind: str = "replay") -> GRPOConfig:
+def load_config(
+    recorded: str,
+    flags: list[str],
+    num_trainers: int,
+    kind: str = "replay",
+) -> GRPOConfig:
     """Return the recorded run's config with the flags, on `num_trainers` ranks. Raises ValueError if it cannot work.
 
     kind: the ending of the default run folder's name.
@@ -171,7 +176,11 @@ def train_on(recorded_step: RecordedStep, config: GRPOConfig, trainer: Trainer) 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def configs_of(losses: list[str], config: GRPOConfig, recorded: GRPOConfig) -> dict[str, GRPOConfig]:
+def configs_of(
+    losses: list[str],
+    config: GRPOConfig,
+    recorded: GRPOConfig,
+) -> dict[str, GRPOConfig]:
     """Return each method's config by the name of its loss; for a function in a file, by the function's name.
 
     config: the recorded run's with the flags, which hold for all methods. What the recorded run had set for its own
@@ -201,7 +210,12 @@ def configs_of(losses: list[str], config: GRPOConfig, recorded: GRPOConfig) -> d
     return configs
 
 
-def compare(recorded: str, configs: dict[str, GRPOConfig], config: GRPOConfig, session: Session) -> None:
+def compare(
+    recorded: str,
+    configs: dict[str, GRPOConfig],
+    config: GRPOConfig,
+    session: Session,
+) -> None:
     """Train every method on each recorded step, and print how they differ. In a run of one process.
 
     config: the run's, which is that of the first method.
@@ -254,7 +268,11 @@ def compare(recorded: str, configs: dict[str, GRPOConfig], config: GRPOConfig, s
     session.end(None)
 
 
-def take_step(recorded_step: RecordedStep, config: GRPOConfig, trainer: Trainer) -> tuple[Metrics, Tensor]:
+def take_step(
+    recorded_step: RecordedStep,
+    config: GRPOConfig,
+    trainer: Trainer,
+) -> tuple[Metrics, Tensor]:
     """Train on a recorded step. Return what was measured, and the gradient summed over the updates ([0] if none)."""
     gradient = torch.zeros(1)
 

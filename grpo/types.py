@@ -65,8 +65,9 @@ class Piece:
 
     def then(self, further: "Piece") -> "Piece":
         """Join two pieces that the same version of the weights sampled."""
+        ids_T = torch.cat([self.ids_T, further.ids_T])
         logprobs_T = torch.cat([self.logprobs_T, further.logprobs_T])
-        return Piece.sampled(torch.cat([self.ids_T, further.ids_T]), logprobs_T, self.version)
+        return Piece.sampled(ids_T, logprobs_T, self.version)
 
     @property
     def num_tokens(self) -> int:
@@ -91,9 +92,17 @@ class Completion:
     """A conversation's turns, reward, counts and end, as JSON has them; None without an environment."""
 
     @classmethod
-    def of(cls, ids_T: Tensor, logprobs_T: Tensor, truncated: bool, version: int = 0, **others):
+    def of(
+        cls,
+        ids_T: Tensor,
+        logprobs_T: Tensor,
+        truncated: bool,
+        version: int = 0,
+        **others,
+    ):
         """Return a completion of one sampled piece."""
-        return cls((Piece.sampled(ids_T, logprobs_T, version),), truncated, **others)
+        piece = Piece.sampled(ids_T, logprobs_T, version)
+        return cls((piece,), truncated, **others)
 
     @cached_property
     def ids_T(self) -> Tensor:
@@ -108,7 +117,13 @@ class Completion:
     @cached_property
     def logprobs_T(self) -> Tensor:
         """Sampling log-probs, float32; 0 for tokens that were written."""
-        return torch.cat([torch.zeros(p.num_tokens) if p.logprobs_T is None else p.logprobs_T for p in self.pieces])
+        parts = []
+        for piece in self.pieces:
+            if piece.logprobs_T is None:
+                parts.append(torch.zeros(piece.num_tokens))
+            else:
+                parts.append(piece.logprobs_T)
+        return torch.cat(parts)
 
     @property
     def num_tokens(self) -> int:
@@ -271,7 +286,8 @@ class TrainBatch:
     @cached_property
     def num_loss_tokens_S(self) -> Tensor:
         """Number of loss tokens of each sequence, int64; 0 for an excluded sequence."""
-        return torch.zeros_like(self.lengths_S).index_add(0, self.owner_N, self.loss_mask_N.long())
+        zeros_S = torch.zeros_like(self.lengths_S)
+        return zeros_S.index_add(0, self.owner_N, self.loss_mask_N.long())
 
 
 class SharedPrompts(NamedTuple):

@@ -161,8 +161,8 @@ def build_micro_batch(
             length = document.end - document.start
             at = document.start - row_start
             past = at + length
-            num_tokens = lengths[document.sequence]
-            tokens_T = torch.arange(begin, min(begin + length + 1, num_tokens)) + starts[document.sequence]
+            end_of_targets = min(begin + length + 1, lengths[document.sequence])
+            tokens_T = torch.arange(begin, end_of_targets) + starts[document.sequence]
             own_BT[b, at:past] = tokens_T[:length]
             token_BT[b, at : at + len(tokens_T) - 1] = tokens_T[1:]  # the shift by one: here and nowhere else
             positions_BT[b, at:past] = torch.arange(begin, begin + length)
@@ -173,7 +173,9 @@ def build_micro_batch(
             documents.append(Document(-1, 0, start, end))
 
     # what belongs to a token goes to the position that predicts it, what belongs to a sequence to all its positions
-    per_token = {name.replace("_N", "_BT"): _at(token_BT, values_N) for name, values_N in batch.per_token.items()}
+    per_token = {}
+    for name, values_N in batch.per_token.items():
+        per_token[name.replace("_N", "_BT")] = _at(token_BT, values_N)
     targets_BT = per_token.pop("ids_BT")
     owner_BT = _at(own_BT, batch.owner_N, -1)
     starts_and_end = [*(document.start for document in documents), own_BT.numel()]

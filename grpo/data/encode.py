@@ -249,7 +249,11 @@ def prompt_encoder(
     )
 
 
-def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, vocab_size: int | None = None) -> Encoder:
+def chat_encoder(
+    tokenizer: "PreTrainedTokenizerBase",
+    config: SFTConfig,
+    vocab_size: int | None = None,
+) -> Encoder:
     """Make the encoder of SFT's rows."""
     return Encoder(
         tokenizer,
@@ -311,7 +315,12 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
             os.putenv(PARALLEL, value)
 
 
-def _encode_batch(rows: Rows, encoder: Encoder, batch: dict[str, list], places: list[int]) -> dict[str, list]:
+def _encode_batch(
+    rows: Rows,
+    encoder: Encoder,
+    batch: dict[str, list],
+    places: list[int],
+) -> dict[str, list]:
     """Encode a batch of the table; the result is a batch of the encoded table."""
     batch_rows = rows.rows_of(batch, places[0])
     results = encoder.encode(batch_rows, rows.read)

@@ -342,7 +342,12 @@ def _odd_kinds(table: "datasets.Dataset") -> dict[int, str]:
     return reasons
 
 
-def _refuse_or_warn(bad_rows: dict[int, str], num_rows: int, source: Source, data: DataConfig) -> None:
+def _refuse_or_warn(
+    bad_rows: dict[int, str],
+    num_rows: int,
+    source: Source,
+    data: DataConfig,
+) -> None:
     """Raise ValueError about rows that cannot be used (index -> reason), or warn of them if `data.bad_rows` is skip."""
     numbers_by_reason: dict[str, list[int]] = {}
     for row, reason in sorted(bad_rows.items()):

@@ -50,7 +50,8 @@ class Example:
     @property
     def texts(self) -> list[str]:
         """All texts of the row."""
-        values = [message["content"] for message in (*as_messages(self.prompt), *self.chat)]
+        messages = as_messages(self.prompt) + self.chat
+        values = [message["content"] for message in messages]
         values += [value for value in self.columns.values() if value != self.prompt]
         values.append(self.text)
         return [value for value in values if value and isinstance(value, str)]
@@ -75,7 +76,12 @@ def row_reader(data: DataConfig) -> RowReader:
     """
     if data.row:
         return _own_reader(data.row, _read_own_prompt)
-    return functools.partial(_read_prompt, data.prompt_column, data.reward_columns, data.tools_column)
+    return functools.partial(
+        _read_prompt,
+        data.prompt_column,
+        data.reward_columns,
+        data.tools_column,
+    )
 
 
 def _read_own_prompt(row: Row) -> Example:
@@ -84,7 +90,12 @@ def _read_own_prompt(row: Row) -> Example:
     return _read_prompt("prompt", columns, "tools", row)
 
 
-def _read_prompt(prompt_column: str, columns: dict[str, str], tools_column: str, row: Row) -> Example:
+def _read_prompt(
+    prompt_column: str,
+    columns: dict[str, str],
+    tools_column: str,
+    row: Row,
+) -> Example:
     """Read a prompt, the columns for the rewards (name -> path) and the tools, if `tools_column` is not empty."""
     prompt = column_of(row, prompt_column, str, list)
     if as_messages(prompt)[-1]["role"] == "assistant":

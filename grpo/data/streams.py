@@ -104,8 +104,10 @@ class Stream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in each source, see Order.state_dict, and the rows owed to each; fit for JSON."""
-        sources = {label: order.state_dict() for label, order in self.orders.items()}
-        return {"sources": sources, "owed": dict(self._owed)}
+        return {
+            "sources": {label: order.state_dict() for label, order in self.orders.items()},
+            "owed": dict(self._owed),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it is of other sources."""

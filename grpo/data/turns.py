@@ -107,8 +107,9 @@ def write_example(
     """
     if not example.chat:
         text = example.text
+        whole_text = (0, len(text))
         has_eos = text.rstrip().endswith(tokenizer.eos_token)
-        return Written(text, [(0, len(text))], bos=not _has_bos(tokenizer, text), eos=not has_eos)
+        return Written(text, [whole_text], bos=not _has_bos(tokenizer, text), eos=not has_eos)
     name = template_name(tokenizer, data)
     ends = _special_texts(tokenizer)
     messages = prompt_messages(data, example.chat)
@@ -173,7 +174,13 @@ def write_example(
     eos = ends_with_label and not text.rstrip().endswith(ends)
     if eos and len(learned_turns) > 1 and train_on != "all":
         notes.append(f"have several turns of which only the last one learns where to end: {name} ends no turn itself")
-    return Written(text, spans, bos=_needs_bos(tokenizer, data, text), eos=eos, notes=notes)
+    return Written(
+        text,
+        spans,
+        bos=_needs_bos(tokenizer, data, text),
+        eos=eos,
+        notes=notes,
+    )
 
 
 def _has_bos(tokenizer: "PreTrainedTokenizerBase", text: str) -> bool:
@@ -413,8 +420,9 @@ def _labelled(
     # The last character decides: tokenizers that trim offsets (Llama 3's) let a token's blank lie outside of it. What
     # the tokenizer put before the text (BOS) ends at 0.
     mask = [end > 0 and is_label[end - 1] == 1 for _, end in offsets]
-    if written.bos and ids[-1:] == [tokenizer.eos_token_id] and offsets[-1] == (0, 0):
-        ids = ids[:-1]  # some tokenizers end every text with EOS
+    ends_with_eos = ids[-1:] == [tokenizer.eos_token_id] and offsets[-1] == (0, 0)
+    if written.bos and ends_with_eos:  # some tokenizers end every text with EOS
+        ids = ids[:-1]
         mask = mask[:-1]
     if written.eos:
         ids = [*ids, tokenizer.eos_token_id]

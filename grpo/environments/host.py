@@ -54,7 +54,14 @@ class EnvironmentHost:
         self.config = config
         self._pending: dict[int, PendingCall] = {}
         load = functools.partial(load_environment, config, style)
-        self.workers = Workers("environments", load, num_processes, config.memory_gib, variables, loads_once=True)
+        self.workers = Workers(
+            "environments",
+            load,
+            num_processes,
+            config.memory_gib,
+            variables,
+            loads_once=True,
+        )
 
     def ask(
         self,

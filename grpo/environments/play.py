@@ -161,7 +161,8 @@ class Player:
         is_whole = reason != "length"
         text_ids = ids[:-1] if is_whole else ids
         text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
-        episode.turns.append({"text": text, "tokens": len(ids), "answers": []})
+        turn = {"text": text, "tokens": len(ids), "answers": []}
+        episode.turns.append(turn)
         if not is_whole:
             return self._end(episode, "tokens")
         thought = self.turns[episode.environment].opened_thought
@@ -187,7 +188,13 @@ class Player:
             self._receive(POLL_SECONDS)
         return self.episodes
 
-    def _ask(self, episode: Episode, do: str, arguments: list[Any], seconds: float) -> None:
+    def _ask(
+        self,
+        episode: Episode,
+        do: str,
+        arguments: list[Any],
+        seconds: float,
+    ) -> None:
         episode.asked_at = time.monotonic()
         self.host.ask(episode.number, do, arguments, seconds)
 
@@ -233,7 +240,8 @@ class Player:
         config = self.config
         turn = episode.turns[-1]
         episode.counts.update(reply["counts"])
-        turn["answers"] = [self._cut(answer, episode.counts) for answer in reply["answers"]]
+        answers = [self._cut(answer, episode.counts) for answer in reply["answers"]]
+        turn["answers"] = answers
         for name in ("earned", "unread"):
             if name in reply:
                 turn[name] = reply[name]
@@ -245,7 +253,7 @@ class Player:
         if config.rollout_seconds and seconds > config.rollout_seconds:
             return self._end(episode, "seconds")
         turns = self.turns[episode.environment]
-        suffix = turns.ids(turn["answers"], episode.ids[-1], reply["role"])
+        suffix = turns.ids(answers, episode.ids[-1], reply["role"])
         if len(suffix) >= self._room(episode):
             return self._end(episode, "tokens")
         episode.write(suffix)

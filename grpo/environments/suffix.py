@@ -94,11 +94,15 @@ class Turns:
     def opening(self, prompt: str | list[Message]) -> list[int]:
         """Return the ids of a first prompt: system prompt, tools, the user's messages, the opening of the answer."""
         *earlier, last = as_messages(prompt)
-        marked_chat = prompt_messages(self.data, [*earlier, last | {"content": QUESTION}])
+        marked = last | {"content": QUESTION}
+        marked_chat = prompt_messages(self.data, [*earlier, marked])
         before, _, after = self._write(marked_chat).partition(QUESTION)
         chat = prompt_messages(self.data, [*earlier, last])
         question = _between(self._write(chat), before, after, last["content"])
-        return self._encode(before) + self._plain_ids(question) + self._encode(after)
+        ids = self._encode(before)
+        ids += self._plain_ids(question)
+        ids += self._encode(after)
+        return ids
 
     def ids(self, answers: list[str], last: int, role: str = "") -> list[int]:
         """Return the ids after a turn that ended with token `last`: rest of its end, answers, opening of the next turn.
@@ -131,7 +135,8 @@ class Turns:
         between = ""
         if role != "user":
             two = self._after_turn(role, [ANSWER, OTHER])
-            between, _, _ = two.removeprefix(before + ANSWER).partition(OTHER)
+            behind_first = two.removeprefix(before + ANSWER)
+            between, _, _ = behind_first.partition(OTHER)
             three = [ANSWER, OTHER, ANSWER]
             expected = before + between.join(three) + after
             _check("a row of three answers is written otherwise", expected, self._after_turn(role, three))

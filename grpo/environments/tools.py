@@ -26,7 +26,12 @@ from grpo.workers.programs import ProgramError
 from grpo.workers.worker import Failure
 
 # Optional public methods of a class that are not tools -> what the run calls them with
-OPTIONAL_METHODS = {"reply": ["a text"], "get_reward": [], "get_info": [], "close": []}
+OPTIONAL_METHODS = {
+    "reply": ["a text"],
+    "get_reward": [],
+    "get_info": [],
+    "close": [],
+}
 # Errors that come from the machine or the network, not from the call
 OUTAGES = (ConnectionError, TimeoutError, ProgramError)
 OUTAGE_NUMBERS = {

@@ -30,6 +30,7 @@ from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import changes_since
 from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, check_run_folder, read_marker, step_folders, step_of
 from grpo.roles.process_groups import make_savers_group
+from grpo.text import reason_of
 from grpo.watch.failures import BadInput
 
 DRIVER_FILE = "driver.pt"
@@ -258,7 +259,12 @@ class CheckpointSaver:
 class _Writer(dcp.FileSystemWriter):
     """Writes one checkpoint under a temporary name, and renames it when it is complete."""
 
-    def __init__(self, config: GRPOConfig | SFTConfig, step: int, driver_state: dict[str, Any] | None):
+    def __init__(
+        self,
+        config: GRPOConfig | SFTConfig,
+        step: int,
+        driver_state: dict[str, Any] | None,
+    ):
         super().__init__(_partial_folder(config.run_dir, step))
         self.config = config
         self.driver_file = io.BytesIO()
@@ -350,7 +356,7 @@ def _load(state: dict[str, Any], checkpoint: pathlib.Path) -> None:
         dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner())
     except dcp.api.CheckpointException as error:
         cause = _cause(error)
-        raise BadInput(f"{checkpoint} cannot be loaded: {_in_one_line(cause)}") from cause
+        raise BadInput(f"{checkpoint} cannot be loaded: {reason_of(cause)}") from cause
 
 
 def _read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
@@ -360,15 +366,10 @@ def _read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
     try:
         state = torch.load(content, weights_only=True)
     except (RuntimeError, *MALFORMED) as error:
-        raise ValueError(f"{path} cannot be read: {_in_one_line(error)}") from error
+        raise ValueError(f"{path} cannot be read: {reason_of(error)}") from error
     if not isinstance(state, dict) or state.get("step") != step_of(checkpoint):
         raise ValueError(f"{path} is not of step {step_of(checkpoint)}")
     return state
-
-
-def _in_one_line(error: BaseException) -> str:
-    first_line, _, _ = str(error).partition("\n")
-    return f"{type(error).__name__}: {first_line}"
 
 
 # ---- Reading without running anything that is in it

@@ -120,7 +120,8 @@ class RunLog:
         records = completion_records(rollouts, prompts)
         self._append_records("completions.jsonl", records, step=step)
 
-        samples = [describe(record, short=True) for record in spread_by_reward(records, NUM_SAMPLES)]
+        chosen = spread_by_reward(records, NUM_SAMPLES)
+        samples = [describe(record, short=True) for record in chosen]
         heading = f"===== step {step} ".ljust(120, "=")
         text = "\n\n".join([heading, *samples])
         self._append("samples.txt", f"{text}\n\n")
@@ -198,7 +199,8 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
     with open(path, "rb") as old, open(new_path, "wb") as new:
         for line in old if step else ():
             try:
-                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                is_whole = line.endswith(b"\n")
+                if is_whole and json.loads(line)["step"] <= step:
                     new.write(line)
             except (ValueError, TypeError, LookupError, RecursionError):
                 num_damaged += 1
@@ -209,7 +211,12 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
         print(f"warning: {num_damaged} lines of {path} are damaged and left out", flush=True)
 
 
-def open_wandb(project: str, run_dir: pathlib.Path, start_step: int, config: dict[str, Any] | None) -> Any:
+def open_wandb(
+    project: str,
+    run_dir: pathlib.Path,
+    start_step: int,
+    config: dict[str, Any] | None,
+) -> Any:
     """Open a run of Weights & Biases, or the earlier one again if this run is resumed. Returns None without a project.
 
     With WANDB_MODE=offline everything stays in `RUN_DIR/wandb`, for `wandb sync` later. Raises ValueError if the login

@@ -44,7 +44,13 @@ def write_page(
         if not kind and batch_path(run_dir, step).is_file() and spell():
             batch = read_step(run_dir, step).batch
             add_tokens(records, batch, spell())
-        steps.append({"step": step, "kind": kind or "trained on", "rollouts": len(records)})
+        steps.append(
+            {
+                "step": step,
+                "kind": kind or "trained on",
+                "rollouts": len(records),
+            }
+        )
         pieces.append(_packed(records))
     overview = {"name": str(run_dir), "metrics": metrics, "steps": steps}
     pieces.insert(0, _packed(overview))
@@ -65,7 +71,11 @@ def _step_and_kind(record: Record) -> tuple[int, str]:
     return record["step"], record.get("kind", "")
 
 
-def add_tokens(records: list[Record], batch: TrainBatch, spell: Callable[[list[int]], list[str]]) -> None:
+def add_tokens(
+    records: list[Record],
+    batch: TrainBatch,
+    spell: Callable[[list[int]], list[str]],
+) -> None:
     """Add `tokens` to each record of a step: texts after the prompt, what was sampled, loss mask, log-probs.
 
     The sequences of the batch are in the records' order. A record without an advantage is out of the loss; its batch
@@ -79,15 +89,16 @@ def add_tokens(records: list[Record], batch: TrainBatch, spell: Callable[[list[i
     if batch.ref_logprobs_N is not None:
         logprobs_N["reference"] = batch.ref_logprobs_N
     for record, start, end in zip(records, starts, ends, strict=True):
-        mask_T = batch.loss_mask_N[start:end]
+        places = slice(start, end)
+        mask_T = batch.loss_mask_N[places]
         in_loss_T = mask_T & (record["advantage"] is not None)
         logprobs = {}
         for name, values_N in logprobs_N.items():
-            pairs = zip(values_N[start:end].tolist(), mask_T.tolist(), strict=True)
-            logprobs[name] = [round(value, 3) if is_in_loss else None for value, is_in_loss in pairs]
+            pairs = zip(values_N[places].tolist(), mask_T.tolist(), strict=True)
+            logprobs[name] = [round(value, 3) if is_known else None for value, is_known in pairs]
         record["tokens"] = {
-            "texts": spell(batch.ids_N[start:end].tolist()),
-            "sampled": sampled_N[start:end].int().tolist(),
+            "texts": spell(batch.ids_N[places].tolist()),
+            "sampled": sampled_N[places].int().tolist(),
             "in_loss": in_loss_T.int().tolist(),
             "logprobs": logprobs,
         }
@@ -132,5 +143,6 @@ def speller(models: list[str]) -> Callable[[list[int]], list[str]] | None:
 
 def _packed(value: Any) -> str:
     """Return a JSON value as base64 of its gzipped text."""
-    zipped = gzip.compress(json.dumps(value).encode(), 6)
+    text = json.dumps(value)
+    zipped = gzip.compress(text.encode(), 6)
     return base64.b64encode(zipped).decode()

@@ -21,7 +21,11 @@ from grpo.rewards.answers import extract_answer
 from grpo.types import Completion, Metrics, Rollout, TrainBatch
 
 
-def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str | None = None) -> Metrics:
+def rollout_metrics(
+    rollouts: list[Rollout],
+    group_size: int,
+    answer_format: str | None = None,
+) -> Metrics:
     """Return the rewards and lengths (in tokens) of one step's completions, which lie group by group.
 
     Statistics of rewards are over the completions that have one, and NaN if none has; `reward/std` is the population's,
@@ -81,9 +85,11 @@ def zero_variance_frac(rollouts: list[Rollout], group_size: int) -> float:
 def episode_metrics(rollouts: list[Rollout]) -> Metrics:
     """Return means per episode of the conversations of a step, and how many were lost and so have no reward."""
     episodes = [r.completion.episode for r in rollouts]
+    num_turns = [len(e["turns"]) for e in episodes]
+    is_lost = [bool(e["failure"]) for e in episodes]
     metrics = {
-        "environment/turns": _mean(len(e["turns"]) for e in episodes),
-        "environment/lost_count": sum(bool(e["failure"]) for e in episodes),
+        "environment/turns": _mean(num_turns),
+        "environment/lost_count": sum(is_lost),
         "time/environment": _mean(e["waited"] for e in episodes),
     }
     for counted in ("calls", "bad_calls", "unread_calls", "tool_errors", "hung_calls", "cut_answers"):
@@ -101,9 +107,11 @@ def alone_frac(rollouts: list[Rollout], group_size: int) -> float:
     num_turns = 0
     num_alone = 0
     for first in range(0, len(rollouts), group_size):
-        group = rollouts[first : first + group_size]
-        turns = [len(r.completion.episode["turns"]) for r in group if r.reward is not None]
-        second, most = sorted([0, 0, *turns])[-2:]
+        turns = [0, 0]
+        for rollout in rollouts[first : first + group_size]:
+            if rollout.reward is not None:
+                turns.append(len(rollout.completion.episode["turns"]))
+        second, most = sorted(turns)[-2:]
         num_turns += sum(turns)
         num_alone += most - second
     return num_alone / max(num_turns, 1)
@@ -125,7 +133,8 @@ def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
 def function_names(functions: Iterable[str]) -> dict[str, str]:
     """Return each reward function's metric name: `path/file.py:function` gives `function`, unless that is ambiguous."""
     names = {function: function.rsplit(":", 1)[-1] for function in functions}
-    in_use = [*names.values(), "mean", "std", "none_count", "failed_count", "kl_penalty"]
+    in_use = list(names.values())
+    in_use += ["mean", "std", "none_count", "failed_count", "kl_penalty"]
     for function, name in names.items():
         if in_use.count(name) > 1:
             names[function] = function
@@ -178,9 +187,10 @@ def evaluation_metrics(
         return sum(value is not None and value >= pass_value for value in values)
 
     accuracy = num_passed(greedy) / len(greedy)
+    variance = accuracy * (1 - accuracy) / len(greedy)
     metrics = {
         "eval/accuracy": accuracy,
-        "eval/accuracy_stderr": math.sqrt(accuracy * (1 - accuracy) / len(greedy)),
+        "eval/accuracy_stderr": math.sqrt(variance),
         "eval/reward_mean": reward_mean(greedy),
         "eval/completion_length_mean": _mean(r.completion.num_tokens for r in greedy),
         "eval/truncated_frac": truncated_frac(greedy),

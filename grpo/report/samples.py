@@ -75,9 +75,10 @@ def reward_rank(record: Record) -> tuple[bool, float]:
 def spread_by_reward(records: list[Record], count: int) -> list[Record]:
     """Return up to `count` records at even distances in the ranking by reward, best first, worst (or None) last."""
     ranked = sorted(records, key=reward_rank, reverse=True)
-    last = len(ranked) - 1
     count = min(count, len(ranked))
-    return [ranked[round(i * last / max(count - 1, 1))] for i in range(count)]
+    last = len(ranked) - 1
+    num_gaps = max(count - 1, 1)
+    return [ranked[round(i * last / num_gaps)] for i in range(count)]
 
 
 def describe(record: Record, turns: bool = False, short: bool = False) -> str:
@@ -163,10 +164,10 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
                 texts_by_style[turn["unread"]].append(turn["text"])
     if not texts_by_style:
         return ""
-    style = max(texts_by_style, key=lambda style: len(texts_by_style[style]))
-    texts = texts_by_style[style]
+    style, texts = max(texts_by_style.items(), key=lambda item: len(item[1]))
     opening = TAGS[style][0] if style in TAGS else "{"
-    example = _one_line(texts[0][texts[0].find(opening) :])
+    text = texts[0]
+    example = _one_line(text[text.find(opening) :])
     num_unread = sum(map(len, texts_by_style.values()))
     return (
         f"{num_unread} of {num_turns} turns call a tool in a form that is not read, beside {num_read} calls that "

@@ -48,10 +48,14 @@ def not_moved(history: History, min_steps: int = MOVE_STEPS) -> str:
     """
     num_steps = len(history["reward/mean"])
     rates = history["learning_rate"]
-    kl = max(map(abs, history["kl"][-WINDOW:]), default=math.inf)  # without a reference it is not known
-    if min(num_steps, len(rates)) < min_steps or min(sum(rates), kl) >= MIN_MOVE:
+    if min(num_steps, len(rates)) < min_steps:
         return ""
-    numbers = f"the learning rates add up to {sum(rates):.2g}"
+    sum_of_rates = sum(rates)
+    last_kls = map(abs, history["kl"][-WINDOW:])
+    kl = max(last_kls, default=math.inf)  # without a reference it is not known
+    if min(sum_of_rates, kl) >= MIN_MOVE:
+        return ""
+    numbers = f"the learning rates add up to {sum_of_rates:.2g}"
     if math.isfinite(kl):
         numbers += f", kl is {kl:.2g}"
     return f"after {num_steps} steps the policy is where it began: {numbers}; raise trainer.learning_rate"
@@ -126,7 +130,14 @@ def truncation(history: History) -> str:
     )
 
 
-RULES: tuple[Callable[[History], str], ...] = (no_comparison, not_moved, collapse, no_rise, no_entropy, truncation)
+RULES: list[Callable[[History], str]] = [
+    no_comparison,
+    not_moved,
+    collapse,
+    no_rise,
+    no_entropy,
+    truncation,
+]
 
 
 class Evaluation(NamedTuple):

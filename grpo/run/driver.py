@@ -110,7 +110,12 @@ class Driver:
         return self.buffer.ask(self.config.prompts_per_step, self.stream.draw)
 
     @on_driver
-    def receive_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:
+    def receive_ahead(
+        self,
+        completions: list[Completion],
+        seconds: float,
+        overlap_seconds: float,
+    ) -> None:
         """Add what was sampled ahead to the buffer.
 
         seconds: how long that took. overlap_seconds: how long the driver was scoring and training meanwhile.

@@ -88,7 +88,14 @@ class Inputs:
 
     def for_all_ranks(self) -> "Inputs":
         """Return the part that every rank needs, which is small and can be pickled."""
-        return replace(self, tokenizer=None, saved_state={}, stream=None, scorer=None, validation={})
+        return replace(
+            self,
+            tokenizer=None,
+            saved_state={},
+            stream=None,
+            scorer=None,
+            validation={},
+        )
 
 
 # ---- The inputs of each script. Its name stands in run.json; `build_dir` is the only place where a dry run may write.
@@ -187,7 +194,8 @@ def open_run(
     paths = [config.model.path, config.reward.model, *paths]
     checkpoint, saved_state = open_run_folder(config, script, paths)
     folder, tokenizer = open_model_folder(config, texts, build_dir)
-    return Inputs(folder, tokenizer, checkpoint, saved_state, step=saved_state.get("step", 0))
+    step = saved_state.get("step", 0)
+    return Inputs(folder, tokenizer, checkpoint, saved_state, step)
 
 
 def open_model_folder(
@@ -251,7 +259,13 @@ def resumed_stream(
 def held_out_prompts(config: RunConfig, inputs: Inputs) -> list[Prompt]:
     """Read the prompts that evaluation completes, with all columns that the reward functions need."""
     tools = tool_schemas(config)
-    prompts = load_eval_prompts(config.data, config.evaluation, inputs.tokenizer, tools, inputs.vocab_size)
+    prompts = load_eval_prompts(
+        config.data,
+        config.evaluation,
+        inputs.tokenizer,
+        tools,
+        inputs.vocab_size,
+    )
     if config.data.row:
         check_functions(config, list(prompts[0].columns))
     try_rewards(config, [prompt.columns for prompt in prompts])

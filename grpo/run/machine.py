@@ -64,7 +64,12 @@ def look_at_device() -> Device:
     return Device(0, f"{os.cpu_count()} CPU cores", int(free_kib) / 2**20)
 
 
-def fit_to_machine(config: Config, layout: RolesConfig, folder: str, reward_model: str = "") -> Config:
+def fit_to_machine(
+    config: Config,
+    layout: RolesConfig,
+    folder: str,
+    reward_model: str = "",
+) -> Config:
     """Decide what the config leaves to the machine, and warn of versions, memory and disk that do not fit.
 
     layout: which ranks do what; without trainers only the engines are decided. folder: the model's. reward_model: the
@@ -123,7 +128,12 @@ def _judge(
     return decided, verdicts
 
 
-def _fit_engine(sizes: memory.Sizes, config: Config, trains: bool, gpu_gib: float | None) -> Config:
+def _fit_engine(
+    sizes: memory.Sizes,
+    config: Config,
+    trains: bool,
+    gpu_gib: float | None,
+) -> Config:
     """Decide and print `max_num_seqs`. trains: the engines sample for steps and not only for evaluations."""
     num_completions = config.evaluation_completions
     if trains:
@@ -169,7 +179,11 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
     return Verdict("GPUs", needed <= count, found, to_do)
 
 
-def check_memory(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device) -> list[Verdict]:
+def check_memory(
+    config: GRPOConfig | SFTConfig,
+    sizes: memory.Sizes,
+    device: Device,
+) -> list[Verdict]:
     """Compare the memory of each role with a GPU; without GPUs, that of all ranks with the host's free memory."""
     roles = config.roles
     generator = {}
@@ -200,7 +214,11 @@ def check_memory(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: De
     return verdicts
 
 
-def _check_trainer(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device) -> list[Verdict]:
+def _check_trainer(
+    config: GRPOConfig | SFTConfig,
+    sizes: memory.Sizes,
+    device: Device,
+) -> list[Verdict]:
     """Compare each moment of a trainer rank, with an engine that shares its GPU, with the GPU."""
     moments = memory.trainer_moments(sizes, config, device.gib)
     verdicts = []
@@ -215,7 +233,12 @@ def _check_trainer(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: 
     return verdicts
 
 
-def _check_parts(check: str, parts: dict[str, float], device: Device, to_do: str) -> Verdict:
+def _check_parts(
+    check: str,
+    parts: dict[str, float],
+    device: Device,
+    to_do: str,
+) -> Verdict:
     """Compare the sum of the parts, GiB, with a GPU."""
     total = sum(parts.values())
     listed = ", ".join(f"{gib:.1f} {part}" for part, gib in parts.items())

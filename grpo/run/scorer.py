@@ -30,10 +30,16 @@ def check_version(completions: list[Completion], version: int) -> None:
 
 def check_lost(rollouts: list[Rollout]) -> None:
     """Raise RewardError if more than half of the episodes were lost: something is wrong with their environment."""
-    episodes = [rollout.completion.episode for rollout in rollouts if rollout.completion.episode]
-    failures = [episode["failure"] for episode in episodes if episode["failure"]]
-    if 2 * len(failures) > len(episodes):
-        raise RewardError(f"{len(failures)} of {len(episodes)} episodes were lost; the first: {failures[0]}")
+    num_episodes = 0
+    failures = []
+    for rollout in rollouts:
+        episode = rollout.completion.episode
+        if episode:
+            num_episodes += 1
+            if episode["failure"]:
+                failures.append(episode["failure"])
+    if 2 * len(failures) > num_episodes:
+        raise RewardError(f"{len(failures)} of {num_episodes} episodes were lost; the first: {failures[0]}")
 
 
 def with_value(
@@ -90,7 +96,8 @@ class Scorer:
         ends += [f"the text {text!r}" for text in generator.stop]
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
         # A completion passes by the value of this one: the environment, or the first function; empty if there is none
-        self.pass_function = self.environment.reward_name or next(iter(reward.weights), "")
+        first_function = next(iter(reward.weights), "")
+        self.pass_function = self.environment.reward_name or first_function
         opening, notes = look_at_prompt(tokenizer, config.data)
         for note in notes:
             print(printable(note), flush=True)
@@ -99,7 +106,12 @@ class Scorer:
         self.collected_before = False
         self.warned_of_unread_calls = False
 
-    def submit(self, prompts: Sequence[Prompt], completions: list[Completion], step: int) -> list[Rollout]:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        completions: list[Completion],
+        step: int,
+    ) -> list[Rollout]:
         """Join prompts and their completions, group after group, decode, begin to score; returns at once.
 
         step: the number of the step that reward functions get, as the log counts it.

@@ -230,7 +230,12 @@ class Session:
                 self.evaluate(generator, 0)
         return trainer, reference, generator
 
-    def _start_engine(self, config: Config, folder: str, stop_token_ids: Sequence[int]) -> Generator:
+    def _start_engine(
+        self,
+        config: Config,
+        folder: str,
+        stop_token_ids: Sequence[int],
+    ) -> Generator:
         episodes = None
         if config.environment.enabled:
             episodes = Episodes(
@@ -264,7 +269,8 @@ class Session:
     def steps(self) -> Iterator[int]:
         """Yield for each step the number of steps before it. The step that `profile` names leaves a trace."""
         steps = range(self.inputs.step, self.config.num_steps)
-        for step in profile_step(steps, self.config.profile, self.config.run_dir, self.roles):
+        profiled = profile_step(steps, self.config.profile, self.config.run_dir, self.roles)
+        for step in profiled:
             if self.saver and self.roles.is_driver:  # if it raises, torchrun ends the other ranks
                 self.saver.raise_failure()
             yield step

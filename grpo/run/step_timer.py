@@ -19,7 +19,12 @@ from grpo.watch.failures import BEGAN, set_place
 PROFILE = "profile"  # the folder of traces, within the run folder
 
 
-def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) -> Iterator[int]:
+def profile_step(
+    steps: Iterable[int],
+    chosen: int,
+    run_dir: str,
+    roles: Roles,
+) -> Iterator[int]:
     """Yield the `steps`, each the number of steps before it, and trace step number `chosen`; 0 traces none.
 
     Each rank writes its own trace to `RUN_DIR/profile`, with the phases as ranges.
@@ -56,7 +61,8 @@ class StepTimer:
     def enter(self, name: str) -> None:
         """Begin phase `name`, which lasts until the next one begins. Errors in it are reported with its name."""
         now = time.perf_counter()
-        self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self.last_change
+        seconds_before = self.seconds.get(self.current, 0.0)
+        self.seconds[self.current] = seconds_before + now - self.last_change
         self.current = name
         self.last_change = now
         set_place(phase=name)
