@@ -15,11 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Metrics = dict[str, float]
-"""Numbers that are logged, by name."""
-Record = dict[str, Any]
-"""A line of a .jsonl file."""
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -65,9 +60,8 @@ class Piece:
 
     def then(self, further: "Piece") -> "Piece":
         """Join two pieces that the same version of the weights sampled."""
-        ids_T = torch.cat([self.ids_T, further.ids_T])
         logprobs_T = torch.cat([self.logprobs_T, further.logprobs_T])
-        return Piece.sampled(ids_T, logprobs_T, self.version)
+        return Piece.sampled(torch.cat([self.ids_T, further.ids_T]), logprobs_T, self.version)
 
     @property
     def num_tokens(self) -> int:
@@ -92,17 +86,9 @@ class Completion:
     """A conversation's turns, reward, counts and end, as JSON has them; None without an environment."""
 
     @classmethod
-    def of(
-        cls,
-        ids_T: Tensor,
-        logprobs_T: Tensor,
-        truncated: bool,
-        version: int = 0,
-        **others,
-    ):
+    def of(cls, ids_T: Tensor, logprobs_T: Tensor, truncated: bool, version: int = 0, **others):
         """Return a completion of one sampled piece."""
-        piece = Piece.sampled(ids_T, logprobs_T, version)
-        return cls((piece,), truncated, **others)
+        return cls((Piece.sampled(ids_T, logprobs_T, version),), truncated, **others)
 
     @cached_property
     def ids_T(self) -> Tensor:
@@ -117,13 +103,7 @@ class Completion:
     @cached_property
     def logprobs_T(self) -> Tensor:
         """Sampling log-probs, float32; 0 for tokens that were written."""
-        parts = []
-        for piece in self.pieces:
-            if piece.logprobs_T is None:
-                parts.append(torch.zeros(piece.num_tokens))
-            else:
-                parts.append(piece.logprobs_T)
-        return torch.cat(parts)
+        return torch.cat([torch.zeros(p.num_tokens) if p.logprobs_T is None else p.logprobs_T for p in self.pieces])
 
     @property
     def num_tokens(self) -> int:
@@ -286,8 +266,7 @@ class TrainBatch:
     @cached_property
     def num_loss_tokens_S(self) -> Tensor:
         """Number of loss tokens of each sequence, int64; 0 for an excluded sequence."""
-        zeros_S = torch.zeros_like(self.lengths_S)
-        return zeros_S.index_add(0, self.owner_N, self.loss_mask_N.long())
+        return torch.zeros_like(self.lengths_S).index_add(0, self.owner_N, self.loss_mask_N.long())
 
 
 class SharedPrompts(NamedTuple):
@@ -364,3 +343,9 @@ class StepPlan:
     """Prompts to complete for a sync check before the step; none if no check is due."""
     stop: bool = False
     """Do not begin the step: a user asked the run to stop; `save` then is about the steps before."""
+
+
+Metrics = dict[str, float]
+"""Numbers that are logged, by name."""
+Record = dict[str, Any]
+"""A line of a .jsonl file."""

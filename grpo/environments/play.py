@@ -347,10 +347,8 @@ def play(
             step += 1
             if math.isinf(step):
                 step = 1.0  # with rounds, each round counts from 1
-            ended = sorted(loop.step(), key=lambda stretch: stretch.request)
-            for stretch in ended:
-                number = stretch.request
-                all_ids[number] += stretch.ids
-                begins_at[number] = step + delay
+            for stretch in sorted(loop.step(), key=lambda stretch: stretch.request):
+                all_ids[stretch.request] += stretch.ids
+                begins_at[stretch.request] = step + delay
                 if player:
-                    player.add_turn(number, stretch.ids, stretch.logprobs, stretch.reason)
+                    player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason)
