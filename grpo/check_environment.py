@@ -110,6 +110,7 @@ def set_stage(config: GRPOConfig, *, by_hand: bool, has_recipe: bool) -> Stage:
     else:
         for toolbox in toolboxes.values():
             toolbox.check_columns([])
+
     if pathlib.Path(config.model.path).is_dir():
         tokenizer = load_tokenizer(config.model.path, config.data)
         stops = stop_token_ids(config.model.path, tokenizer, config.generator.stop_token_ids)
@@ -203,6 +204,7 @@ def play_turns(player: Player, stage: Stage) -> None:
     beginning = ""
     if thought and END_OF_THOUGHT not in thought:
         beginning = END_OF_THOUGHT
+
     if stage.by_hand:
         print(how_to_play(toolbox, stage.style))
     while any(decision.max_tokens for decision in player.collect([0], 1)):

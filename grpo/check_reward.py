@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(check_programs(reward.allow_without_landlock))
         is_confined = loading.is_confined(name)
         workers = loading.start_workers(loading.load_observed, reward, is_confined, max_tokens)
+
     with contextlib.closing(workers):
         return show(functions[name], examples, reward, workers)
 

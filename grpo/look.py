@@ -112,6 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
             text = rollouts_text(options)
         else:
             text = summarize(options.run_dirs)
+
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
     try:
         print(printable(text), flush=True)  # another's files may contain what acts on a terminal
@@ -139,6 +140,7 @@ def summarize(run_dirs: Sequence[pathlib.Path]) -> str:
     for row in rows:
         cells = map(str.ljust, row, widths)
         lines.append("  ".join(cells).rstrip())
+
     shared_labels = [label for label in curves[0] if all(label in of_run for of_run in curves)]
     if shared_labels:
         label = shared_labels[0]
@@ -148,6 +150,7 @@ def summarize(run_dirs: Sequence[pathlib.Path]) -> str:
         lines.append(terminal_curves([of_run[label] for of_run in curves]))
     if len(run_dirs) == 1:
         lines += answers_before_and_after(run_dirs[0])
+
     lines.append("")
     for run_dir in run_dirs:
         for name in ("tensorboard", "samples.txt", "model"):

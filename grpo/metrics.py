@@ -66,7 +66,8 @@ class StepMetrics:
         """Add values, which are 0 where no token counts, to the sums and numbers of their sequences."""
         if self._sequence_S2 is None:  # one more row, for padding
             self._sequence_S2 = values_BT.new_zeros(self.num_sequences + 1, 2)
-        per_token_BT2 = torch.stack([values_BT, micro.loss_mask_BT.double()], -1)
+        counts_BT = micro.loss_mask_BT.double()
+        per_token_BT2 = torch.stack([values_BT, counts_BT], -1)
         sequence_N = micro.sequence_BT.flatten()
         sequence_N = sequence_N.where(sequence_N >= 0, self.num_sequences)
         self._sequence_S2.index_add_(0, sequence_N, per_token_BT2.flatten(0, 1))
@@ -83,6 +84,7 @@ class StepMetrics:
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
             if self._sequence_S2 is not None:
                 dist.all_reduce(self._sequence_S2, group=group)
+
         loss, num_tokens, *values = torch.cat([sums, maxima]).tolist()  # one transfer from the device
         for name in self._sums:
             total, number = self._totals.get(name, (0.0, 0.0))
@@ -109,8 +111,8 @@ class StepMetrics:
         means = {}
         for name, (total, number) in self._totals.items():
             means[name] = total / number if number else math.nan
-        for name, value in self._highest.items():
-            means[name] = value if value > -math.inf else math.nan
+        for name, highest in self._highest.items():
+            means[name] = highest if highest > -math.inf else math.nan
         for name, values in self._recorded.items():
             means[name] = sum(values) / len(values)
         return means

@@ -236,9 +236,11 @@ def compare(
             )
         history[name] = []
         print("\n  ".join([f"method {name}", *derived(method)]))
+
     if config.updates_per_step == 1 and config.algorithm.resolved.old_logprobs == "policy":
         print(RATIO_IS_1)
     print(table_line("step", "method", COLUMNS), flush=True)
+
     vocab_size = read_hf_config(first.model.folder).vocab_size
     for step in session.steps():
         if step and stop_reason(config.run_dir):
@@ -259,6 +261,7 @@ def compare(
             for column, value in steps[-1].items():
                 metrics[f"{name}/{column}"] = value
         session.log(step + 1, metrics)
+
     for name, steps in history.items():
         means = {column: statistics.fmean(measured[column] for measured in steps) for column in steps[0]}
         print(metrics_line("mean", name, means))

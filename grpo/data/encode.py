@@ -158,6 +158,7 @@ class Encoder:
                 encoded.reason = str(error)
             results.append(encoded)
             texts_by_row.append(texts)
+
         tokens = tokenize(self.tokenizer, list(itertools.chain(*texts_by_row)))
         for encoded, texts in zip(results, texts_by_row, strict=True):
             if not texts:

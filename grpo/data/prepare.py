@@ -275,6 +275,7 @@ def _encode_usable(
     statuses[list(bad_rows)] = RowStatus.BAD
     if bad_rows:
         _refuse_or_warn(bad_rows, len(table), source, encoder.data)
+
     counts = Counter(statuses.tolist())
     causes = {
         RowStatus.DROPPED: f"left out by {encoder.data.row}",
@@ -283,6 +284,7 @@ def _encode_usable(
         RowStatus.TOO_LONG: f"longer than {encoder.limit}",
     }
     left_out = ", ".join(f"{counts[status]:,} {cause}" for status, cause in causes.items() if counts[status])
+
     usable = np.flatnonzero(statuses == RowStatus.USED).tolist()
     has_length = np.isin(statuses, (RowStatus.USED, RowStatus.TOO_LONG))
     lengths = table.data.column("num_tokens").to_numpy()[has_length]
@@ -293,6 +295,7 @@ def _encode_usable(
         if sizes:
             reasons.append(sizes)
         raise ValueError(f"{'; '.join(reasons)}; correct them, raise the limit or bring others")
+
     name = "data" if max_rows is None else "held out"
     if len(usable) < (1 - WARNED_FRAC) * num_considered:
         name = f"warning: {name}"
@@ -307,6 +310,7 @@ def _encode_usable(
     if encoder.truncates and num_cut:
         parts.append(f"cut off: {num_cut:,} longer than {encoder.limit}")
     print(printable("; ".join(parts)), flush=True)
+
     notes = table.data.column("notes").take(usable).to_pylist()
     num_rows_by_note = Counter(itertools.chain(*notes))
     for note, count in num_rows_by_note.items():

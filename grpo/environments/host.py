@@ -215,6 +215,7 @@ class LiveEnvironment:
                 kind = "bad"
             answers.append(answer)
             kinds.append(kind)
+
         unread = ""
         if not calls:
             unread = other_style(turn, self.style, self.toolbox.tools)
@@ -226,6 +227,7 @@ class LiveEnvironment:
                 answers = [str(answer)]
         done = getattr(self.object, "done", False)
         ended = not answers or (bool(done) and not callable(done))  # a method `done` is a tool
+
         counts = {
             "calls": len(kinds),
             "bad_calls": kinds.count("bad"),
@@ -238,6 +240,7 @@ class LiveEnvironment:
             "ended": ended,
             "counts": counts,
         }
+
         if unread:
             reply["unread"] = unread
         if earns and self.toolbox.has_reward and not ended:

@@ -322,6 +322,7 @@ def play(
     all_ids: list[list[int]] = [[] for _ in range(num_rollouts)]
     num_prompt_tokens = [0] * num_rollouts
     step = 0.0
+
     while begins_at or loop.num_running:
         is_idle = not loop.num_running
         if is_idle:
@@ -343,6 +344,7 @@ def play(
                 if decision.max_tokens:
                     num_behind_prompt = len(ids) - num_prompt_tokens[number]
                     add(number, list(ids), num_behind_prompt, decision.max_tokens)
+
         if loop.num_running:
             step += 1
             if math.isinf(step):

@@ -58,6 +58,7 @@ class Turns:
         self.schemas = schemas
         self.stop_token_ids = set(stop_token_ids)
         self.start = prompt_messages(data, QUESTION)
+
         roles = [reply_as] if schemas else []
         if has_reply or not schemas:
             roles.append("user")
@@ -72,6 +73,7 @@ class Turns:
                     f"{template_name(tokenizer, data)} cannot carry several turns with answers of role {role}: {error}"
                     f"; try it with {hint}another template (--data.prompt-template FILE.jinja)"
                 ) from error
+
         opened = self._write(self.start)
         scaffold = opened
         for frame in self.frames.values():
@@ -144,6 +146,7 @@ class Turns:
             history = self._chat(self.start, EARLIER, earlier_role, [ANSWER])
             written = self._after_turn(role, [ANSWER], history)
             _check(f"what follows a turn {place} is written otherwise", suffix, written)
+
         first = self._encode(before)[:1]
         if not self.stop_token_ids.intersection(first):
             name = self.tokenizer.convert_ids_to_tokens(first)
@@ -151,6 +154,7 @@ class Turns:
                 f"what follows a turn begins with {name} (ids {first}), at which the model does not stop "
                 "(generator.stop_token_ids)"
             )
+
         opened = self._write(self.start)
         closed = self._write(self.start, opening=False)
         closed = os.path.commonprefix([closed, opened])  # some templates write a token at the end of closed chats

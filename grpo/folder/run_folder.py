@@ -89,6 +89,7 @@ def check_run_folder(
         ) from error
     if os.path.lexists(folder / LOCK):
         os.close(_take_lock(folder))
+
     names = []
     if folder.is_dir():
         names = sorted(path.name for path in folder.iterdir())
@@ -99,6 +100,7 @@ def check_run_folder(
             f"{run_dir} has files ({', '.join(strange[:5])}) but no {MARKER} of a run, which marks its folder; "
             "nothing is written there: choose another --run-dir, or empty the folder yourself"
         )
+
     run_files = {folder.resolve() / name for name in RUN_FILES}
     for path in filter(None, inputs):
         resolved = pathlib.Path(path).resolve()
@@ -108,6 +110,7 @@ def check_run_folder(
                 f"{path} lies in the run folder {run_dir}, and this run would replace or delete it; choose another "
                 "--run-dir"
             )
+
     written = [name for name in RUN_FILES if name in names and name not in WRITTEN_BEFORE_RUN]
     if written and not (resume or overwrite):
         raise ValueError(
@@ -140,12 +143,14 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
         holder += f", job {os.environ['SLURM_JOB_ID']}"
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{holder}, since {now}\n".encode(), 0)
+
     overwrites = config.overwrite and not config.resume
     for path in _files_of_runs(folder):
         is_unfinished = path.name.endswith(UNFINISHED)
         is_old = overwrites and path.name not in ("initial_model", LOCK, MARKER)
         if is_unfinished or is_old:
             _delete(path)
+
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         versions[package] = installed_version(package)
@@ -158,6 +163,7 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
         "config": written_fields(config),
     }
     _write(folder / MARKER, json.dumps(marker, indent=2) + "\n")
+
     recipe = as_recipe(config)
     saved = folder / CONFIG
     earlier = folder / f"config-step-{step:08d}.py"

@@ -116,7 +116,11 @@ def speller(models: list[str]) -> Callable[[list[int]], list[str]] | None:
             tokenizer = tokenizer or open_tokenizer(model)
     if not tokenizer:
         return None
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    decode = functools.partial(
+        tokenizer.decode,
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+    )
     # some tokenizers drop a blank at the beginning
     before = tokenizer.encode("a", add_special_tokens=False)
     text_before = decode(before)

@@ -92,8 +92,8 @@ def episode_metrics(rollouts: list[Rollout]) -> Metrics:
         "environment/lost_count": sum(is_lost),
         "time/environment": _mean(e["waited"] for e in episodes),
     }
-    for counted in ("calls", "bad_calls", "unread_calls", "tool_errors", "hung_calls", "cut_answers"):
-        metrics[f"environment/{counted}"] = _mean(e["counts"].get(counted, 0) for e in episodes)
+    for event in ("calls", "bad_calls", "unread_calls", "tool_errors", "hung_calls", "cut_answers"):
+        metrics[f"environment/{event}"] = _mean(e["counts"].get(event, 0) for e in episodes)
     for end in ("done", "tokens", "turns", "seconds", "hung", "lost"):
         metrics[f"environment/ended_by/{end}_frac"] = _mean(e["ended_by"] == end for e in episodes)
     return metrics

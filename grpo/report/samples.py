@@ -53,6 +53,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
             "version": completion.version,
             "failures": failures,
         }
+
         if rollout.prompt.source:
             record["source"] = rollout.prompt.source
         earlier = completion.pieces[:-1]
@@ -103,6 +104,7 @@ def describe(record: Record, turns: bool = False, short: bool = False) -> str:
         if name in record:
             facts.append(f"{name} {record[name]}")
     facts.append(f"{record['num_tokens']} tokens, finish reason {record['finish_reason']}")
+
     lines = ["--- " + " | ".join(facts)]
     for name, reason in record["failures"].items():
         lines.append(f"{name} failed: {_one_line(reason)}")
@@ -112,6 +114,7 @@ def describe(record: Record, turns: bool = False, short: bool = False) -> str:
         if name == "answer" or not _is_in(value, prompt):
             text = shorten(str(value), SAMPLE_CHARACTERS)
             lines.append(f"{name}: {text}")
+
     episode = record.get("episode")
     if turns and episode:
         for number, turn in enumerate(episode["turns"], start=1):
@@ -142,7 +145,7 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     for form, count in counts.items():
         if count:
             line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})"
-    num_truncated = sum(rollout.completion.truncated for rollout in rollouts)
+    num_truncated = sum(r.completion.truncated for r in rollouts)
     if num_truncated:
         line += f"; {num_truncated} run out of tokens"
     return line
@@ -183,7 +186,8 @@ def failure_lines(rollouts: list[Rollout]) -> list[str]:
             failed_by_function[function].append(rollout)
     lines = []
     for function, failed in failed_by_function.items():
-        counts = collections.Counter(_one_line(r.failures[function]) for r in failed)
+        texts = [_one_line(r.failures[function]) for r in failed]
+        counts = collections.Counter(texts)
         reasons = ", ".join(f"{reason} ({count})" for reason, count in counts.most_common(NUM_REASONS))
         lines.append(
             f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {reasons}; "
@@ -212,7 +216,11 @@ def show_chat(example: "Encoded", tokenizer: "PreTrainedTokenizerBase") -> Text:
     for is_label, run in itertools.groupby(example.mask):
         end += len(list(run))
         # from the first token each time, because some tokenizers drop a blank at the beginning of what they decode
-        decoded = tokenizer.decode(example.ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decoded = tokenizer.decode(
+            example.ids[:end],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
         piece = printable(decoded[len(before) :])
         if is_label:
             marked = piece.replace("\n", "↵\n")

@@ -112,11 +112,13 @@ def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
     # all rows of a source have columns of the same types, which the encoder checks
     first_rows = [next(rows.examples(), None) for rows in sources]
     try_rewards(config, [row.columns for row in first_rows if row])
+
     paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
     inputs = open_run(config, script, build_dir, paths, texts_of(sources))
     if config.needs_reference:
         folder = reference_folder(config, inputs)
         inputs = replace(inputs, reference_folder=folder)
+
     tools = tool_schemas(config)
     rows = usable_prompts(sources, config, inputs.tokenizer, tools, inputs.vocab_size)
     new_stream = partial(PromptStream, rows, config)

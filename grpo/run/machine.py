@@ -174,8 +174,10 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
             found = "torch is built for CUDA and sees no GPU"
         to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
         return Verdict("GPUs", not built_for_gpus, found, to_do)
-    found = f"{count} x {device.name} of {device.gib:.1f} GiB, {needed} needed ({describe_roles(config.roles)})"
-    to_do = f"for {count}: {suggest_roles(config, count)}; --gpus counts those of all nodes"
+    roles = describe_roles(config.roles)
+    found = f"{count} x {device.name} of {device.gib:.1f} GiB, {needed} needed ({roles})"
+    suggestion = suggest_roles(config, count)
+    to_do = f"for {count}: {suggestion}; --gpus counts those of all nodes"
     return Verdict("GPUs", needed <= count, found, to_do)
 
 
@@ -200,6 +202,7 @@ def check_memory(
         total += checkpoint_gib(config, sizes)
         found = f"all ranks {total:.1f} GiB with the copy of a checkpoint, free on this host {device.gib:.1f}"
         return [Verdict("memory", total <= device.gib, found, "a smaller model or --trainer.micro-batch-tokens")]
+
     verdicts = _check_trainer(config, sizes, device)
     if generator:  # the cache gets what the weights leave of the engine's share
         weights = generator.pop("weights")
@@ -228,7 +231,8 @@ def _check_trainer(
             check += f" {moment}"
         verdict = _check_parts(check, parts, device, "")
         if not verdict.fits:
-            verdict = replace(verdict, to_do=_ways_out(config, sizes, device))
+            to_do = _ways_out(config, sizes, device)
+            verdict = replace(verdict, to_do=to_do)
         verdicts.append(verdict)
     return verdicts
 
@@ -242,7 +246,8 @@ def _check_parts(
     """Compare the sum of the parts, GiB, with a GPU."""
     total = sum(parts.values())
     listed = ", ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
-    return Verdict(check, total < device.gib, f"{total:.1f} of {device.gib:.1f} GiB ({listed})", to_do)
+    found = f"{total:.1f} of {device.gib:.1f} GiB ({listed})"
+    return Verdict(check, total < device.gib, found, to_do)
 
 
 def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device) -> str:
@@ -269,6 +274,7 @@ def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Devic
             enough.append(flag)
         elif peak < (1 - LEAST_RELIEF_FRAC) * peak_now:
             lowering.append(flag)
+
     ways = []
     if enough:
         ways.append("it fits with " + " or ".join(enough))
@@ -294,7 +300,8 @@ def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
     count = 0
     if options.interval:
         num_saves = math.ceil(config.num_steps / options.interval)
-        count = min(options.keep + 1 + bool(options.keep_best), num_saves)
+        num_kept = options.keep + bool(options.keep_best)
+        count = min(num_kept + 1, num_saves)
     export = 0.0
     if options.export:
         export = memory.DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30

@@ -90,6 +90,7 @@ class Scorer:
         self.reader = None
         if reward.model:
             self.reader = open_reward_model(reward.model, config.trainer)
+
         more_stop_ids = (*generator.stop_token_ids, *end_token_ids)
         self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, more_stop_ids)
         ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
@@ -98,6 +99,7 @@ class Scorer:
         # A completion passes by the value of this one: the environment, or the first function; empty if there is none
         first_function = next(iter(reward.weights), "")
         self.pass_function = self.environment.reward_name or first_function
+
         opening, notes = look_at_prompt(tokenizer, config.data)
         for note in notes:
             print(printable(note), flush=True)
@@ -138,13 +140,15 @@ class Scorer:
         for place, (score, failure) in enumerate(model_scores):
             rollouts[place] = with_value(rollouts[place], REWARD_MODEL, weight, score, failure)
         check_lost(rollouts)
+
         warnings = failure_lines(rollouts)
         if self.answer_format and not self.collected_before:
-            warnings.append(no_answer_line(rollouts, self.answer_format))
+            line = no_answer_line(rollouts, self.answer_format)
+            warnings.append(line)
         if not self.warned_of_unread_calls:
             line = unread_calls_line(rollouts)
-            self.warned_of_unread_calls = bool(line)
             warnings.append(line)
+            self.warned_of_unread_calls = bool(line)
         self.collected_before = True
         for line in filter(None, warnings):
             print(printable(f"warning: {where}{line}"), flush=True)

@@ -173,6 +173,7 @@ class Session:
         if roles.generates and not roles.is_driver:  # rank 0 is busy with the checks that follow
             with timer.startup("importing vLLM"):
                 import_vllm(roles)
+
         rewards = ", starting the reward processes" if roles.replicas else ""
         with timer.startup(f"checking data, tokenizer and model{rewards}"):
             start = self.ask_driver(self.start)
@@ -184,10 +185,12 @@ class Session:
                 reference_folder = fetch_folder(inputs.reference_folder, roles.control)
             if inputs.reward_model:
                 reward_folder = fetch_folder(inputs.reward_model, roles.control, scores=True)
+
         self.saved_step = inputs.step
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             with timer.startup("starting vLLM"):
                 generator = self._start_engine(start.config, folder, inputs.stop_token_ids)
+
         with timer.startup("loading the models"):
             config = self.config
             if roles.trains:
@@ -216,6 +219,7 @@ class Session:
                     inputs.scorer.reward_model = self.reward_model
         with timer.startup("waiting for the other ranks"):
             wait_for_all(roles)
+
         if inputs.checkpoint is not None:
             with timer.startup("loading the checkpoint"):
                 if trainer:
