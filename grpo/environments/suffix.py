@@ -214,8 +214,8 @@ class Turns:
         for token, entry in tokenizer.added_tokens_decoder.items():
             if entry.special or token in written:
                 special.add(token)
-        with_other_meaning = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-        if tokenizer.unk_token_id not in with_other_meaning:
+        other_roles = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        if tokenizer.unk_token_id not in other_roles:
             special.discard(tokenizer.unk_token_id)
         return special
 

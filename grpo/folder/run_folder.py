@@ -168,8 +168,8 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
     saved = folder / CONFIG
     earlier = folder / f"config-step-{step:08d}.py"
     # if `earlier` exists, it has the config of the steps up to this one; no later config led to a checkpoint
-    keeps_saved = config.resume and step and saved.is_file() and not earlier.exists()
-    if keeps_saved and saved.read_text("utf-8") != recipe:
+    may_differ = config.resume and step and saved.is_file() and not earlier.exists()
+    if may_differ and saved.read_text("utf-8") != recipe:
         saved.rename(earlier)
     _write(saved, recipe)
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())

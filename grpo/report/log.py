@@ -169,11 +169,11 @@ class RunLog:
         warnings = [f"warning: step {step}: {text}" for text in self.curve_reader.look(metrics)]
         print("\n".join([*lines, *warnings]), flush=True)
 
-    def _append_records(self, name: str, records: list[Record], **first: Any) -> None:
-        """Append records to a .jsonl file. Each line begins with `first`."""
+    def _append_records(self, name: str, records: list[Record], **facts: Any) -> None:
+        """Append records to a .jsonl file. Each line begins with `facts`, such as the step."""
         lines = []
         for record in records:
-            line = json.dumps({**first, **record}, allow_nan=False)
+            line = json.dumps({**facts, **record}, allow_nan=False)
             lines.append(f"{line}\n")
         self._append(name, "".join(lines))
 
