@@ -92,15 +92,7 @@ class Options:
 def main(arguments: list[str] | None = None) -> None:
     """Print the summary, or the chosen rollouts, or write the page."""
     options = tyro.cli(Options, prog="python -m grpo.look", description=__doc__, args=arguments)
-    chooses_rollouts = any(
-        (
-            options.step,
-            options.worst,
-            options.prompt,
-            options.turns,
-            options.evaluation,
-        )
-    )
+    chooses_rollouts = options.step or options.worst or options.prompt or options.turns or options.evaluation
     with refuse_bad_input():
         if not options.run_dirs:
             raise ValueError("name the folder of a run")
@@ -371,7 +363,8 @@ def page_text(options: Options) -> str:
     if options.step:
         _, rollouts = rollouts_of_step(options, options.step)
     else:
-        files = [read_lines(path, "") for path in (run_dir / COMPLETIONS, run_dir / EVALUATION) if path.is_file()]
+        paths = [run_dir / COMPLETIONS, run_dir / EVALUATION]
+        files = [read_lines(path, "") for path in paths if path.is_file()]
         rollouts = itertools.chain(*files)
     models = [str(run_dir / "model"), str(run_dir / "initial_model")]
     marker = read_marker(run_dir)
