@@ -192,8 +192,7 @@ class PlainSteps:
         self._cache = scheduler.kv_cache_manager
         self._pool = manager.block_pool
         self._block_size = manager.block_size
-        self._blocks_of = manager.req_to_blocks
-        self._cached_of = manager.num_cached_block
+        self._ends: dict[str, tuple[set[int | None], int]] = {}  # of requests by name, see `_end_of`
         # AsyncScheduler schedules a token before the one before it is known, and counts a placeholder for it
         self._ahead = int(type(scheduler) is AsyncScheduler)
         self._running = RequestStatus.RUNNING
@@ -215,19 +214,20 @@ class PlainSteps:
         finally:
             scheduler.running = running
             scheduler.max_num_active_reqs = max_running
+        names = [request.request_id for request in requests]
         cached = step.scheduled_cached_reqs
-        names = []
+        cached.req_ids.extend(names)
+        is_known = 1 - self._ahead  # the token whose successor is sampled, and with it the block that it fills
         for request in requests:
-            name = request.request_id
             num_computed = request.num_computed_tokens
-            names.append(name)
-            cached.new_block_ids.append(self._new_blocks(request, name, num_computed + 1))
+            # most tokens neither begin a block nor fill one
+            is_inside = (num_computed + is_known) % self._block_size > is_known
+            cached.new_block_ids.append(None if is_inside else self._next_block(request))
             cached.num_computed_tokens.append(num_computed)
             cached.num_output_tokens.append(len(request._output_token_ids) + request.num_output_placeholders)
             request.num_computed_tokens = num_computed + 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += self._ahead
-        cached.req_ids.extend(names)
         step.num_scheduled_tokens = dict.fromkeys(names, 1)
         step.total_num_scheduled_tokens = len(names)
         if not scheduler.use_v2_model_runner:
@@ -255,12 +255,8 @@ class PlainSteps:
                 requests.append(request)
         return requests
 
-    def _new_blocks(self, request: Any, name: str, num_tokens: int) -> Any:
-        """Allocate the blocks that a request of `num_tokens` tokens lacks. None in most steps, by two comparisons."""
-        has_room = num_tokens <= len(self._blocks_of[name]) * self._block_size
-        num_full = min(num_tokens, len(request._all_token_ids)) // self._block_size
-        if has_room and (num_full <= self._cached_of.get(name, 0) or not self._cache.enable_caching):
-            return None
+    def _next_block(self, request: Any) -> Any:
+        """Enter full blocks into the prefix cache and allocate one for the request's next token."""
         return self._cache.allocate_slots(request, 1, num_lookahead_tokens=0).get_block_ids(allow_none=True)
 
     def take(self, scheduled: Any, model_output: Any, column: list[float], into: dict[str, RequestTokens]) -> Any:
@@ -269,37 +265,47 @@ class PlainSteps:
         column: the sampled tokens' log-probs, a row for each request.
         """
         rest = {}
+        requests = self._scheduler.requests
+        if len(self._ends) > 2 * len(requests):  # most have ended
+            self._ends.clear()
         for name, num_scheduled in scheduled.num_scheduled_tokens.items():
-            request = self._scheduler.requests.get(name)
             row = model_output.req_id_to_index[name]
             sampled = model_output.sampled_token_ids[row]
-            if request is None or len(sampled) != 1 or not self._goes_on(request, sampled[0]):
+            request = requests.get(name)
+            if request is None or len(sampled) != 1 or request.status is not self._running:
+                rest[name] = num_scheduled
+                continue
+            (token,) = sampled
+            last_tokens, last_length = self._ends.get(name) or self._end_of(request)
+            length = len(request._all_token_ids) + 1
+            if token in last_tokens or length >= last_length:
                 rest[name] = num_scheduled
                 continue
             request.num_in_flight_tokens -= num_scheduled
-            request._output_token_ids.append(sampled[0])
-            request._all_token_ids.append(sampled[0])
-            if len(request._all_token_ids) % self._block_size == 0:
+            request._output_token_ids.append(token)
+            request._all_token_ids.append(token)
+            if length % self._block_size == 0:
                 request.update_block_hashes()
             request.num_output_placeholders -= self._ahead
-            into[name].ids.append(sampled[0])
-            into[name].logprobs.append(column[row])
+            tokens = into[name]
+            tokens.ids.append(token)
+            tokens.logprobs.append(column[row])
         scheduled = copy.copy(scheduled)
         scheduled.num_scheduled_tokens = rest
         return scheduled
 
-    def _goes_on(self, request: Any, token: int) -> bool:
-        """Return whether a request only needs this token and does not end with it, as `sched.utils.check_stop` says."""
+    def _end_of(self, request: Any) -> tuple[set[int | None], int]:
+        """Return the tokens that end a request and its length at the latest, as `sched.utils.check_stop` says.
+
+        A request that may also end otherwise has length 0, so that all its tokens go vLLM's own way.
+        """
         params = request.sampling_params
-        return (
-            request.status is self._running
-            and token != params.eos_token_id
-            and token not in (params.stop_token_ids or ())
-            and len(request._output_token_ids) + 1 < request.max_tokens
-            and len(request._all_token_ids) + 1 < self._scheduler.max_model_len
-            and request.structured_output_request is None
-            and params.repetition_detection is None
-        )
+        last_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}
+        last_length = min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len)
+        if request.structured_output_request is not None or params.repetition_detection is not None:
+            last_length = 0
+        self._ends[request.request_id] = last_tokens, last_length
+        return last_tokens, last_length
 
 
 class KernelWithOptions:
