@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -28,6 +29,7 @@ from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import take_out
 from grpo.data.packing import Packing, pack
 from grpo.models.attention import SelectiveCheckpointing, allow_any_length, choose_attention
+from grpo.models.blocks import NormedBlock, set_norm_shardings
 from grpo.models.families import Policy, family_of, has_experts, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
@@ -86,6 +88,12 @@ class ShardedModel:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Undo `state_dict`."""
         self.module.load_state_dict(self.module.state_dict() | state)
+
+    @torch.no_grad()
+    def move_towards(self, other: "ShardedModel", share: float) -> None:
+        """Make each weight (1 - share) x itself + share x that of the other model, which is sharded alike."""
+        for weight, new in zip(self.module.parameters(), other.module.parameters(), strict=True):
+            _local(weight).lerp_(_local(new), share)
 
     def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
         """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them."""
@@ -160,6 +168,10 @@ class ShardedModel:
         return float(titan_dist.clip_grad_norm_(list(self.module.parameters()), max_norm, foreach=True))
 
 
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):  # SharedPrompts, KeptIds
         return type(value)(*(_on_device(part, device) for part in value))
@@ -196,14 +208,16 @@ def build_model(
     device: torch.device,
     tensor_parallel: int,
     frozen: bool = False,
+    moves: bool = False,
     scores: bool = False,
     seed: int = 0,
 ) -> ShardedModel:
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
     A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas. With
-    LoRA, weights are held in `model.dtype` without gradients, and adapters in float32 with them, which start from
-    `seed`. With `scores`, `logprobs` are a reward model's scores. Collective over the role's ranks.
+    `moves` it holds float32, so that a small move is not rounded away. With LoRA, weights are held in `model.dtype`
+    without gradients, and adapters in float32 with them, which start from `seed`. With `scores`, `logprobs` are a
+    reward model's scores. Collective over the role's ranks.
     """
     adapted = trainer.lora_rank > 0 and not frozen
     # spmd_types, torchtitan's default, fails for more than one rank on this torch
@@ -212,7 +226,8 @@ def build_model(
         tensor_parallel_degree=tensor_parallel,
         data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
-    training = TrainingConfig(dtype=model.dtype if frozen or adapted else "float32", mixed_precision_param=model.dtype)
+    keeps_dtype = adapted or (frozen and not moves)
+    training = TrainingConfig(dtype=model.dtype if keeps_dtype else "float32", mixed_precision_param=model.dtype)
     titan_dist.set_spmd_backend(parallelism.spmd_backend)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
 
@@ -270,6 +285,9 @@ def _compile_config(compiled: bool, experts: bool, dtype: str) -> CompileConfig:
 def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
     """Let torchtitan write into a model's config how each of its parts is sharded."""
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig()))
+    for block in config.layers:
+        if isinstance(block, NormedBlock.Config):
+            set_norm_shardings(block)
     if parallelism.tensor_parallel_degree > 1:  # LogprobHead reduces over the vocabulary itself
         config.lm_head.sharding_config = ShardingConfig(state_shardings=config.lm_head.sharding_config.state_shardings)
 
@@ -282,9 +300,10 @@ def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, devic
     module.to_empty(device=device)
     with torch.no_grad():
         module.init_weights(buffer_device=None)
-    layers = [*module.layers.values()]
-    for layer in layers[1:]:  # each layer made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
-        layer.attention.rope.cache = layers[0].attention.rope.cache
+    tables: dict[tuple[float, ...], torch.Tensor] = {}
+    for layer in module.layers.values():
+        rope = layer.attention.rope  # each made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
+        rope.cache = tables.setdefault(rope.config.inv_freq, rope.cache)
     tensors = names.to_hf(module.state_dict())
     dcp.load(tensors, storage_reader=names.get_hf_storage_reader(folder))
     module.load_state_dict(names.from_hf(tensors), strict=False)

@@ -11,6 +11,7 @@ from tests.torchrun import torchrun
 CASES = [  # model, trainers, trainer tensor_parallel, generators, generator tensor_parallel
     ("llama3", 2, 2, 2, 1),  # two replicas
     ("moe", 1, 1, 2, 2),
+    ("olmo3", 2, 2, 1, 1),  # windows, and vLLM's backend for models of transformers
     pytest.param("qwen2-untied", 2, 1, 2, 2, marks=pytest.mark.slow),
     pytest.param("qwen3-tied", 1, 1, 1, 1, marks=pytest.mark.slow),
     pytest.param("mistral", 1, 1, 2, 2, marks=pytest.mark.slow),

@@ -59,7 +59,9 @@ def main() -> None:
     reference = None
     if roles.references:
         reference = Reference(config.model, config.trainer, folder, config.reference_tensor_parallel, roles)
-    start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = None
+    if roles.trains:  # not where vLLM runs, which changes transformers' classes in place
+        start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     for version in range(NUM_ROUNDS):
         batch = sample(config, generator, version, roles)

@@ -25,7 +25,7 @@ LENGTHS = [5, 9, 3]
 CORRECTIONS = ("truncate", "mask_tokens", "mask_sequences")
 ALGORITHMS = {name: {"loss": name} for name in PAPER_DEFAULTS}
 ALGORITHMS |= {kind: {"importance_correction": kind} for kind in CORRECTIONS}
-ALGORITHMS |= {"k3_k2": {"kl_estimator": "k3_k2_gradient"}}
+ALGORITHMS |= {"k3_k2": {"kl_estimator": "k3_k2_gradient"}, "k3_weighted": {"kl_estimator": "k3_weighted"}}
 
 
 def step() -> TrainBatch:
