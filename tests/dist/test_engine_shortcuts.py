@@ -193,9 +193,12 @@ def facts_of(plan) -> dict:
 def sample(scheduler, plan, computed: dict[str, int], seed: int):
     """A model's output for a step: tokens and log-probs that depend on the request and its place alone.
 
-    Each token is chosen from itself and up to two other ids, if they are asked for.
+    Each token is chosen from itself and up to two other ids, if they are asked for, as model runner V2 hands them out:
+    some as ids, more than two as bits.
     """
-    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
+    import vllm.v1.worker.gpu.sample.sampler  # noqa: F401
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
     names, tokens, logprobs = list(plan.num_scheduled_tokens), [], []
     for name in names:
@@ -206,7 +209,12 @@ def sample(scheduler, plan, computed: dict[str, int], seed: int):
     lists = LogprobsLists(np.zeros((len(names), 1)), np.array(logprobs), np.zeros(len(names)))
     output = ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, tokens, lists)
     if seed > 0:
-        kept = [np.array([*ids, *range(100, 100 + sum(ids) % 3)], dtype=np.int32) for ids in tokens]
-        offsets = np.cumsum([0, *map(len, kept)])
-        output.sampling_masks = SamplingMaskLists(np.concatenate(kept), offsets)
+        is_kept = torch.zeros(len(names), 128, dtype=torch.int64)
+        first_two = torch.zeros(len(names), 2, dtype=torch.int32)
+        for row, ids in enumerate(tokens):
+            kept = torch.tensor([*ids, *range(100, 100 + sum(ids) % 3)])
+            is_kept[row, kept.long()] = 1
+            first_two[row, : len(kept)] = kept[:2]
+        bits = (is_kept.view(-1, 16, 8) << torch.arange(8)).sum(-1).to(torch.uint8)
+        output.sampling_masks = SamplingMaskTensors(first_two, bits, is_kept.sum(-1), 128).tolists()
     return output
