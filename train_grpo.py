@@ -56,7 +56,7 @@ import torch
 
 from grpo.algorithm.advantages import AdvantageInputs, group_mean_std, named_advantages, teacher_advantages
 from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
-from grpo.algorithm.importance import correct_importance, kl, mismatch, sequence_kl
+from grpo.algorithm.importance import correct_importance, mismatch, sequence_kl, token_kl
 from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
@@ -208,7 +208,7 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
             trainer.forward_backward(mini_batch, grpo_objective(config, mini_batch, kl_coef, first_update), metrics)
             metrics.record(**trainer.optimizer_step())
             first_update = False
-    trainer.schedule.step()  # the learning rate follows steps, not updates
+    trainer.end_step()  # the learning rate follows steps, not updates
 
 
 def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
@@ -228,7 +228,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
             metrics |= mismatch(x, algorithm)
         if x.ref_logprobs_BT is not None:
             gap_BT = clamped(x.ref_logprobs_BT - x.logprobs_BT)
-            kl_BT = gap_BT.expm1() - gap_BT if algorithm.kl_estimator == "k3" else kl(-gap_BT, algorithm.kl_estimator)
+            kl_BT = gap_BT.expm1() - gap_BT if algorithm.kl_estimator == "k3" else token_kl(x, algorithm)
             metrics["kl"] = kl_BT.detach()
             if algorithm.kl_in == "loss":
                 loss_BT = loss_BT + kl_coef * kl_BT  # correct_importance does not weigh it

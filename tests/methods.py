@@ -12,6 +12,9 @@ def methods() -> dict[str, tuple[AlgorithmConfig, list[str]]]:
     for line in page.partition("\n| Method | Flags |")[2].partition("\n\n")[0].splitlines()[2:]:
         name, flags, *cells = (cell.strip().strip("`") for cell in line.strip("|").split("|"))
         words = flags.split() if flags != "-" else []
-        fields = {flag.removeprefix("--algorithm."): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+        fields = {
+            flag.removeprefix("--algorithm.").replace("-", "_"): value
+            for flag, value in zip(words[::2], words[1::2], strict=True)
+        }
         found[name] = AlgorithmConfig(**fields), cells
     return found

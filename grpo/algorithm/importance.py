@@ -103,6 +103,23 @@ def importance_weights(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Te
     return weights_BT.where(mask_BT, 1), corrected_BT
 
 
+def token_kl(x: LossInputs, config: AlgorithmConfig) -> torch.Tensor:
+    """Estimate KL(policy || reference) at each token by `kl_estimator`: [B, T], nats, with a gradient.
+
+    `k3_weighted` is w * r * k3. Here r is policy / old policy, with a gradient, and w the weight by
+    `importance_correction`, without. Its gradient is w * r * d * grad logp, where d = log policy - log reference, as
+    the two other terms cancel. Over tokens that the generator drew, w * r is policy / generator unless it was cut, so
+    both value and gradient are those of the KL without bias (DeepSeek-AI 2025, "DeepSeek-V3.2", section on the unbiased
+    KL estimate).
+    """
+    log_ratio_BT = clamped(x.logprobs_BT - x.ref_logprobs_BT)
+    if config.kl_estimator != "k3_weighted":
+        return kl(log_ratio_BT, config.kl_estimator)
+    weights_BT, _ = importance_weights(x, config)
+    ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).exp()
+    return weights_BT * ratio_BT * kl(log_ratio_BT, "k3")
+
+
 def kl(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimate KL(policy || reference) at each sampled token from x = log policy - log reference, clamped to +-20.
 
@@ -111,7 +128,8 @@ def kl(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
     over tokens sampled from the policy; as a part of the reward it is the right one.
     `k2` x^2 / 2: biased, never negative; its gradient x * grad logp is, on-policy, in expectation that of the true KL.
     `k3` exp(-x) - 1 + x: unbiased, never negative; but its gradient (1 - exp(-x)) * grad logp is not the KL's.
-    `k3_k2_gradient`: the value of k3 and the gradient of k2, k2 - sg[k2] + sg[k3].
+    `k3_k2_gradient`: the value of k3 and the gradient of k2, k2 - sg[k2] + sg[k3]. `k3_weighted` is the same here,
+    where its weights are 1; see `token_kl`.
     On these gradients: Tang and Munos 2025, arXiv:2506.09477. They are those of each token's own KL: what a token does
     to the KL of the tokens after it is left out.
     """

@@ -2,7 +2,7 @@
 
 import math
 
-from grpo.config.engine_options import check_engine_options, needing_texts, reshaping_options
+from grpo.config.engine_options import TRUNCATING, check_engine_options, needing_texts, reshaping_options
 from grpo.config.fields import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
@@ -31,6 +31,8 @@ READ_WITH = {
     "sampling.max_rounds": "sampling.dynamic",
     "algorithm.kl_estimator": "algorithm.kl_coef",
     "algorithm.kl_in": "algorithm.kl_coef",
+    "algorithm.reference_interval": "algorithm.kl_coef algorithm.distill_coef",
+    "algorithm.reference_mixture": "algorithm.reference_interval",
 }
 OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
 # Fields -> those that are read in their place
@@ -172,6 +174,16 @@ def _check_features(config: GRPOConfig) -> None:
             "below it; set kl_in loss",
         ),
         (
+            config.reference_moves and (config.trainer.lora_rank or config.model.reference_path or by_policy),
+            "algorithm.reference_interval does not go with trainer.lora_rank, model.reference_path or "
+            "algorithm.teacher=policy: what moves is a copy of the policy's start; drop one",
+        ),
+        (
+            config.reference_moves and (roles.num_reference_ranks or config.trainer.data_replicas > 1),
+            "algorithm.reference_interval needs the reference sharded as the policy is, on the trainers; set "
+            "--roles.num-references 0 and --trainer.data-replicas 1",
+        ),
+        (
             algorithm.teacher_template and algorithm.kl_coef,
             "algorithm.teacher_template does not go with algorithm.kl_coef: the reference would read two prompts; set"
             " kl_coef to 0",
@@ -278,26 +290,31 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
     if kind in ("mask_tokens", "mask_sequences") and not low <= 1 <= high:
         raise ValueError(f"1 must lie between importance_correction_low={low} and importance_correction_high={high}")
     # mask_sequences drops or keeps but does not reweigh, so the ratio must be taken against the generator; dppo drops
-    # only tokens that move further away
-    by_ratio = from_generator and (kind == "mask_sequences" or algorithm.loss == "dppo")
+    # only tokens that move further away; a loss of the user's has its own way with the ratio
+    by_own_way = algorithm.loss == "dppo" or algorithm.loss not in PAPER_DEFAULTS
+    by_ratio = from_generator and (kind == "mask_sequences" or by_own_way)
     if config.has_lag and not weighs and not by_ratio:
         raise ValueError(
             f"overlap_steps={config.overlap_steps} and sampling.carry_over={config.sampling.carry_over} train on "
             "completions of older weights, which "
             f"algorithm.importance_correction={kind} with old_logprobs={algorithm.old_logprobs} does not make up for; "
-            "use truncate or mask_tokens with policy, mask_sequences with generator, or the loss dppo"
+            "use truncate or mask_tokens with policy, the loss dppo, or with generator mask_sequences or your own loss"
         )
 
 
 def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
     """Refuse a run that compares rewards and has none."""
     compares = config.evaluation.interval > 0
+    curriculum = bool(config.data.curriculum)
     if isinstance(config, GRPOConfig):
-        compares |= config.sampling.dynamic or not config.algorithm.distill_coef
+        compares |= config.sampling.dynamic or curriculum or not config.algorithm.distill_coef
+    elif curriculum:
+        raise ValueError("data.curriculum weighs rows by their pass rates, which supervised examples lack; drop it")
     if compares and not config.reward.weights and not config.environment.all_classes:
         raise ValueError(
             "reward.functions is empty; name one, such as --reward.functions math_reward 1, or a reward.model, or an "
-            "environment; only training with a teacher, without evaluation and sampling.dynamic, needs none"
+            "environment; only training with a teacher, without evaluation, sampling.dynamic and curriculum, needs "
+            "none"
         )
 
 
@@ -345,7 +362,8 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
             "generator.engine may sample from a coarser policy than the trained one, which "
             "algorithm.importance_correction=none does not make up for; use truncate"
         )
-    reshaping = reshaping_options(config.generator.sampling)
+    # over the ids that top_p, top_k and min_p keep, the trainer's log-probs are exact
+    reshaping = [name for name in reshaping_options(config.generator.sampling) if name not in TRUNCATING]
     if reshaping:
         warnings.append(
             f"with generator.sampling {', '.join(reshaping)} the engine draws from another distribution than the one "

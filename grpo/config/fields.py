@@ -101,7 +101,9 @@ class GeneratorConfig:
     engine: Table[Json] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor kv_cache_dtype fp8`."""
     sampling: Table[Json] = field(default_factory=dict)
-    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling top_p 0.9 min_tokens 8`."""
+    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling top_p 0.9 top_k 50`.
+
+    Log-probs, entropy and KL are over the tokens that top_p, top_k and min_p keep."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -204,6 +206,9 @@ class DataConfig:
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do about rows without a prompt or a value in a column that is used. refuse: an error before the start
     that lists them; skip: leave them out and say how many."""
+    curriculum: str = ""
+    """Your own `path/file.py:function` in place of equal chances: `curriculum(seen, step) -> weight` of a row that was
+    seen; `seen` has its `pass_rate`, the last `step` and how many `times`. A row that was not seen has the weight 1."""
     shuffle: bool = True
     """Draw the prompts of each epoch in a new random order, which follows from `seed`; off takes the file's order."""
 
@@ -432,11 +437,17 @@ class AlgorithmConfig:
     your own function: what it takes."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL to the reference; 0 leaves it out."""
-    kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient", "k3_weighted"] = "k3"
     """Estimate of that KL per token, where d = log policy - log reference.
-    k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d; k3_k2_gradient: the value of k3 with the gradient of k2."""
+    k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d; k3_k2_gradient: the value of k3 with the gradient of k2;
+    k3_weighted: k3 x policy / old policy x the weight by `importance_correction`, whose gradient is the KL's own."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL goes. loss: a token's is added to its loss; reward: a completion's sum is taken off its reward."""
+    reference_interval: Interval = 0
+    """Steps between moves of the reference towards the policy; 0: it stays the policy's start. It sits on the trainers,
+    in float32, and in checkpoints."""
+    reference_mixture: Annotated[AboveZero, AtMost(1)] = 1.0
+    """Share of the policy in a move: reference_mixture x policy + (1 - reference_mixture) x reference."""
     distill_coef: NotNegative = 0.0
     """On-policy distillation: weight of log teacher - log policy in each token's advantage; 0 is none.
     Rewards may be left out (`--reward.functions` with nothing)."""
@@ -661,6 +672,11 @@ class GRPOConfig(RunConfig):
         return self.needs_reference and not self.reference_is_base and self.algorithm.teacher == "reference"
 
     @property
+    def reference_moves(self) -> bool:
+        """True if the reference follows the policy."""
+        return self.needs_reference and self.algorithm.reference_interval > 0
+
+    @property
     def reference_tensor_parallel(self) -> int:
         """Number of ranks that share each layer of the reference: the trainer's, or less if its ranks do not divide."""
         return math.gcd(self.roles.num_reference_ranks or self.roles.num_trainers, self.trainer.tensor_parallel)
@@ -716,7 +732,7 @@ class SFTConfig(RunConfig):
     max_sequence_tokens: Positive = 2048
     """Longest example in tokens."""
 
-    needs_reference = reference_has_model = turns_earn = False  # without an annotation it is no field
+    needs_reference = reference_has_model = reference_moves = turns_earn = False  # without an annotation it is no field
     environment = EnvironmentConfig()
 
     @property

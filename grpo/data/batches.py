@@ -13,7 +13,7 @@ from dataclasses import fields
 import torch
 
 from grpo.data.shared_prompts import Document, RepeatedPrompts, documents_of_row, row_tokens, shared_keys
-from grpo.types import Completion, MicroBatch, Prompt, Sample, TrainBatch
+from grpo.types import Completion, KeptIds, MicroBatch, Prompt, Sample, TrainBatch
 
 # Positions of a document of padding. Padding can be longer than any sequence, but its positions must be among the
 # model's, and even toys have more than these.
@@ -23,9 +23,11 @@ PAD_DOCUMENT = 128
 def make_batch(samples: Sequence[Sample]) -> TrainBatch:
     """Lay the S sequences of a step end to end. A field that is None in any sample is None in the batch."""
     per_token = {}
-    for name in (field.name for field in fields(Sample) if "_T" in field.name):
+    for name in (field.name for field in fields(Sample) if field.name[-2:] in ("_T", "_C")):
         values = [getattr(sample, name) for sample in samples]
         per_token[name.replace("_T", "_N")] = None if any(value is None for value in values) else torch.cat(values)
+    if per_token["kept_C"] is not None and per_token["kept_C"].max() < 0:
+        per_token["kept_C"] = None
     return TrainBatch(
         **per_token,
         lengths_S=torch.tensor([len(sample.ids_T) for sample in samples]),
@@ -58,6 +60,7 @@ def sample_of(prompt: Prompt, completion: Completion, turn_weight: float | None 
         generator_logprobs_T=torch.cat([zeros_T, completion.logprobs_T]),
         turn_T=turn_T,
         earned_T=earned_T,
+        kept_C=torch.cat([torch.full_like(zeros_T, -1).int(), completion.kept_C]),
         prompt_tokens=len(prompt_ids_T),
         temperature=completion.temperature,
         version=completion.oldest_version,
@@ -96,6 +99,8 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
     for start, end in itertools.pairwise(edges):
         # the last letter of a field's name says what it is laid out by
         slices = {"S": slice(start, end), "N": slice(starts[start], starts[end])}
+        if batch.kept_C is not None:
+            slices["C"] = slice(*torch.searchsorted(batch.token_C, torch.tensor([starts[start], starts[end]])))
         values = {field.name: getattr(batch, field.name) for field in fields(batch)}
         parts.append(TrainBatch(**{name: x if x is None else x[slices[name[-1]]] for name, x in values.items()}))
     return parts
@@ -150,6 +155,7 @@ def build_micro_batch(
 
     # what belongs to a token goes to the position that predicts it, what belongs to a sequence to all its positions
     per_token = {name.replace("_N", "_BT"): _at(token_BT, values_N) for name, values_N in batch.per_token.items()}
+    scored_M = _scored_places(per_token["loss_mask_BT"].flatten(), multiple)
     owner_BT = _at(own_BT, batch.owner_N, -1)
     document_starts = torch.tensor([*(document.start for document in documents), own_BT.numel()], dtype=torch.int32)
     return MicroBatch(
@@ -160,7 +166,8 @@ def build_micro_batch(
         sequence_BT=_at(owner_BT, batch.sequence_S, -1),
         temperatures_BT=_at(owner_BT, batch.temperatures_S, 1),
         num_loss_tokens_BT=_at(owner_BT, batch.num_loss_tokens_S).clamp(min=1),
-        scored_M=_scored_places(per_token["loss_mask_BT"].flatten(), multiple),
+        scored_M=scored_M,
+        kept=_kept_ids(batch, token_BT.flatten()[scored_M]),
         document_starts=document_starts,
         longest_document=int(document_starts.diff().max()),
         shared=shared_keys(documents) if prompts else None,
@@ -183,6 +190,17 @@ def _at(index_BT: torch.Tensor, values: torch.Tensor | None, elsewhere: float = 
     if values is None:
         return None
     return values[index_BT.clamp(min=0)].masked_fill(index_BT < 0, elsewhere)
+
+
+def _kept_ids(batch: TrainBatch, token_M: torch.Tensor) -> KeptIds | None:
+    """Return the ids that these of the N tokens were chosen from; -1 is no token."""
+    if batch.kept_C is None:
+        return None
+    place_N = torch.full((batch.num_tokens + 1,), -1)  # the last one stands for no token
+    place_N[token_M] = torch.arange(len(token_M))
+    place_C = place_N[batch.token_C]
+    is_here_C = (place_C >= 0) & (batch.kept_C >= 0)
+    return KeptIds(batch.kept_C[is_here_C], place_C[is_here_C])
 
 
 def _scored_places(counts: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -6,9 +6,11 @@ Only the driver (rank 0) reads data; generators and trainers see token ids.
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from grpo.config import GRPOConfig, SFTConfig
+from grpo.config.user_files import cause_and_line, load_function
 from grpo.data.encode import Encoded, EncodedRows, as_prompt
 from grpo.types import Prompt
 
@@ -16,11 +18,27 @@ from grpo.types import Prompt
 BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle")
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a row whose completions were scored."""
+
+    pass_rate: float
+    """Share of its completions that passed when it was seen last."""
+    times: int
+    """Number of groups that were scored."""
+    step: int
+    """Step in which it was seen last, counted as in the log."""
+
+
+Curriculum = Callable[[Seen, int], float]
+"""What is known of a row, the step's number -> the row's weight."""
+
+
 class Order:
     """The order of the usable rows of a source, epoch after epoch; it can be saved and resumed.
 
     The order of an epoch follows from the seed and the epoch's number alone, so no global RNG is touched, and the place
-    is the number of rows drawn.
+    is the number of rows that had their turn. With a curriculum, a row can be passed over when its turn comes.
     """
 
     def __init__(self, rows: EncodedRows, config: GRPOConfig | SFTConfig):
@@ -33,11 +51,36 @@ class Order:
         self.seed = config.seed
         self.shuffle = int(config.data.shuffle)
         self.num_drawn = 0
+        self.seen: dict[int, Seen] = {}
+        self.chances: dict[int, float] = {}  # of rows that were seen
+        self.unseen_chance = 1.0
         self._epoch = -1
         self._epoch_rows: list[int] = []
 
+    def weigh(self, curriculum: Curriculum, step: int) -> None:
+        """Give each row its chance of being drawn when its turn comes: its weight divided by the largest weight.
+
+        A row that was not seen has the weight 1. If every weight is 0, rows are drawn alike, with a warning.
+        """
+        weights = {row: curriculum(seen, step) for row, seen in self.seen.items()}
+        unseen_weight = float(len(weights) < self.num_rows)
+        largest = max(unseen_weight, *weights.values(), 0.0)
+        if largest == 0:
+            print(f"warning: step {step}: data.curriculum gives every row of {self.source} the weight 0", flush=True)
+            weights = dict.fromkeys(weights, 1.0)
+            largest = 1.0
+        self.chances = {row: weight / largest for row, weight in weights.items()}
+        self.unseen_chance = unseen_weight / largest
+
     def draw(self) -> tuple[int, Encoded]:
         """Return the place of the next row in the source, and the row."""
+        while True:
+            row = self._next_row()
+            chance = self.chances.get(row, self.unseen_chance)
+            if random.Random(f"{self.seed} {self.num_drawn} {self.label} curriculum").random() < chance:
+                return row, self.rows.get(row)
+
+    def _next_row(self) -> int:
         epoch, position = divmod(self.num_drawn, self.num_rows)
         if self._epoch != epoch:
             self._epoch = epoch
@@ -45,18 +88,19 @@ class Order:
             if self.shuffle:
                 random.Random(f"{self.seed} {epoch} {self.label}".rstrip()).shuffle(self._epoch_rows)
         self.num_drawn += 1
-        row = self._epoch_rows[position]
-        return row, self.rows.get(row)
+        return self._epoch_rows[position]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the rows, and the facts that it belongs to; fit for JSON."""
-        return {name: getattr(self, name) for name in (*BELONGS_TO, "num_drawn")}
+        """Return the place in the rows, what is known of them, and the facts that it belongs to; fit for JSON."""
+        state = {name: getattr(self, name) for name in (*BELONGS_TO, "num_drawn")}
+        return state | {"seen": [[row, *astuple(seen)] for row, seen in self.seen.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
         for name in BELONGS_TO:
             _check_same(name, state.get(name), getattr(self, name))
         self.num_drawn = state["num_drawn"]
+        self.seen = {row: Seen(*facts) for row, *facts in state.get("seen", [])}
 
 
 class Stream:
@@ -118,6 +162,28 @@ class PromptStream(Stream):
     wanted: Callable[[Prompt], bool] | None = None
     """A filter: prompts for which it returns False are passed over."""
 
+    def __init__(self, sources: Sequence[EncodedRows], config: GRPOConfig):
+        """Load and try `data.curriculum`, if there is one; raises ValueError if it cannot be used."""
+        super().__init__(sources, config)
+        self.curriculum = None
+        if config.data.curriculum:
+            self.curriculum = checked_curriculum(config.data.curriculum)
+            self.curriculum(Seen(pass_rate=0.5, times=1, step=1), 2)
+
+    def begin_step(self, step: int) -> None:
+        """Weigh the rows by the curriculum for what is drawn from now on. step: its number, counted as in the log."""
+        if self.curriculum:
+            for order in self.orders.values():
+                order.weigh(self.curriculum, step)
+
+    def remember(self, prompt: Prompt, pass_rate: float, step: int) -> None:
+        """Note the pass rate of a prompt's completions, which were scored in step number `step`."""
+        seen = self.orders[prompt.source].seen
+        times = 1
+        if prompt.row in seen:
+            times += seen[prompt.row].times
+        seen[prompt.row] = Seen(pass_rate, times, step)
+
     def draw(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, across epochs where needed. Prompt.index counts on through the whole run.
 
@@ -150,6 +216,29 @@ class ChatStream(Stream):
     def draw(self, count: int) -> list[Encoded]:
         """Return the next `count` examples, across epochs where needed."""
         return [self.next_order().draw()[1] for _ in range(count)]
+
+
+def checked_curriculum(spec: str) -> Curriculum:
+    """Return the curriculum of that name. It raises ValueError for anything other than a finite weight of at least 0.
+
+    Raises what `load_function` does.
+    """
+    function = load_function(spec, "data.curriculum")
+
+    def checked(seen: Seen, step: int) -> float:
+        try:
+            weight = function(seen, step)
+            is_weight = 0 <= weight < math.inf
+        except Exception as error:  # a user's function may raise anything
+            cause = cause_and_line(error, spec.rpartition(":")[0])
+            raise ValueError(f"data.curriculum {spec}{cause}; it is called as curriculum(seen, step)") from error
+        if not is_weight:
+            raise ValueError(
+                f"data.curriculum {spec} returned {weight} for {seen}; return a finite number of 0 or more"
+            )
+        return weight
+
+    return checked
 
 
 def _check_same(name: str, saved: Any, ours: Any) -> None:

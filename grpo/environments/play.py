@@ -13,10 +13,11 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -146,11 +147,15 @@ class Player:
         ids: list[int],
         logprobs: list[float],
         reason: str,
+        kept: Sequence[np.ndarray] = (),
     ) -> None:
-        """Add a turn that the engine has finished. A turn that ran out of tokens ends the episode."""
+        """Add a turn that the engine has finished. A turn that ran out of tokens ends the episode.
+
+        kept: as in `Piece.sampled`.
+        """
         episode = self.episodes[number]
         logprobs_T = torch.tensor(logprobs, dtype=torch.float32)
-        piece = Piece.sampled(torch.tensor(ids), logprobs_T, episode.version)
+        piece = Piece.sampled(torch.tensor(ids), logprobs_T, episode.version, kept)
         episode.pieces.append(piece)
         episode.ids += ids
         is_whole = reason != "length"
@@ -314,4 +319,4 @@ def play(
                 all_ids[stretch.request] += stretch.ids
                 begins_at[stretch.request] = step + delay
                 if player:
-                    player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason)
+                    player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason, stretch.kept)

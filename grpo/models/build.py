@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -32,7 +33,7 @@ from grpo.models.blocks import NormedBlock, set_norm_shardings
 from grpo.models.families import Policy, family_of, has_experts, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
-from grpo.types import MicroBatch, SharedPrompts, TrainBatch
+from grpo.types import MicroBatch, TrainBatch
 
 # A run decides what is "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
 CHECKPOINTING_OF_BLOCKS = {
@@ -88,6 +89,12 @@ class ShardedModel:
         """Undo `state_dict`."""
         self.module.load_state_dict(self.module.state_dict() | state)
 
+    @torch.no_grad()
+    def move_towards(self, other: "ShardedModel", share: float) -> None:
+        """Make each weight (1 - share) x itself + share x that of the other model, which is sharded alike."""
+        for weight, new in zip(self.module.parameters(), other.module.parameters(), strict=True):
+            _local(weight).lerp_(_local(new), share)
+
     def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
         """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them."""
         num_ranks = self.data_ranks.size() if self.data_ranks else 1
@@ -131,9 +138,8 @@ class ShardedModel:
         this rank's device. Collective over the role's ranks.
         """
         masks = self.module.masks(micro)
-        return self.module(
-            micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
-        )
+        inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
+        return self.module(*inputs, micro.kept)
 
     @torch.no_grad()
     def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
@@ -162,9 +168,13 @@ class ShardedModel:
         return float(titan_dist.clip_grad_norm_(list(self.module.parameters()), max_norm, foreach=True))
 
 
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, SharedPrompts):
-        return SharedPrompts(*(_on_device(part, device) for part in value))
+    if isinstance(value, tuple):  # SharedPrompts, KeptIds
+        return type(value)(*(_on_device(part, device) for part in value))
     if not isinstance(value, torch.Tensor):
         return value
     if device.type == "cuda":  # from memory that may be swapped out, a copy waits for all that was launched before
@@ -198,14 +208,16 @@ def build_model(
     device: torch.device,
     tensor_parallel: int,
     frozen: bool = False,
+    moves: bool = False,
     scores: bool = False,
     seed: int = 0,
 ) -> ShardedModel:
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
     A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas. With
-    LoRA, weights are held in `model.dtype` without gradients, and adapters in float32 with them, which start from
-    `seed`. With `scores`, `logprobs` are a reward model's scores. Collective over the role's ranks.
+    `moves` it holds float32, so that a small move is not rounded away. With LoRA, weights are held in `model.dtype`
+    without gradients, and adapters in float32 with them, which start from `seed`. With `scores`, `logprobs` are a
+    reward model's scores. Collective over the role's ranks.
     """
     adapted = trainer.lora_rank > 0 and not frozen
     # spmd_types, torchtitan's default, fails for more than one rank on this torch
@@ -214,7 +226,8 @@ def build_model(
         tensor_parallel_degree=tensor_parallel,
         data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
-    training = TrainingConfig(dtype=model.dtype if frozen or adapted else "float32", mixed_precision_param=model.dtype)
+    keeps_dtype = adapted or (frozen and not moves)
+    training = TrainingConfig(dtype=model.dtype if keeps_dtype else "float32", mixed_precision_param=model.dtype)
     titan_dist.set_spmd_backend(parallelism.spmd_backend)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
 

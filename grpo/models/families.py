@@ -391,7 +391,7 @@ class Policy(Qwen3Model):
             masks[window] = self._create_flex_attention_mask(micro.positions_BT, attention, parts)
         return masks
 
-    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
+    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M, kept=None):
         """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             # here, behind FSDP, which moves tensors to the GPU
@@ -401,7 +401,7 @@ class Policy(Qwen3Model):
             h_BTD = layer(h_BTD, attention_masks[window], positions_BT)
         if self.config.logits_divisor != 1:
             temperatures_BT = temperatures_BT * self.config.logits_divisor
-        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M)
+        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M, kept)
 
 
 class HFRoPE(CosSinRoPE):

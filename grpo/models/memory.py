@@ -129,7 +129,8 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
         parts["gradients before they are shared out"] = summed / trainer.tensor_parallel
     parts |= _of_a_forward(sizes, config, num_trainers, trainer.tensor_parallel, trains=True)
     if config.reference_has_model and not config.roles.num_reference_ranks:
-        parts["reference"] = dtype_bytes * sizes.parameters / num_trainers
+        reference_bytes = DTYPE_BYTES["float32"] if config.reference_moves else dtype_bytes
+        parts["reference"] = reference_bytes * sizes.parameters / num_trainers
     if sizes.reward_model and not config.roles.num_reference_ranks:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_trainers
     return _in_gib(parts)

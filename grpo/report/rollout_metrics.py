@@ -163,6 +163,12 @@ def evaluation_metrics(
     }
 
 
+def pass_rate(rollouts: list[Rollout], function: str, pass_value: float) -> float | None:
+    """Return the share that passed of the completions to which `function` gave a value; None if it gave none."""
+    values = [r.rewards[function] for r in rollouts if r.rewards.get(function) is not None]
+    return statistics.fmean(value >= pass_value for value in values) if values else None
+
+
 def passes(num_samples: int) -> list[int]:
     """Return every K of `eval/pass_at_K`."""
     return sorted({2**i for i in range(num_samples.bit_length())} | {num_samples})

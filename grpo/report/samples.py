@@ -154,7 +154,7 @@ def failure_lines(rollouts: list[Rollout]) -> list[str]:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in counts.most_common(NUM_REASONS))
         lines.append(
             f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {reasons}; "
-            f"first completion: {shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
+            f"first completion, of row {failed[0].prompt.row}: {shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
         )
     return lines
 

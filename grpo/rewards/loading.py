@@ -40,6 +40,31 @@ FROM_TRL = {
 }
 
 
+class ForEachCompletion:
+    """A reward function that asks an object of a user's class about one completion after the other."""
+
+    def __init__(self, name: str, reward_class: type, options: Mapping[str, Any]):
+        """Hold the class and its options. Raises ValueError unless its objects take prompt, response and target."""
+        self.make = functools.partial(reward_class, **options)
+        try:
+            inspect.signature(reward_class.__call__).bind("self", "prompt", "response", "target")
+            takes_three = "__call__" in dir(reward_class)  # the class itself can be called in any case
+        except TypeError:
+            takes_three = False
+        if not takes_three:
+            raise ValueError(f"reward class {name} needs a method __call__(self, prompt, response, target)")
+
+    def begin(self) -> None:
+        """Make the object. A reward process does it once."""
+        self.judge = self.make()
+
+    def __call__(self, completions: list, prompts: list, answer: list, **columns: list) -> list[float | None]:
+        """Return the value of each completion. A prompt is given as the data has it."""
+        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+        triples = zip(prompts, texts, answer, strict=True)
+        return [self.judge(prompt, text, target) for prompt, text, target in triples]
+
+
 def called_with(function: RewardFunction) -> Literal["completion", "group", "step"]:
     """Say what one call has: one completion, for `@group_level` those of a prompt, for `async def` all of the step."""
     function = getattr(function, "func", function)  # of a partial
@@ -173,7 +198,10 @@ def _bind_options(
                 f"reward function {name} needs {option}; give it with --reward.options {name} "
                 f"'{{\"{option}\": ...}}'{hint}"
             )
-    function = functools.partial(function, **bound)
+    if inspect.isclass(function):
+        function = ForEachCompletion(name, function, bound)
+    else:
+        function = functools.partial(function, **bound)
     if columns is not None:
         _check_columns(name, function, columns)
     if name in BUILT_INS:
@@ -264,6 +292,9 @@ def load_caller(
         confine()
     try:
         functions = load_functions(config, None, max_completion_tokens)
+        for function in functions.values():
+            if isinstance(function, ForEachCompletion):
+                function.begin()
     except (ImportError, PermissionError) as error:
         if not confined:
             raise

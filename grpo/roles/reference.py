@@ -23,17 +23,18 @@ class Reference:
         roles: Roles,
         policy: ShardedModel | None = None,
         as_trained: bool = False,
+        moves: bool = False,
     ):
         """Load `folder` in the compute dtype, or take the `policy`, which holds the reference already.
 
         policy: its base is the reference, which LoRA leaves as it was; with `as_trained` the policy teaches itself,
-        with the weights that it has by then. trainer: rows are made and computed as the policy's are. Collective over
-        the reference ranks.
+        with the weights that it has by then. moves: the trainer moves the weights, see `Trainer.lead`. trainer: rows
+        are made and computed as the policy's are. Collective over the reference ranks.
         """
         self.trainer = trainer
         self.as_trained = as_trained
         self.model = policy or build_model(
-            model, trainer, folder, device=roles.device, tensor_parallel=tensor_parallel, frozen=True
+            model, trainer, folder, device=roles.device, tensor_parallel=tensor_parallel, frozen=True, moves=moves
         )
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.metrics import StepMetrics
-from grpo.models.build import build_model, build_optimizer
+from grpo.models.build import ShardedModel, build_model, build_optimizer
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
 
@@ -45,11 +45,25 @@ class Trainer:
         )
         self.optimizer, self.schedule = build_optimizer(self.model, trainer, num_steps)
         self._stateful = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        self.follower: ShardedModel | None = None  # a reference that moves with the policy
         if roles.is_driver:
             parameters = list(self.model.module.parameters())
             num_parameters = sum(parameter.numel() for parameter in parameters)
             num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
             print(f"policy: {num_parameters:,} parameters, {num_trained:,} trained", flush=True)
+
+    def lead(self, reference: ShardedModel, interval: int, mixture: float) -> None:
+        """Move the reference towards the policy every `interval` steps, and save and load its weights too."""
+        self.follower = reference
+        self.follow_interval = interval
+        self.follow_mixture = mixture
+        self._stateful["reference"] = reference
+
+    def end_step(self) -> None:
+        """Take the next step's learning rate, and move the reference if that is due."""
+        self.schedule.step()
+        if self.follower and self.schedule.schedulers[0].last_epoch % self.follow_interval == 0:
+            self.follower.move_towards(self.model, self.follow_mixture)
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Return the policy's log-probs of the tokens that count in the loss, float32 [N], on the CPU.

@@ -20,6 +20,7 @@ from grpo.report.rollout_metrics import (
     measured_metrics,
     nonfinite_frac,
     part_tensor,
+    pass_rate,
     reward_tensors,
     rollout_metrics,
     sequence_advantages,
@@ -70,6 +71,7 @@ class Driver:
         self.times_ahead: dict[str, float] = {}
         self.stream.set_weights(weights)
         self.stream.wanted = keep_prompt
+        self.stream.begin_step(step + 1)
         self.buffer.begin_step()
         requests = self._fill()
         probe = []
@@ -170,6 +172,10 @@ class Driver:
             self.buffer.everything = self.scorer.collect()
         with refuse_bad_input():
             check_all_failed(self.buffer.everything)
+        for prompt, rollouts in self.buffer.finished():
+            rate = pass_rate(rollouts, self.scorer.pass_function, self.config.reward.pass_value)
+            if rate is not None:
+                self.stream.remember(prompt, rate, self.step + 1)
         return self.buffer.rollouts()
 
     @on_driver_for_learners

@@ -6,7 +6,7 @@ full, `sampling.carry_over` what may be left for the next step, and `overlap_ste
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -123,12 +123,21 @@ class GroupBuffer:
             is_informative = (~has_equal_P).tolist()
         self.is_informative += is_informative
 
+    def finished(self) -> Iterator[tuple[Prompt, list[Rollout]]]:
+        """Yield the prompt and the rollouts of each group taken, except those that go back."""
+        for place, group in enumerate(self.taken):
+            if group not in self.groups:
+                yield group.prompt, self._rollouts_of(place)
+
     def rollouts(self) -> list[Rollout]:
         """Return what the step trains on, group after group: informative groups, or any if there are none."""
         places = list(itertools.compress(range(len(self.taken)), self.is_informative)) or range(len(self.taken))
-        size = self.group_size
-        groups = [self.everything[place * size : (place + 1) * size] for place in places[: self.prompts_per_step]]
+        groups = [self._rollouts_of(place) for place in places[: self.prompts_per_step]]
         return list(itertools.chain.from_iterable(groups))
+
+    def _rollouts_of(self, place: int) -> list[Rollout]:
+        size = self.group_size
+        return self.everything[place * size : (place + 1) * size]
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step's sampling by name."""

@@ -236,7 +236,10 @@ def checkpoint_gib(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> float
     num_parameters = sizes.parameters
     if config.trainer.lora_rank:  # it holds only the adapters
         num_parameters = memory.num_adapter_parameters(sizes, config.trainer)
-    return num_parameters * (memory.state_bytes(config.trainer) - 4) / 2**30  # gradients are not saved
+    parameter_bytes = memory.state_bytes(config.trainer) - 4  # gradients are not saved
+    if config.reference_moves:
+        parameter_bytes += 4
+    return num_parameters * parameter_bytes / 2**30
 
 
 def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:

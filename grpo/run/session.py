@@ -191,7 +191,11 @@ class Session:
                     roles,
                     policy=None if config.reference_has_model else trainer.model,
                     as_trained=config.algorithm.teacher == "policy",
+                    moves=config.reference_moves,
                 )
+                if config.reference_moves:
+                    algorithm = config.algorithm
+                    trainer.lead(reference.model, algorithm.reference_interval, algorithm.reference_mixture)
             if inputs.reward_model and roles.learns:
                 self.reward_model = RewardModel(config.model, config.trainer, reward_folder, roles)
                 if inputs.scorer:

@@ -17,11 +17,26 @@ from toy_runs import ALONE, ROOT, accuracies, is_finished, records, train
 FLAGS = ["--overwrite", "--checkpoint.no-export", "--algorithm.kl-coef", "0", "--algorithm.num-mini-batches", "2"]
 FLAGS += ["--num-steps", "100", "--evaluation.interval", "10"]
 LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
+FILES = "configs/examples/methods"
+ROWS = ["--data.path", "configs/examples/toys.py:addition:train[:1024]"]
+HOPELESS = ["--data.path", "tests/bench/hopeless.py:rows", "--reward.functions", "math_reward", "1"]
+HOPELESS += ["--evaluation.path", "configs/examples/toys.py:addition:test"]
 # By name, what is a method's own on one process, colocated on one core.
 METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
     "gentle": ["--algorithm.loss", "configs/examples/my_method.py:gentle"],
     "maxrl": ["--algorithm.advantages", "maxrl"],
     "fp8_cache": ["--generator.engine", "kv_cache_dtype", "fp8", "--sync-check-interval", "0"],  # which it fails
+    "vespo": ["--algorithm.loss", f"{FILES}/vespo.py:vespo", "--algorithm.aggregation", "token_mean"]
+    + ["--algorithm.old-logprobs", "generator"],
+    "gmpo": ["--algorithm.loss", f"{FILES}/gmpo.py:gmpo"],
+    "luspo": ["--algorithm.loss", f"{FILES}/luspo.py:luspo"],
+    "clip_cov": ["--algorithm.advantages", f"{FILES}/clip_cov.py:clip_cov", "--algorithm.aggregation", "token_mean"],
+    "rows": ROWS,  # few, so that a curriculum meets each about three times
+    "skip_solved": [*ROWS, "--data.curriculum", "configs/examples/curriculum.py:skip_solved"],
+    "medium_first": [*ROWS, "--data.curriculum", "configs/examples/curriculum.py:medium_first"],
+    "hopeless": HOPELESS,
+    "hopeless_dynamic": [*HOPELESS, "--sampling.dynamic"],
+    "hopeless_medium": [*HOPELESS, "--data.curriculum", "configs/examples/curriculum.py:medium_first"],
     "gdpo": ["--algorithm.advantages", "gdpo"],  # the recipe has two reward functions
 }
 # By name, a loss and how many steps its generator is behind, on 1 trainer + 1 generator, a core each. grpo has the

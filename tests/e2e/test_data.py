@@ -4,6 +4,7 @@ import json
 import pathlib
 
 from configs.examples import toys
+from grpo.folder.checkpoint import check_checkpoint
 from tests.e2e.runs import TINY, read_completions, read_metrics
 from tests.torchrun import torchrun
 
@@ -68,3 +69,33 @@ def test_two_sources_and_two_held_out_sets(model: pathlib.Path, tmp_path: pathli
         assert {"eval/first/accuracy", "eval/texts/accuracy", "eval/texts/has_answer_frac"} <= names
         # only from step 1 on is the step at least 1, which passes
         assert m["eval/first/accuracy"] == m["eval/texts/accuracy"] == (m["step"] > 0)
+
+
+def test_pass_rates_of_rows_are_remembered_and_decide_what_comes_next(model: pathlib.Path, tmp_path: pathlib.Path):
+    """6 steps of 4 prompts from 9 rows: those that were not seen, or passed in less than half of the cases."""
+    (tmp_path / "mine.py").write_text("def failed_first(seen, step):\n    return float(seen.pass_rate < 0.5)\n")
+    torchrun(
+        "train_grpo.py",
+        *(TINY, "--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0, "--model.path", model),
+        *("--data.path", "configs/examples/toys.py:addition:train[:9]", "--num-steps", 6, "--checkpoint.interval", 6),
+        *("--data.curriculum", f"{tmp_path}/mine.py:failed_first", "--reward.pass-value", 0.2),
+        *("--run-dir", tmp_path / "run"),
+        nproc=1,
+        deadline=240,
+    )
+    known: dict[int, list] = {}
+    records = read_completions(tmp_path / "run")
+    for step in range(1, 7):
+        of_step = [r for r in records if r["step"] == step]
+        rows = dict.fromkeys(r["row"] for r in of_step)
+        open_rows = [row for row in range(9) if row not in known or known[row][1] < 0.5]
+        assert not open_rows or set(rows) <= set(open_rows)
+        for row in rows:
+            values = [value for r in of_step if r["row"] == row for value in r["rewards"].values()]
+            assert len(values) % 4 == 0
+            rate = sum(value >= 0.2 for value in values[-4:]) / 4
+            times = known[row][2] if row in known else 0
+            known[row] = [row, rate, times + len(values) // 4, step]
+    (source,) = check_checkpoint(tmp_path / "run/checkpoints/step-00000006")["data"]["sources"].values()
+    assert sorted(source["seen"]) == sorted(known.values())
+    assert len({rate for _, rate, _, _ in known.values()}) > 1

@@ -32,16 +32,19 @@ TEACHER = ("--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.
 OWN_FAMILY = ("--model.reference-path", "{gemma3}", "--algorithm.distill-coef", 0.5)
 HINT = ("--algorithm.distill-coef", 0.5, "--algorithm.teacher-template", "{{answer}};{{question}}")
 NO_KL = ("--algorithm.kl-coef", 0)
+MOVING = ("--algorithm.reference-interval", 2, "--algorithm.reference-mixture")
 OVERLAP = ("--overlap-steps", 1)
 CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
 TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environment.answer-steps", 4)
 TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-tokens", 48)
 TURNS += ("--algorithm.advantages", "return_to_go")
 SAVED = ("--checkpoint.interval", 3)
+TRUNCATED = ("--generator.sampling", "top_p", 0.9, "min_p", 0.02)
 ROUNDED = ("--trainer.moments", "bfloat16", "--trainer.adam-beta2", 0.95)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher}, {judge}, {moe}, {gemma3} and {olmo3} are folders
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
+CURRICULUM = ("--data.curriculum", "configs/examples/curriculum.py:medium_first")
 PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
 VALIDATION = ("--validation.interval", 4, "--validation.sets", "a", "{a}")
 
@@ -73,6 +76,14 @@ MODES = {
     "colocated on 2 ranks, dynamic sampling": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *DYNAMIC), rank=1),
     "several updates": Mode(2, (*split(1, 0, 1), *UPDATES), phase="reference"),
     "mixed prompts": Mode(2, (*split(1, 0, 1), *MIXED), rank=1),
+    "a curriculum, mixed prompts, overlap, dynamic sampling": Mode(
+        2, (*split(1, 0, 1), *MIXED, *OVERLAP, *DYNAMIC, *CURRICULUM), phase="reference"
+    ),
+    "a curriculum, groups carried over, dynamic sampling": Mode(
+        3, (*split(1, 0, 2), *MIXED, *CARRIED, *DYNAMIC, *CURRICULUM, *NO_KL), rank=2
+    ),
+    "a moving reference, FSDP 2, dynamic sampling": Mode(3, (*split(2, 0, 1), *MOVING, 0.3, *DYNAMIC, *SAVED), rank=1),
+    "self-distillation by an averaged policy": Mode(2, (*split(1, 0, 1), *HINT, *NO_KL, *MOVING, 0.1)),
     "overlap": Mode(3, (*split(1, 1, 1), *OVERLAP, *EVALUATION), rank=2, phase="reference"),
     "overlap, dynamic sampling, several updates, further checkpoints": Mode(
         2, (*split(1, 0, 1), *OVERLAP, *DYNAMIC, *UPDATES, *SAVED)
@@ -86,6 +97,12 @@ MODES = {
     ),
     "groups carried over, overlap, a mixture of experts": Mode(
         3, (*split(1, 0, 2), "--model.path", "{moe}", *CARRIED, *OVERLAP, *NO_KL), rank=2
+    ),
+    "groups carried over, overlap, top_p and min_p": Mode(
+        3, (*split(1, 0, 2), *CARRIED, *OVERLAP, *NO_KL, *TRUNCATED), rank=2
+    ),
+    "turns, a teacher, several updates, top_p and min_p": Mode(
+        3, (*split(1, 1, 1), *TURNS, *TEACHER, *UPDATES, *TRUNCATED), rank=1
     ),
     "turns, overlap, two engines": Mode(3, (*split(1, 0, 2), *TURNS, *OVERLAP, *EVALUATION, *NO_KL), rank=2),
     "turns, TP 2": Mode(

@@ -2,12 +2,16 @@
 
 import gzip
 import json
+import re
 import zipfile
 
 import pytest
 
+from grpo.config import RewardConfig
 from grpo.config.user_files import load_function
+from grpo.data.streams import Seen
 from grpo.rewards.builtin import code_reward
+from grpo.rewards.loading import load_functions
 from tests.torchrun import ROOT
 
 EXAMPLES = ROOT / "configs" / "examples"
@@ -35,16 +39,35 @@ def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path
     assert code_reward(programs, tests=[test[1]["tests"]] * 2) == [1.0, 0.0]
 
 
-def test_sums_are_held_out_and_paid_by_their_last_number():
-    rows = load_function(f"{EXAMPLES}/sums.py:rows", "test")
-    last_number = load_function(f"{EXAMPLES}/sums.py:last_number", "test")
+def test_the_smallest_number_is_held_out_and_paid_by_the_last_number():
+    rows = load_function(f"{EXAMPLES}/smallest.py:rows", "test")
+    last_number = load_function(f"{EXAMPLES}/smallest.py:last_number", "test")
     train = rows("train")
     test = rows("test")
-    assert len(test) == 256 and len({row["question"] for row in train + test}) == 90 * 90
-    row = {"question": "Reply with the number only. What is 23 + 45?", "answer": "68"}
-    assert row in train + test
-    completions = ["68", "23 + 45 = 68.", "68 is 23 + 45", "I do not know.", "168"]
+    assert len(test) == 256
+    numbers = [{int(number) for number in re.findall(r"\d+", row["question"])} for row in test + train]
+    assert [str(min(three)) for three in numbers] == [row["answer"] for row in test + train]
+    assert len({frozenset(three) for three in numbers}) == len(numbers)
+    completions = ["68", "Of 23 and 68 it is 68.", "68 is not 23", "I do not know.", "168"]
     assert last_number(completions, ["68"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_similar_texts_earn_the_share_that_matches():
+    config = RewardConfig(functions={f"{EXAMPLES}/similar.py:Similar": 1.0})
+    (function,) = load_functions(config, ["answer"]).values()
+    function.begin()
+    assert function(["abcd", "ab"], ["p"] * 2, ["abcd", "abcd"]) == [1.0, pytest.approx(2 * 2 / 6)]
+    with pytest.raises(ValueError, match="cannot be called .*'answer'"):
+        load_functions(config, ["solution"])
+
+
+def test_curricula_pass_over_what_is_solved_and_prefer_the_middle():
+    skip_solved = load_function(f"{EXAMPLES}/curriculum.py:skip_solved", "test")
+    medium_first = load_function(f"{EXAMPLES}/curriculum.py:medium_first", "test")
+    rows = [Seen(pass_rate, times=3, step=10) for pass_rate in (0.0, 0.2, 0.5, 0.875, 1.0)]
+    assert [skip_solved(seen, 50) for seen in rows] == [1, 1, 1, 1, 0]
+    assert skip_solved(rows[-1], 110) == 1
+    assert [medium_first(seen, 50) for seen in rows] == [0.2, 1, 1, 0.2, 0.2]
 
 
 def test_tasks_of_reasoning_gym_are_paid_by_their_own_verifier():

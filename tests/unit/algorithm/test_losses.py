@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
-from grpo.algorithm.importance import importance_weights, kl, mismatch, sequence_kl, with_effective_sample_size
+from grpo.algorithm.importance import (
+    importance_weights,
+    kl,
+    mismatch,
+    sequence_kl,
+    token_kl,
+    with_effective_sample_size,
+)
 from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.trial import check_loss_output, try_algorithm
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
@@ -392,6 +399,43 @@ def test_kl_estimators_in_expectation():
         torch.testing.assert_close(gradients[estimator], true_gradient_V)
     assert gradients["k1"].abs().max() < 1e-12
     assert (gradients["k3"] - true_gradient_V).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_weighted_kl_has_value_and_gradient_of_the_kl_whoever_sampled(corrected):
+    """Over all five tokens by the generator's probabilities, after updates: policy, old policy and generator differ.
+
+    With old log-probs of the policy the correction makes up for the generator, else the ratio does. Plain k3 is off.
+    """
+    generator_V, old_V, ref_V = torch.randn(3, 5, dtype=torch.float64).log_softmax(1)
+    logits_V = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    logprobs_V = logits_V.log_softmax(0)
+    true = (logprobs_V.exp() * (logprobs_V - ref_V)).sum()
+    (true_gradient_V,) = torch.autograd.grad(true, logits_V, retain_graph=True)
+    inputs = make_inputs(
+        logprobs_BT=logprobs_V[None],
+        old_logprobs_BT=(old_V if corrected else generator_V)[None],
+        generator_logprobs_BT=generator_V[None],
+        ref_logprobs_BT=ref_V[None],
+        advantages_BT=row([1.0] * 5),
+        loss_mask_BT=row([True] * 5, torch.bool),
+        sequence_BT=row([0] * 5, torch.int64),
+        num_loss_tokens_BT=row([5] * 5, torch.int64),
+        num_sequences=1,
+    )
+    correction = {"importance_correction": "truncate", "importance_correction_high": 1e9}
+    if not corrected:
+        correction = {"importance_correction": "none", "old_logprobs": "generator"}
+    means, gradients = {}, {}
+    for estimator in ("k3", "k3_weighted"):
+        config = AlgorithmConfig(old_logprobs="policy", kl_estimator=estimator)
+        config = dataclasses.replace(config, **correction)
+        mean = (generator_V.exp() * token_kl(inputs, config)).sum()
+        means[estimator] = mean.item()
+        (gradients[estimator],) = torch.autograd.grad(mean, logits_V, retain_graph=True)
+    assert means["k3_weighted"] == approx(true.item())
+    torch.testing.assert_close(gradients["k3_weighted"], true_gradient_V)
+    assert abs(means["k3"] - true.item()) > 1e-2 and (gradients["k3"] - true_gradient_V).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("estimator", ["k3", "k3_k2_gradient"])

@@ -9,8 +9,10 @@ import math
 import pytest
 import torch
 
+from grpo.algorithm.advantages import AdvantageInputs
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig, RewardConfig
 from grpo.config.fields import ADVANTAGES
+from grpo.config.user_files import load_function
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.metrics import StepMetrics
 from grpo.types import Sample
@@ -121,6 +123,92 @@ def test_gdpo():
     advantages = (sums - sums.mean()) / (sums.std() + 1e-4)
     found = gradients(AlgorithmConfig(advantages="gdpo"), [a.tolist(), [2.0, NONE, 6.0]])
     assert found == pytest.approx(plain(surrogate(advantages.tolist()), by_sequence), abs=1e-7)
+
+
+FILES = "configs/examples/methods"
+ADVANTAGES_OF_1_0_0 = torch.tensor([2 / 3, -1 / 3, -1 / 3]) / (math.sqrt(1 / 3) + 1e-4)
+
+
+def log_ratios(s, policies):
+    return policies - torch.tensor(SAMPLER[s]).double()
+
+
+def test_vespo():
+    """Ratios of the sequences: exp(0.5), exp(-0.4) and exp(0.1)."""
+
+    def loss(s, t, policy, policies):
+        w = log_ratios(s, policies).sum().exp().detach()
+        k, rate = (2.0, 3.0) if s == 0 else (3.0, 2.0)
+        return -(w**k) * (rate * (1 - w)).exp() * ADVANTAGES_OF_1_0_0[s].item() * policy
+
+    algorithm = AlgorithmConfig(loss=f"{FILES}/vespo.py:vespo", aggregation="token_mean")
+    found = gradients(algorithm, [[1.0, 0, 0], [0.0] * 3])
+    assert found == pytest.approx(plain(loss, by_token), abs=1e-7)
+
+
+@pytest.mark.parametrize("log_clip", [0.4, 9.0])
+def test_gmpo(log_clip):
+    """The product of a sequence's clipped ratios to the power of 1 / its length. Logs: 0.5; 0.8 -1.2; -0.5 0 0.6."""
+
+    def loss(s, t, policy, policies):
+        ratios = log_ratios(s, policies).exp()
+        advantage = ADVANTAGES_OF_1_0_0[s].item()
+        bounded = ratios.clamp(math.exp(-log_clip), math.exp(log_clip))
+        worse = torch.minimum(ratios * advantage, bounded * advantage)
+        sign = math.copysign(1.0, advantage)
+        return -sign * worse.abs().prod() ** (1 / len(ratios))  # of the whole sequence, at each of its tokens
+
+    found = gradients(
+        AlgorithmConfig(loss=f"{FILES}/gmpo.py:gmpo", loss_options={"log_clip": log_clip}), [[1.0, 0, 0], [0.0] * 3]
+    )
+    assert found == pytest.approx(plain(loss, by_sequence), abs=1e-7)
+    assert sum(x == 0 for x in found) == (3 if log_clip == 0.4 else 0)
+
+
+def test_luspo():
+    """The sum over a sequence's tokens of GSPO's surrogate: its length times it."""
+
+    def loss(s, t, policy, policies):
+        ratio = log_ratios(s, policies).mean().exp()
+        advantage = ADVANTAGES_OF_1_0_0[s].item()
+        return -len(policies) * torch.minimum(ratio * advantage, ratio.clamp(0.1, 10) * advantage)
+
+    options = {"clip_low": 0.9, "clip_high": 9.0}
+    algorithm = AlgorithmConfig(loss=f"{FILES}/luspo.py:luspo", loss_options=options)
+    found = gradients(algorithm, [[1.0, 0, 0], [0.0] * 3])
+    assert found == pytest.approx(plain(loss, by_sequence), abs=1e-7)
+    by_default = gradients(dataclasses.replace(algorithm, loss_options={}), [[1.0, 0, 0], [0.0] * 3])
+    assert [x != 0 for x in by_default] == [False, False, False, True, True, True]  # exp(0.5) and exp(-0.2) are cut
+
+
+def test_clip_cov(monkeypatch):
+    """Against a plain loop over 2 groups of 3: a tenth of the tokens, of those within the bounds, has advantage 0."""
+    clip_cov = load_function(f"{FILES}/clip_cov.py:clip_cov", "test")
+    torch.manual_seed(0)
+    lengths = [9, 14, 11, 12, 8, 6]
+    samples = [Sample(torch.arange(n) + 1, torch.arange(n) > 0, -torch.rand(n) * 4) for n in lengths]
+    batch = make_batch(samples)
+    rewards_S = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 5.0])
+    has_S = torch.arange(6) != 5
+    config = GRPOConfig(group_size=3, reward=RewardConfig(functions={"a": 1.0}))
+    x = AdvantageInputs.of(batch, rewards_S, has_S, rewards_S[None], config)
+    of_sequences = [*ADVANTAGES_OF_1_0_0.tolist(), 0.0, 0.0, 0.0]
+    full = [of_sequences[s] for s, n in enumerate(lengths) for _ in range(n)]
+    counted = [place for place in range(60) if batch.loss_mask_N[place] and batch.owner_N[place] != 5]
+    mean_a, mean_p = (
+        sum(values[place] for place in counted) / len(counted) for values in (full, batch.generator_logprobs_N.tolist())
+    )
+    parts = {p: (full[p] - mean_a) * (batch.generator_logprobs_N[p].item() - mean_p) for p in counted}
+    chosen = {place for place, part in parts.items() if 0.2 < part < 1.0}
+    monkeypatch.setitem(clip_cov.__globals__, "COVARIANCES", (0.2, 1.0))
+    monkeypatch.setitem(clip_cov.__globals__, "CLIPPED_FRAC", 0.1)
+    advantages_N = clip_cov(x)
+    changed = {place for place in range(60) if advantages_N[place].item() != pytest.approx(full[place])}
+    assert len(counted) == 49 and len(chosen) == 7
+    assert len(changed) == 4 and changed < chosen and advantages_N[list(changed)].eq(0).all()
+    assert torch.equal(clip_cov(x), advantages_N)
+    monkeypatch.setitem(clip_cov.__globals__, "COVARIANCES", (50.0, 51.0))
+    assert clip_cov(x).tolist() == pytest.approx(full)
 
 
 def gspo_token(advantages, low, high):

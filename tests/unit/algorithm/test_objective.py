@@ -65,6 +65,7 @@ def test_corrections_weigh_the_gradient(correction, weights, active):
         ("k2", math.log(2) ** 2 / 2, math.log(2)),
         ("k3", math.log(2) - 1 / 2, 1 / 2),  # exp(-x) - 1 + x, whose slope is 1 - exp(-x)
         ("k3_k2_gradient", math.log(2) - 1 / 2, math.log(2)),
+        ("k3_weighted", math.log(2) - 1 / 2, math.log(2)),  # at ratio 1
     ],
 )
 def test_the_kl_joins_the_loss(estimator, value, slope):

@@ -39,6 +39,7 @@ TEACHER = {"model.reference_path": "teacher"}
 ONLY_TEACHER = TEACHER | {"reward.functions": {}, "algorithm.distill_coef": 1.0}
 HINT = {"algorithm.teacher_template": "{question} {answer}", "algorithm.distill_coef": 1.0}
 SELF = {"algorithm.teacher": "policy"}
+MOVES = {"algorithm.kl_coef": 0.1, "algorithm.reference_interval": 5}
 OWN_SETS = {"data.sources": {"a": "a.jsonl"}}
 OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 MAX_WEIGHT = {"algorithm.loss": "reinforce", "algorithm.loss_options": {"max_importance_weight": 2}}
@@ -75,6 +76,12 @@ REFUSED_IN_GRPO = [
     (HINT | {"algorithm.distill_coef": 0.0}, "teacher_template needs algorithm.distill_coef: it weighs"),
     (HINT | {"algorithm.kl_coef": 0.1}, "teacher_template does not go with algorithm.kl_coef: .* set kl_coef to 0"),
     (HINT | {"environment.name": "x.py:A"}, "teacher_template does not go with environment.name or classes: reset"),
+    (MOVES | TEACHER, "reference_interval does not go with .* model.reference_path"),
+    (MOVES | {"trainer.lora_rank": 2}, "reference_interval does not go with trainer.lora_rank"),
+    (HINT | SELF | MOVES, "reference_interval does not go with .* algorithm.teacher=policy"),
+    (MOVES | {"roles.num_references": 1}, "reference_interval needs .* --roles.num-references 0"),
+    (MOVES | {"trainer.data_replicas": 2}, "reference_interval needs .* --trainer.data-replicas 1"),
+    (MOVES | {"algorithm.reference_mixture": 1.5}, "reference_mixture=1.5 must be a number, above 0 and at most 1"),
     (HINT | SELF | TEACHER, "teacher=policy .* model.reference_path"),
     (HINT | SELF | {"roles.num_references": 1}, "policy does not go with roles.num_references: .* --roles.num-ref"),
     ({"group_size": 1, "algorithm.advantages": "rloo"}, "advantages=rloo makes"),
@@ -221,9 +228,9 @@ def test_a_coarse_engine_without_a_correction_is_said(coarse):
 @pytest.mark.parametrize(
     "sampling, named",
     [
-        ({"top_p": 0.9, "top_k": 0}, "top_p"),
-        ({"min_p": 0.1, "top_k": 50, "seed": 1}, "min_p, top_k"),
+        ({"top_p": 0.9, "min_p": 0.1, "top_k": 50}, ""),
         ({"min_tokens": 8}, "min_tokens"),
+        ({"top_p": 0.9, "repetition_penalty": 1.1, "seed": 1}, "repetition_penalty"),
         ({"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}, ""),
     ],
 )

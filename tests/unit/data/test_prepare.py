@@ -128,6 +128,84 @@ def test_a_curriculum_draws_each_step_by_its_own_weights(tokenizer, two_sources)
             stream.set_weights(weights)
 
 
+CURRICULUM = """
+def by_rate(seen, step):
+    return {0.0: 2.0, 0.5: 1.0, 1.0: 0.0}[seen.pass_rate]
+
+def fresh_only(seen, step):
+    return 0 if step < 9 else seen.times
+
+def wrong_arguments(seen):
+    return 1
+
+def negative(seen, step):
+    return -seen.pass_rate
+"""
+
+
+@pytest.fixture
+def curriculum(tmp_path) -> str:
+    (tmp_path / "rules.py").write_text(CURRICULUM)
+    return f"{tmp_path}/rules.py"
+
+
+def test_pass_rates_weigh_the_rows_and_the_sources_keep_their_shares(tokenizer, two_sources, curriculum):
+    """Weights of the 7 rows of a: two of 2, two of 1, two of 0, and one that was not seen, which has 1."""
+    stream = stream_of(config_of(**two_sources, curriculum=f"{curriculum}:by_rate"), tokenizer)
+    for prompt in stream.draw(10):
+        if prompt.source == "a" and prompt.row < 6:
+            stream.remember(prompt, prompt.row // 2 / 2, step=1)
+    stream.begin_step(2)
+    prompts = stream.draw(10_000)
+    assert sum(prompt.source == "a" for prompt in prompts) == 7_000
+    counts = [sum(p.row == row and p.source == "a" for p in prompts) for row in range(7)]
+    for row, weight in enumerate((2, 2, 1, 1, 0, 0, 1)):
+        assert counts[row] == pytest.approx(1000 * weight, abs=60)  # 7000 * weight / 7, within 3 deviations
+    assert len({prompt.index for prompt in prompts}) == 10_000
+
+
+def test_rows_that_were_not_seen_come_first_then_all_alike_then_by_the_step(tokenizer, two_sources, curriculum, capsys):
+    data = config_of(path=two_sources["sources"]["a"], curriculum=f"{curriculum}:fresh_only")
+    stream = stream_of(data, tokenizer)
+    for step in range(1, 8):
+        stream.begin_step(step)
+        (prompt,) = stream.draw(1)
+        stream.remember(prompt, 0.5, step)
+    (order,) = stream.orders.values()
+    assert sorted(order.seen) == [*range(7)] and {seen.times for seen in order.seen.values()} == {1}
+    assert "weight 0" not in capsys.readouterr().out
+    stream.begin_step(8)
+    assert "warning: step 8: data.curriculum gives every row" in capsys.readouterr().out
+    stream.remember(stream.draw(1)[0], 0.5, 8)
+    stream.begin_step(9)  # one row was seen twice
+    rows = [prompt.row for prompt in stream.draw(2000)]
+    (twice,) = [row for row, seen in order.seen.items() if seen.times == 2]
+    assert rows.count(twice) == pytest.approx(2000 / 4, abs=60)
+
+
+def test_a_curriculum_resumes_exactly(tokenizer, two_sources, curriculum):
+    data = config_of(**two_sources, curriculum=f"{curriculum}:by_rate")
+    stream, resumed = (stream_of(data, tokenizer, seed=3) for _ in range(2))
+    for step in range(1, 6):
+        stream.begin_step(step)
+        for prompt in stream.draw(4):
+            stream.remember(prompt, prompt.row % 3 / 2, step)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    for one in (stream, resumed):
+        one.begin_step(6)
+    assert resumed.draw(50) == stream.draw(50)
+
+
+def test_a_curriculum_that_cannot_be_used_is_refused(tokenizer, two_sources, curriculum):
+    for name, told in (
+        ("wrong_arguments", r"called as curriculum\(seen, step\)"),
+        ("negative", r"returned -0.5 for Seen\(.*number of 0 or more"),
+        ("missing", "no function 'missing'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            stream_of(config_of(**two_sources, curriculum=f"{curriculum}:{name}"), tokenizer)
+
+
 @pytest.mark.parametrize("num_drawn", [0, 1, 5, 12])
 def test_a_mixture_resumes_exactly(tokenizer, two_sources, num_drawn):
     stream, resumed = (stream_of(config_of(**two_sources), tokenizer, seed=3) for _ in range(2))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from grpo.config import AlgorithmConfig, EvaluationConfig, GRPOConfig, ModelConfig, RewardConfig, TrainerConfig
@@ -161,6 +162,44 @@ def test_log_probs_and_gradient_of_three_sequences(folders, teacher):
         assert found.keys() == wanted.keys()
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reference_that_moves_is_the_average_of_the_policys_weights(folders, dtype):
+    """Every second step by a quarter, in float32 whatever a forward computes in; then, by all of it, the policy."""
+    roles = SimpleNamespace(device=torch.device("cpu"), is_driver=False)
+    options = TrainerConfig(compile=False, activation_checkpointing="none", micro_batch_tokens=64, learning_rate=1.0)
+    model = ModelConfig(dtype=dtype)
+    trainer = Trainer(model, options, folders[0], 10, roles)
+    reference = Reference(model, options, folders[0], 1, roles, moves=True)
+    trainer.lead(reference.model, interval=2, mixture=0.25)
+    batch, _ = batches()
+    before_N = reference.logprobs(batch)
+    assert torch.equal(before_N, trainer.logprobs(batch))
+    weights = {name: local(value).clone() for name, value in reference.model.module.named_parameters()}
+    for step in range(1, 5):
+        for name, value in trainer.model.module.named_parameters():
+            local(value).data.add_(1e-3 * torch.randn(local(value).shape))
+            if step % 2 == 0:
+                weights[name] = 0.75 * weights[name] + 0.25 * local(value)
+        trainer.end_step()
+    for name, value in reference.model.module.named_parameters():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(local(value), weights[name], rtol=1e-6, atol=1e-7)
+    moved_N = reference.logprobs(batch)
+    assert not torch.equal(moved_N, before_N) and not torch.equal(moved_N, trainer.logprobs(batch))
+    saved = {name: value.clone() for name, value in trainer.state_dict()["reference"].items()}
+
+    trainer.lead(reference.model, interval=1, mixture=1.0)
+    trainer.end_step()
+    assert torch.equal(reference.logprobs(batch), trainer.logprobs(batch))
+    trainer.load_state_dict(trainer.state_dict() | {"reference": saved})
+    assert torch.equal(reference.logprobs(batch), moved_N)
+
+
+def local(weight: torch.Tensor) -> torch.Tensor:
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
 
 
 @pytest.mark.usefixtures("one_rank")

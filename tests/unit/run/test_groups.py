@@ -41,6 +41,7 @@ class Run:
         self.sampling, self.overlap, self.seed = sampling, overlap, seed
         self.stream, self.buffer, self.version, self.dropped = Stream(), self.new_buffer(), 0, set()
         self.metrics: list[dict[str, float]] = []
+        self.finished: list[int] = []
 
     def new_buffer(self) -> GroupBuffer:
         return GroupBuffer(self.sampling, PROMPTS, GROUP_SIZE)
@@ -53,6 +54,9 @@ class Run:
             while requests := buffer.fill(self.stream.draw, self.score):
                 self.sample(requests)
             trained = buffer.rollouts()
+            for prompt, rollouts in buffer.finished():
+                assert {r.prompt.index for r in rollouts} == {prompt.index} and len(rollouts) == GROUP_SIZE
+                self.finished.append(prompt.index)
             in_flight = {group.prompt.index for group in buffer.groups} | {r.prompt.index for r in trained}
             self.dropped |= {group.prompt.index for group in buffer.taken} - in_flight
             if self.overlap and (requests := buffer.ask(PROMPTS, self.stream.draw)):
@@ -133,6 +137,7 @@ def test_each_group_is_trained_on_once_with_all_of_its_tokens(rules: str, seed: 
     in_flight = {group.prompt.index for group in run.buffer.groups}
     groups = {index // GROUP_SIZE for index in indices}
     assert groups | run.dropped | in_flight == set(range(run.stream.num_drawn))
+    assert sorted(run.finished) == sorted(groups | run.dropped)  # each once, for its pass rate
     assert not groups & in_flight and not groups & run.dropped and not in_flight & run.dropped
     if sampling.dynamic:  # those that differ
         assert all(group % 3 for group in groups)
