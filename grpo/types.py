@@ -389,3 +389,9 @@ class StepPlan:
     """Prompts to complete for a sync check before the step; none if no check is due."""
     stop: bool = False
     """Do not begin the step: a user asked the run to stop; `save` then is about the steps before."""
+
+
+Metrics = dict[str, float]
+"""Numbers that are logged, by name."""
+Record = dict[str, Any]
+"""A line of a .jsonl file."""
