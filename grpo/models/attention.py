@@ -263,13 +263,18 @@ def flash_attention(
     """
     forward, _ = kernels()
     options = _options(bounds_S, key_bounds_S, longest, longest_keys, window, scale)
-    out, logsumexp, *_ = forward(q_TNH, _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K), return_lse=True, **options)
-    return out, logsumexp
+    k_KKH = _repeated(k_TKH, keys_K)
+    v_KKH = _repeated(v_TKH, keys_K)
+    out_TNH, logsumexp_NT, *_ = forward(q_TNH, k_KKH, v_KKH, return_lse=True, **options)
+    return out_TNH, logsumexp_NT
 
 
 @flash_attention.register_fake
 def _(q_TNH, *rest):
-    return q_TNH.new_empty(q_TNH.shape), q_TNH.new_empty(q_TNH.shape[1], q_TNH.shape[0], dtype=torch.float32)
+    num_tokens, num_heads, _ = q_TNH.shape
+    out_TNH = q_TNH.new_empty(q_TNH.shape)
+    logsumexp_NT = q_TNH.new_empty(num_heads, num_tokens, dtype=torch.float32)
+    return out_TNH, logsumexp_NT
 
 
 @torch.library.custom_op("grpo::flash_attention_backward", mutates_args=())
@@ -291,14 +296,21 @@ def flash_attention_backward(
     """Return the gradients of q, and of k and v as the documents attend to them, always added in the same order."""
     _, backward = kernels()
     options = _options(bounds_S, key_bounds_S, longest, longest_keys, window, scale)
-    k, v = _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K)
-    return backward(q_TNH, k, v, out_TNH, grad_TNH, logsumexp_NT, deterministic=True, **options)[:3]
+    k_KKH = _repeated(k_TKH, keys_K)
+    v_KKH = _repeated(v_TKH, keys_K)
+    gradients = backward(q_TNH, k_KKH, v_KKH, out_TNH, grad_TNH, logsumexp_NT, deterministic=True, **options)
+    return gradients[:3]
 
 
 @flash_attention_backward.register_fake
 def _(grad_TNH, out_TNH, logsumexp_NT, q_TNH, k_TKH, v_TKH, bounds_S, key_bounds_S, longest, longest_keys, keys_K, *_):
-    num_keys = (k_TKH if keys_K is None else keys_K).shape[0]
-    return q_TNH.new_empty(q_TNH.shape), *(x.new_empty(num_keys, *x.shape[1:]) for x in (k_TKH, v_TKH))
+    num_keys = k_TKH.shape[0]
+    if keys_K is not None:
+        num_keys = keys_K.shape[0]
+    grad_q = q_TNH.new_empty(q_TNH.shape)
+    grad_k = k_TKH.new_empty(num_keys, *k_TKH.shape[1:])
+    grad_v = v_TKH.new_empty(num_keys, *v_TKH.shape[1:])
+    return grad_q, grad_k, grad_v
 
 
 def _options(bounds_S, key_bounds_S, longest, longest_keys, window: int | None, scale: float) -> dict[str, object]:
@@ -340,11 +352,11 @@ def _keep(ctx, inputs, output):
 
 def _backward(ctx, grad_TNH, _):
     *tensors, own_T, reused_R, uses_RU = ctx.saved_tensors
-    gradients = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.window, ctx.scale)
+    grad_q, grad_k, grad_v = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.window, ctx.scale)
     if own_T is not None:  # here and not in the kernels' operator, so that it is compiled
-        of_q, *of_keys_and_values = gradients
-        gradients = of_q, *(_added_up(gradient, own_T, reused_R, uses_RU) for gradient in of_keys_and_values)
-    return *gradients, *[None] * 10
+        grad_k = _added_up(grad_k, own_T, reused_R, uses_RU)
+        grad_v = _added_up(grad_v, own_T, reused_R, uses_RU)
+    return grad_q, grad_k, grad_v, *[None] * 10
 
 
 flash_attention.register_autograd(_backward, setup_context=_keep)

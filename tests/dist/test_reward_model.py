@@ -6,7 +6,7 @@ from grpo.data.toy import trained_tokenizer
 from tests.tiny_models import make_reward_model
 from tests.torchrun import torchrun
 
-KINDS = ("qwen3-tied", "qwen2-untied", "llama3")
+KINDS = ("qwen3-tied", "qwen2-untied", "llama3", "smollm3", "gemma3", "olmo3")
 LAYOUTS = {  # (trainers, references)
     "one rank": (1, 0),
     "sharded over the trainers": (2, 0),
