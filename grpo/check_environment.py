@@ -47,7 +47,12 @@ NUM_EPISODES = 3
 NUM_ROWS = 1000  # among which there should be some of each environment
 WORDS = ["attic", "box", "cellar", "door", "east", "find", "go", "7", "42"]
 NUMBERS = range(1, 17)
-VALUES = {"integer": NUMBERS, "number": NUMBERS, "boolean": [True, False], "array": [[]]}  # by JSON's types
+VALUES = {  # by JSON's types
+    "integer": NUMBERS,
+    "number": NUMBERS,
+    "boolean": [True, False],
+    "array": [[]],
+}
 
 
 @dataclass(frozen=True)
@@ -73,14 +78,18 @@ def main(arguments: list[str] | None = None) -> int:
     subject, words = subject_of(__doc__, arguments)
     by_hand = "--play" in words
     words = [word for word in words if word != "--play"]
-    has_recipe = ":" not in subject or (bool(words) and not words[0].startswith("-"))
+    names_environment = ":" in subject
+    starts_with_flag = not words or words[0].startswith("-")
+    has_recipe = not (names_environment and starts_with_flag)
     with refuse_bad_input():
-        if ":" in subject:  # in place of what a recipe names
+        if names_environment:  # in place of what a recipe names
             is_class = inspect.isclass(load_function(subject, "environment"))
-            words += ["--environment.name" if is_class else "--environment.tools", subject]
+            flag = "--environment.name" if is_class else "--environment.tools"
+            words += [flag, subject]
         else:
             words = [subject, *words]
-        stage = set_stage(tool_config(words), by_hand=by_hand, has_recipe=has_recipe)
+        config = tool_config(words)
+        stage = set_stage(config, by_hand=by_hand, has_recipe=has_recipe)
         try:
             failed = [name for name in stage.toolboxes if not check(name, stage)]
             return int(bool(failed))
@@ -94,11 +103,14 @@ def set_stage(config: GRPOConfig, *, by_hand: bool, has_recipe: bool) -> Stage:
     toolboxes = load_toolboxes(config.environment)
     examples = {name: [] for name in toolboxes}
     if has_recipe:
-        for example in itertools.islice(load_sources(config.data)[0].examples(), NUM_ROWS):
-            examples[environment_of(example.columns, config.data, examples)].append(example)
+        source = load_sources(config.data)[0]
+        for example in itertools.islice(source.examples(), NUM_ROWS):
+            environment = environment_of(example.columns, config.data, examples)
+            examples[environment].append(example)
     else:
         for toolbox in toolboxes.values():
             toolbox.check_columns([])
+
     if pathlib.Path(config.model.path).is_dir():
         tokenizer = load_tokenizer(config.model.path, config.data)
         stops = stop_token_ids(config.model.path, tokenizer, config.generator.stop_token_ids)
@@ -111,25 +123,37 @@ def set_stage(config: GRPOConfig, *, by_hand: bool, has_recipe: bool) -> Stage:
         if style == "auto":
             style = "hermes"
         max_prompt_tokens = config.max_sequence_tokens  # its tokens are short
-    turns = turns_of(tokenizer, config.environment, config.data, stops, toolboxes)
-    return Stage(config, by_hand, toolboxes, examples, tokenizer, stops, style, turns, max_prompt_tokens)
+    return Stage(
+        config=config,
+        by_hand=by_hand,
+        toolboxes=toolboxes,
+        examples=examples,
+        tokenizer=tokenizer,
+        stop_token_ids=stops,
+        style=style,
+        turns=turns_of(tokenizer, config.environment, config.data, stops, toolboxes),
+        max_prompt_tokens=max_prompt_tokens,
+    )
 
 
 def check(name: str, stage: Stage) -> bool:
     """Play episodes of an environment, the first one twice. Return whether none is lost and none differs."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     toolbox = stage.toolboxes[name]
-    console.print(f"{name or toolbox.name}: tools {', '.join(toolbox.tools) or 'none'}. {stage.turns[name].line}")
+    tools = ", ".join(toolbox.tools) or "none"
+    console.print(f"{name or toolbox.name}: tools {tools}. {stage.turns[name].line}")
     console.print_json(data=toolbox.schemas)
+    num_episodes = 1 if stage.by_hand else NUM_EPISODES
     episodes = []
-    for episode in play_episodes(name, range(1 if stage.by_hand else NUM_EPISODES), stage):
+    for episode in play_episodes(name, range(num_episodes), stage):
         show(console, episode, stage.tokenizer)
         episodes.append(episode)
     is_lost = any(episode.failure for episode in episodes)
     if is_lost or stage.by_hand:
         return not is_lost
-    episodes += play_episodes(name, [0], stage)
-    first, *_, again = [(episode.opening, episode.turns) for episode in episodes]
+    (repeated,) = play_episodes(name, [0], stage)
+    first = (episodes[0].opening, episodes[0].turns)
+    again = (repeated.opening, repeated.turns)
     verdict = "the same texts" if first == again else f"OTHER TEXTS: {first} and {again}"
     console.print(f"seed 0 once more, in a fresh process: {verdict}")
     return first == again
@@ -140,11 +164,28 @@ def play_episodes(name: str, seeds: Iterable[int], stage: Stage) -> Iterator[Epi
     config = stage.config
     turns = stage.turns[name]
     examples = stage.examples[name] or [Example()]
-    with closing(EnvironmentHost(config.environment, stage.style, 1, config.reward.environment)) as host:
-        player = Player(config.environment, host, stage.turns, stage.tokenizer, stage.max_prompt_tokens)
+    host = EnvironmentHost(
+        config.environment,
+        stage.style,
+        num_processes=1,
+        variables=config.reward.environment,
+    )
+    with closing(host):
+        player = Player(
+            config.environment,
+            host,
+            stage.turns,
+            stage.tokenizer,
+            stage.max_prompt_tokens,
+        )
         for seed in seeds:
             example = examples[seed % len(examples)]
-            prompt = Prompt(seed, turns.opening(example.prompt), example.columns, content=example.prompt)
+            prompt = Prompt(
+                index=seed,
+                ids=turns.opening(example.prompt),
+                columns=example.columns,
+                content=example.prompt,
+            )
             episode = Episode(prompt, 0, seed, 0, name)
             player.begin([episode], config.generator.max_completion_tokens)
             play_turns(player, stage)
@@ -163,6 +204,7 @@ def play_turns(player: Player, stage: Stage) -> None:
     beginning = ""
     if thought and END_OF_THOUGHT not in thought:
         beginning = END_OF_THOUGHT
+
     if stage.by_hand:
         print(how_to_play(toolbox, stage.style))
     while any(decision.max_tokens for decision in player.collect([0], 1)):
@@ -170,13 +212,16 @@ def play_turns(player: Player, stage: Stage) -> None:
             texts = [episode.opening or episode.prompt.content]
             if episode.turns:
                 texts = episode.turns[-1]["answers"]
-            print(*map(printable, texts), sep="\n")
+            for text in texts:
+                print(printable(text))
             text = without_surrogates(input("> "))
         elif toolbox.tools:
-            text = random_call(draw.choice(toolbox.schemas), stage.style, draw)
+            schema = draw.choice(toolbox.schemas)
+            text = random_call(schema, stage.style, draw)
         else:
             text = draw.choice(WORDS)
-        ids = player.tokenizer(beginning + text, add_special_tokens=False)["input_ids"] + stage.stop_token_ids[:1]
+        encoded = player.tokenizer(beginning + text, add_special_tokens=False)
+        ids = encoded["input_ids"] + stage.stop_token_ids[:1]
         player.add_turn(0, ids, [0.0] * len(ids), "stop")
     player.finish()
 
@@ -188,16 +233,17 @@ def how_to_play(toolbox: Toolbox, style: str) -> str:
     if not toolbox.tools:
         return ends
     call = random_call(toolbox.schemas[0], style, random.Random(0))
-    return f"A call is written {' '.join(call.split())}\n{ends}"
+    call = " ".join(call.split())
+    return f"A call is written {call}\n{ends}"
 
 
 def random_call(schema: dict[str, Any], style: str, draw: random.Random) -> str:
     """Write a call of a tool, with arguments of the right types."""
     function = schema["function"]
-    arguments = {
-        name: draw.choice(parameter.get("enum") or VALUES.get(parameter.get("type"), WORDS))
-        for name, parameter in function["parameters"]["properties"].items()
-    }
+    arguments = {}
+    for name, parameter in function["parameters"]["properties"].items():
+        values = parameter.get("enum") or VALUES.get(parameter.get("type"), WORDS)
+        arguments[name] = draw.choice(values)
     return written_call(function["name"], arguments, style)
 
 
@@ -212,11 +258,13 @@ def show(console: Console, episode: Episode, tokenizer: Any) -> None:
         ids += piece.ids_T.tolist()
         mask += piece.loss_mask_T.tolist()
     console.rule(f"seed {episode.seed}", align="left")
-    console.print(show_chat(Encoded(ids=ids, mask=mask), tokenizer))
-    seconds = episode.waited / max(1, len(episode.turns))
+    conversation = Encoded(ids=ids, mask=mask)
+    console.print(show_chat(conversation, tokenizer))
+    num_turns = len(episode.turns)
+    seconds = episode.waited / max(1, num_turns)
     reward = f"lost: {episode.failure}" if episode.failure else f"reward {episode.reward}"
     counts = ", ".join(f"{name} {count}" for name, count in episode.counts.items() if count)
-    outcome = f"{reward}; ended by {episode.ended_by} after {len(episode.turns)} turns of {seconds:.4f} s; {counts}"
+    outcome = f"{reward}; ended by {episode.ended_by} after {num_turns} turns of {seconds:.4f} s; {counts}"
     console.print(Text(printable(outcome), "bold"))
 
 

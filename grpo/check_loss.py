@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.trial import try_algorithm
@@ -29,7 +30,7 @@ ADVANTAGES = (1.0, -0.5, -2.0, 0.7)
 TOLERANCE = 1e-5
 EXTREME = 1e4  # nats
 ONE_ROW = [[[0, 1, 2, 3]]]  # all sequences packed into the one row of one micro-batch
-Loss = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def check_packing(loss: Loss) -> str | None:
     """Compare one sequence per row with other ways to pack the same sequences."""
-    expected = torch.cat(values_and_gradients(loss, four_sequences(), [[[0], [1], [2], [3]]]))
+    one_per_row = [[[0], [1], [2], [3]]]
+    expected = torch.cat(values_and_gradients(loss, four_sequences(), one_per_row))
     packings = {
         "one packed row": ONE_ROW,
         "another order": [[[3, 1], [2, 0]]],
@@ -81,7 +83,8 @@ def check_extreme_ratios(loss: Loss) -> str | None:
     for log_ratio, advantage in itertools.product((EXTREME, -EXTREME), (1.0, -1.0)):
         advantages_N = torch.full_like(policy_N, advantage)
         tokens = four_sequences(generator_logprobs_N=policy_N - log_ratio, advantages_N=advantages_N)
-        if not torch.cat(values_and_gradients(loss, tokens, ONE_ROW)).isfinite().all():
+        numbers = torch.cat(values_and_gradients(loss, tokens, ONE_ROW))
+        if not numbers.isfinite().all():
             return (
                 f"log-ratio {log_ratio:g} with advantage {advantage:g}: not finite. Clamp the log-ratio before exp (as "
                 "the built-in losses do at +-20)"
@@ -91,8 +94,9 @@ def check_extreme_ratios(loss: Loss) -> str | None:
 
 def check_no_advantage(loss: Loss) -> str | None:
     """Look for a gradient where every advantage is 0."""
-    advantages_N = torch.zeros_like(four_sequences().advantages_N)
-    _, gradients_N = values_and_gradients(loss, four_sequences(advantages_N=advantages_N), ONE_ROW)
+    zeros_N = torch.zeros_like(four_sequences().advantages_N)
+    tokens = four_sequences(advantages_N=zeros_N)
+    _, gradients_N = values_and_gradients(loss, tokens, ONE_ROW)
     largest = gradients_N.abs().max()
     if largest > 0:
         return f"advantages of 0 give a gradient of up to {largest:.2g}; meant so only for a regulariser"
@@ -127,7 +131,7 @@ CHECKS = {
 # Sequences as tensors
 
 
-def four_sequences(**changes: torch.Tensor) -> TrainBatch:
+def four_sequences(**changes: Tensor) -> TrainBatch:
     """Return a batch whose `old_logprobs_N` are the policy's.
 
     Its log-ratios lie between -0.5 and 0.5, so that clips cut some tokens.
@@ -136,18 +140,25 @@ def four_sequences(**changes: torch.Tensor) -> TrainBatch:
     samples = []
     for length in LENGTHS:
         position_T = torch.arange(length + 2)
+        loss_mask_T = (position_T > 0) & (position_T <= length)
         logprobs_T = -2 * torch.rand(length + 2, generator=generator) - 0.6
-        samples.append(Sample(position_T, (position_T > 0) & (position_T <= length), logprobs_T))
+        samples.append(Sample(position_T, loss_mask_T, logprobs_T))
     batch = make_batch(samples)
     policy_N = batch.generator_logprobs_N + torch.rand(batch.num_tokens, generator=generator) - 0.5
-    advantages_N = torch.tensor(ADVANTAGES)[batch.owner_N].where(batch.loss_mask_N, 0)
-    tokens = {"old_logprobs_N": policy_N, "ref_logprobs_N": policy_N - 0.1, "advantages_N": advantages_N}
+    advantages_N = torch.tensor(ADVANTAGES)[batch.owner_N]
+    tokens = {
+        "old_logprobs_N": policy_N,
+        "ref_logprobs_N": policy_N - 0.1,
+        "advantages_N": advantages_N.where(batch.loss_mask_N, 0),
+    }
     return replace(batch, **tokens | changes)
 
 
 def values_and_gradients(
-    loss: Loss, tokens: TrainBatch, micro_batches: list[list[list[int]]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    loss: Loss,
+    tokens: TrainBatch,
+    micro_batches: list[list[list[int]]],
+) -> tuple[Tensor, Tensor]:
     """Return each token's loss and the gradient of their sum by its log-prob, both [N], in the order of `tokens`.
 
     micro_batches: the rows of each micro-batch, and the sequences of each row.
@@ -159,7 +170,8 @@ def values_and_gradients(
         policy_BT = micro.old_logprobs_BT.clone().requires_grad_()
         micro = replace(micro, old_logprobs_BT=micro.generator_logprobs_BT)
         x = LossInputs.of(micro, policy_BT, -policy_BT)
-        loss_BT = loss(x)[0].where(x.loss_mask_BT, 0)
+        loss_BT, _ = loss(x)
+        loss_BT = loss_BT.where(x.loss_mask_BT, 0)
         loss_BT.sum().backward()
         index_M, values_M = take_out(loss_BT.detach(), micro)
         _, gradients_M = take_out(policy_BT.grad, micro)

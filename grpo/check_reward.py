@@ -45,32 +45,49 @@ def main(arguments: list[str] | None = None) -> int:
     with refuse_bad_input():
         config = tool_config(flags)
         options = {key: value for key, value in config.reward.options.items() if key == name}
-        reward = dataclasses.replace(config.reward, functions={name: 1.0}, options=options, num_workers=1)
+        reward = dataclasses.replace(
+            config.reward,
+            functions={name: 1.0},
+            options=options,
+            num_workers=1,
+        )
         source = load_sources(config.data)[0]
         examples = list(itertools.islice(source.examples(), NUM_ROWS))
         if not examples:
             raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
+        column_names = list(examples[0].columns)
         max_tokens = config.generator.max_completion_tokens
-        functions = loading.load_functions(reward, [*examples[0].columns], max_tokens)
+        functions = loading.load_functions(reward, column_names, max_tokens)
         for example in examples:
             loading.try_built_ins(functions, example.columns)
         if name == "code_reward":
             print(check_programs(reward.allow_without_landlock))
-        workers = loading.start_workers(loading.load_observed, reward, loading.is_confined(name), max_tokens)
+        is_confined = loading.is_confined(name)
+        workers = loading.start_workers(loading.load_observed, reward, is_confined, max_tokens)
+
     with contextlib.closing(workers):
         return show(functions[name], examples, reward, workers)
 
 
-def show(function: RewardFunction, examples: list[Example], reward: RewardConfig, workers: Workers) -> int:
+def show(
+    function: RewardFunction,
+    examples: list[Example],
+    reward: RewardConfig,
+    workers: Workers,
+) -> int:
     """Print what the function, which `workers` have loaded, returns for completions of each row.
 
     Returns the exit code.
     """
     (name,) = reward.functions
     takes_one = loading.called_with(function) == "completion"
-    print(f"reward {name}: {len(examples)} rows, {'one completion per call' if takes_one else 'one call for each row'}")
-    columns = columns_of(function, examples[0], [""])
-    print("columns: " + ", ".join(f"{column} ({type(values[0]).__name__})" for column, values in columns.items()))
+    calls = "one completion per call" if takes_one else "one call for each row"
+    print(f"reward {name}: {len(examples)} rows, {calls}")
+    types = []
+    for column, values in columns_of(function, examples[0], [""]).items():
+        types.append(f"{column} ({type(values[0]).__name__})")
+    print(f"columns: {', '.join(types)}")
+
     exit_code = 0
     for number, example in enumerate(examples, start=1):
         print(f"row {number}: {_short(str(example.prompt))}")
@@ -82,7 +99,8 @@ def show(function: RewardFunction, examples: list[Example], reward: RewardConfig
         printed = ""
         for part in parts:
             texts = list(part.values())
-            outcome = call(workers, name, texts, columns_of(function, example, texts), reward.timeout_seconds)
+            columns = columns_of(function, example, texts)
+            outcome = call(workers, name, texts, columns, reward.timeout_seconds)
             seconds = outcome["seconds"] / len(texts)
             printed += outcome["printed"]
             if "failed" in outcome:
@@ -91,10 +109,11 @@ def show(function: RewardFunction, examples: list[Example], reward: RewardConfig
             else:
                 values |= zip(part, outcome["values"], strict=True)
                 shown = [f"{value:g}" if isinstance(value, float) else value for value in outcome["values"]]
-            for kind, value in zip(part, shown, strict=True):
-                print(f"  {kind:<9}  {_short(part[kind]):<{SHOWN_CHARACTERS}}  {seconds:8.4f} s  {value}")
+            for (kind, text), value in zip(part.items(), shown, strict=True):
+                print(f"  {kind:<9}  {_short(text):<{SHOWN_CHARACTERS}}  {seconds:8.4f} s  {value}")
         if printed:
-            print(f"  prints: {printable(shorten(printed, loading.PRINTED_CHARACTERS)).strip()}")
+            beginning = shorten(printed, loading.PRINTED_CHARACTERS)
+            print(f"  prints: {printable(beginning).strip()}")
         if "wrong" in values and values["wrong"] == values.get("reference", ""):
             print("  note: the reference earns what a wrong answer earns")
     return exit_code
@@ -116,29 +135,50 @@ def some_completions(example: Example, answer_format: str) -> dict[str, str]:
     number = parse_number(answer)
     wrong = f"not {answer}" if number is None else str(number + 1)  # 0.5 becomes 3/2
     template = FORMATS[answer_format]
-    return {"reference": template.format(answer), "wrong": template.format(wrong), "empty": ""}
+    return {
+        "reference": template.format(answer),
+        "wrong": template.format(wrong),
+        "empty": "",
+    }
 
 
-def columns_of(function: RewardFunction, example: Example, completions: list[str]) -> dict[str, list]:
+def columns_of(
+    function: RewardFunction,
+    example: Example,
+    completions: list[str],
+) -> dict[str, list]:
     """Return the columns that a run gives to a call for these completions of one prompt."""
-    values = {**example.columns, "num_tokens": 0, "truncated": False, "prompts": example.prompt, "step": 1}
+    num_words = [len(text.split()) for text in completions]
+    values = {
+        **example.columns,
+        "num_tokens": 0,
+        "truncated": False,
+        "prompts": example.prompt,
+        "step": 1,
+    }
     columns = {name: [value] * len(completions) for name, value in values.items()}
-    columns["num_tokens"] = [len(text.split()) for text in completions]
+    columns["num_tokens"] = num_words
     if "completion_ids" in loading.argument_names(function):
-        columns["completion_ids"] = [[0] * count for count in columns["num_tokens"]]
+        columns["completion_ids"] = [[0] * count for count in num_words]
     return columns
 
 
 def call(
-    workers: Workers, name: str, completions: list[str], columns: dict[str, list], timeout_seconds: float
+    workers: Workers,
+    name: str,
+    completions: list[str],
+    columns: dict[str, list],
+    timeout_seconds: float,
 ) -> dict[str, Any]:
     """Call the function in its process. Return its outcome, see `loading.load_observed`."""
     arguments = b"[%s, %s, %s]" % (as_json(name), as_json(completions), as_json(columns))
+    seconds = timeout_seconds * len(completions)
     start = time.perf_counter()
-    workers.submit([Call(0, arguments, timeout_seconds * len(completions))])
+    workers.submit([Call(0, arguments, seconds)])
     (answer,) = workers.collect()
     if "value" not in answer:  # the process was ended
-        return {"failed": answer["failed"], "seconds": time.perf_counter() - start, "printed": ""}
+        seconds = time.perf_counter() - start
+        return {"failed": answer["failed"], "seconds": seconds, "printed": ""}
     outcome = answer["value"]
     if "string indices must be" in outcome.get("failed", ""):
         outcome["failed"] += TEXTS_NOT_MESSAGES

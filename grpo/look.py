@@ -28,21 +28,40 @@ from tyro.conf import Positional
 
 from grpo.folder.run_folder import read_marker
 from grpo.report.page import write_page
-from grpo.report.samples import describe
+from grpo.report.samples import describe, reward_rank
 from grpo.text import compact_number, one_line, printable, shorten
+from grpo.types import Record
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 EVALUATION = "evaluation.jsonl"
 # Fields that each line of the last two must have
-ROLLOUT_FIELDS = ("step", "row", "prompt", "columns", "completion", "rewards", "reward", "advantage", "mismatch")
-ROLLOUT_FIELDS += ("finish_reason", "num_tokens", "failures")
-Record = dict[str, Any]  # a line of a .jsonl file
+ROLLOUT_FIELDS = (
+    "step",
+    "row",
+    "prompt",
+    "columns",
+    "completion",
+    "rewards",
+    "reward",
+    "advantage",
+    "mismatch",
+    "finish_reason",
+    "num_tokens",
+    "failures",
+)
 Curve = list[tuple[int, float]]  # steps and values, at least one
 MARKS = "•×+o#*"  # of the runs' curves
 # The table has the mean of these metrics over the last LATE_STEPS steps that have them.
-LATE_METRICS = ("kl", "entropy", "completion/length_mean", "grad_norm", "tokens_per_second", "time/step")
+LATE_METRICS = (
+    "kl",
+    "entropy",
+    "completion/length_mean",
+    "grad_norm",
+    "tokens_per_second",
+    "time/step",
+)
 LATE_STEPS = 10
 CELL_CHARACTERS = 40
 NUM_ANSWERS = 3  # held-out questions whose answers before and after training are shown
@@ -85,11 +104,13 @@ def main(arguments: list[str] | None = None) -> None:
             text = rollouts_text(options)
         else:
             text = summarize(options.run_dirs)
+
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
     try:
         print(printable(text), flush=True)  # another's files may contain what acts on a terminal
     except BrokenPipeError:  # of `| head`; at its end Python would flush once more, and complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,29 +126,55 @@ def summarize(run_dirs: Sequence[pathlib.Path]) -> str:
         raise ValueError(f"{len(run_dirs)} runs are too many for one plot; name up to {len(MARKS)}")
     runs = [read_metrics(run_dir) for run_dir in run_dirs]
     curves = [curves_of(records) for records in runs]
-    labels = list(dict.fromkeys(itertools.chain(*curves)))
-    seconds = [values_of(records, "time/step") for records in runs]
-    rows = [["", *map(str, run_dirs)]]
-    rows += [[label, *(first_to_last(of_run.get(label, [])) for of_run in curves)] for label in labels]
-    rows.append(["steps", *(str(len(of_run)) for of_run in seconds)])
-    rows.append(["minutes, start-up not counted", *(f"{sum(of_run) / 60:.1f}" for of_run in seconds)])
-    for name in LATE_METRICS:
-        late = [values_of(records, name)[-LATE_STEPS:] for records in runs]
-        if any(late):
-            means = [compact_number(statistics.fmean(values)) if values else "-" for values in late]
-            rows.append([f"{name}, mean of the last {LATE_STEPS} steps", *means])
-    rows += differing_fields(run_dirs)
+    rows = table_of(run_dirs, runs, curves)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    for label in [label for label in labels if all(label in of_run for of_run in curves)][:1]:
-        lines += ["", f"{label}:", *map("{} {}".format, MARKS, run_dirs)]
-        lines += ["", terminal_curves([of_run[label] for of_run in curves])]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
+
+    shared_labels = [label for label in curves[0] if all(label in of_run for of_run in curves)]
+    if shared_labels:
+        label = shared_labels[0]
+        lines += ["", f"{label}:"]
+        lines += map("{} {}".format, MARKS, run_dirs)
+        lines.append("")
+        lines.append(terminal_curves([of_run[label] for of_run in curves]))
     if len(run_dirs) == 1:
         lines += answers_before_and_after(run_dirs[0])
+
     lines.append("")
     for run_dir in run_dirs:
-        lines += [str(path) for path in map(run_dir.joinpath, ("tensorboard", "samples.txt", "model")) if path.exists()]
+        for name in ("tensorboard", "samples.txt", "model"):
+            path = run_dir / name
+            if path.exists():
+                lines.append(str(path))
     return "\n".join(lines)
+
+
+def table_of(
+    run_dirs: Sequence[pathlib.Path],
+    runs: list[list[Record]],
+    curves: list[dict[str, Curve]],
+) -> list[list[str]]:
+    """Return the rows of the summary's table. A row is a name and a text for each run."""
+    rows = [["", *map(str, run_dirs)]]
+    for label in dict.fromkeys(itertools.chain(*curves)):
+        cells = [first_to_last(of_run.get(label, [])) for of_run in curves]
+        rows.append([label, *cells])
+    seconds = [values_of(records, "time/step") for records in runs]
+    num_steps = [str(len(of_run)) for of_run in seconds]
+    minutes = [f"{sum(of_run) / 60:.1f}" for of_run in seconds]
+    rows.append(["steps", *num_steps])
+    rows.append(["minutes, start-up not counted", *minutes])
+    for name in LATE_METRICS:
+        means = []
+        for records in runs:
+            late = values_of(records, name)[-LATE_STEPS:]
+            means.append(compact_number(statistics.fmean(late)) if late else "-")
+        if set(means) != {"-"}:
+            rows.append([f"{name}, mean of the last {LATE_STEPS} steps", *means])
+    return rows + differing_fields(run_dirs)
 
 
 def curves_of(records: list[Record]) -> dict[str, Curve]:
@@ -136,19 +183,34 @@ def curves_of(records: list[Record]) -> dict[str, Curve]:
     Curves with more than one value come first, the most important of them at the front.
     """
     names = dict.fromkeys(itertools.chain(*records))
-    # the first one if there are several held-out sets (`eval/SET/accuracy`)
-    accuracy = next((n for n in names if n.startswith("eval/") and n.endswith("accuracy")), "eval/accuracy")
-    held_out = "held-out prompts" + "".join(f" of {part}" for part in accuracy.split("/")[1:-1])
+    accuracies = [name for name in names if name.startswith("eval/") and name.endswith("accuracy")]
+    accuracy = "eval/accuracy"
+    held_out = "held-out prompts"
+    if accuracies:
+        accuracy = accuracies[0]  # of several held-out sets (`eval/SET/accuracy`) the first
+        for held_out_set in accuracy.split("/")[1:-1]:
+            held_out += f" of {held_out_set}"
+    labels = {}
     if any(values_of(records, accuracy)):
-        labels = {accuracy: f"accuracy on {held_out} (greedy)"}
+        labels[accuracy] = f"accuracy on {held_out} (greedy)"
     else:  # no graded reward reached `reward.pass_value`
-        labels = {f"{accuracy.removesuffix('accuracy')}reward_mean": f"mean reward on {held_out}"}
+        mean_reward = accuracy.removesuffix("accuracy") + "reward_mean"
+        labels[mean_reward] = f"mean reward on {held_out}"
     if "reward/mean" in names:
         labels["reward/mean"] = "mean reward of the sampled completions"
     else:
-        labels |= {"validation/loss": "loss on held-out examples", "loss": "loss on training examples"}
-    curves = {label: [(r["step"], r[n]) for r in records if r.get(n) is not None] for n, label in labels.items()}
-    return {label: curves[label] for label in sorted(curves, key=lambda label: len(curves[label]) < 2) if curves[label]}
+        labels["validation/loss"] = "loss on held-out examples"
+        labels["loss"] = "loss on training examples"
+
+    long_curves = {}
+    short_curves = {}
+    for name, label in labels.items():
+        curve = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+        if len(curve) > 1:
+            long_curves[label] = curve
+        elif curve:
+            short_curves[label] = curve
+    return long_curves | short_curves
 
 
 def values_of(records: list[Record], name: str) -> list[float]:
@@ -158,8 +220,12 @@ def values_of(records: list[Record], name: str) -> list[float]:
 
 def first_to_last(curve: Curve) -> str:
     """Return `0.25 to 0.75`, a single number if both are equal, or `-` for no curve."""
-    ends = dict.fromkeys(compact_number(value) for _, value in curve[:1] + curve[-1:])
-    return " to ".join(ends) or "-"
+    if not curve:
+        return "-"
+    _, first = curve[0]
+    _, last = curve[-1]
+    ends = dict.fromkeys(map(compact_number, (first, last)))
+    return " to ".join(ends)
 
 
 def differing_fields(run_dirs: Sequence[pathlib.Path]) -> list[list[str]]:
@@ -171,10 +237,13 @@ def differing_fields(run_dirs: Sequence[pathlib.Path]) -> list[list[str]]:
     if not all(markers):
         return []
     configs = [marker["config"] for marker in markers]
+    names = dict.fromkeys(itertools.chain(*configs))
+    del names["run_dir"]
     rows = []
-    for name in dict.fromkeys(itertools.chain(*configs)):
-        cells = [shorten(one_line(str(config.get(name, "-"))), CELL_CHARACTERS) for config in configs]
-        if name != "run_dir" and len(set(cells)) > 1:
+    for name in names:
+        values = [one_line(str(config.get(name, "-"))) for config in configs]
+        cells = [shorten(value, CELL_CHARACTERS) for value in values]
+        if len(set(cells)) > 1:
             rows.append([name, *cells])
     return rows
 
@@ -194,17 +263,25 @@ def terminal_curves(curves: list[Curve], width: int = 60, height: int = 8) -> st
         sums, _ = np.histogram(steps, width, first_to_last_step, weights=values)
         (filled,) = counts.nonzero()
         means = sums[filled] / counts[filled]
-        columns.append(np.interp(range(width), filled, means, left=math.nan, right=math.nan))
-    low = np.nanmin(columns)
-    unit = (np.nanmax(columns) - low) / (height - 1) or 1.0
+        column = np.interp(range(width), filled, means, left=math.nan, right=math.nan)
+        columns.append(column)
+
+    lowest = np.nanmin(columns)
+    unit = (np.nanmax(columns) - lowest) / (height - 1) or 1.0
     grid = [[" "] * width for _ in range(height)]  # from the lowest line up
     for values, mark in zip(columns, MARKS, strict=False):
         for x in np.flatnonzero(np.isfinite(values)):
-            grid[round((values[x] - low) / unit)][x] = mark
+            y = round((values[x] - lowest) / unit)
+            grid[y][x] = mark
+
     # Rounded, because a sum like -0.3 + 3 * 0.1 is not quite 0.
-    labels = [compact_number(round(low / unit + line, 6) * unit) for line in range(height)]
+    values = [round(lowest / unit + y, 6) * unit for y in range(height)]
+    labels = list(map(compact_number, values))
     margin = max(map(len, labels))
-    lines = [f"{label:>{margin}} ┤{''.join(row)}".rstrip() for label, row in zip(labels, grid, strict=True)]
+    lines = []
+    for label, row in zip(labels, grid, strict=True):
+        line = f"{label:>{margin}} ┤" + "".join(row)
+        lines.append(line.rstrip())
     return "\n".join(reversed(lines))
 
 
@@ -224,8 +301,10 @@ def answers_before_and_after(run_dir: pathlib.Path) -> list[str]:
             first.setdefault(row, record)
             last[row] = record
     lines = []
-    for row in [row for row in first if last[row]["step"] > first[row]["step"]][:NUM_ANSWERS]:
-        lines += ["", f"held out   {one_line(question_of(first[row]))}"]
+    answered_twice = [row for row in first if last[row]["step"] > first[row]["step"]]
+    for row in answered_twice[:NUM_ANSWERS]:
+        question = one_line(question_of(first[row]))
+        lines += ["", f"held out   {question}"]
         for name, record in ("before", first[row]), ("after", last[row]):
             answer = shorten(one_line(record["completion"]), ANSWER_CHARACTERS)
             reward = "none" if record["reward"] is None else compact_number(record["reward"])
@@ -254,12 +333,12 @@ def rollouts_text(options: Options) -> str:
     matching = [record for record in records if options.prompt in record["prompt"]]
     if not matching:
         raise ValueError(f"no prompt of the step has the text {options.prompt!r}")
-    # no reward is the lowest one
-    matching.sort(key=lambda record: (record["reward"] is not None, record["reward"] or 0.0), reverse=not options.worst)
+    matching.sort(key=reward_rank, reverse=not options.worst)
     shown = matching[: options.num or None]
     order = "lowest" if options.worst else "highest"
     title = f"{run_dir} after step {step}: {len(shown)} of {len(records)} completions, {order} reward first"
-    return "\n\n".join([title, *(describe(record, turns=options.turns) for record in shown)])
+    texts = [describe(record, turns=options.turns) for record in shown]
+    return "\n\n".join([title, *texts])
 
 
 def rollouts_of_step(options: Options, step: str) -> tuple[int, list[Record]]:
@@ -273,9 +352,8 @@ def rollouts_of_step(options: Options, step: str) -> tuple[int, list[Record]]:
         if step in ("latest", str(number)):  # only one step is kept: the file of a long run is large
             chosen = (number, list(group))
     if not chosen:
-        raise ValueError(
-            f"{path} has no completions of step {step}; there are: {', '.join(steps) or 'none'} (or latest)"
-        )
+        existing = ", ".join(steps) or "none"
+        raise ValueError(f"{path} has no completions of step {step}; there are: {existing} (or latest)")
     return chosen
 
 
@@ -285,12 +363,14 @@ def page_text(options: Options) -> str:
     if options.step:
         _, rollouts = rollouts_of_step(options, options.step)
     else:
-        paths = [run_dir / name for name in (COMPLETIONS, EVALUATION) if (run_dir / name).is_file()]
-        rollouts = itertools.chain.from_iterable(read_lines(path, "") for path in paths)
+        paths = [run_dir / COMPLETIONS, run_dir / EVALUATION]
+        files = [read_lines(path, "") for path in paths if path.is_file()]
+        rollouts = itertools.chain(*files)
     models = [str(run_dir / "model"), str(run_dir / "initial_model")]
     marker = read_marker(run_dir)
     if marker:
-        models.append(str(marker["config"].get("model.path")).strip("'"))
+        trained_model = str(marker["config"].get("model.path"))
+        models.append(trained_model.strip("'"))
     path = write_page(run_dir, read_metrics(run_dir), rollouts, models)
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser; it needs no other file"
 

@@ -8,9 +8,10 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from grpo.types import MicroBatch
+from grpo.types import Metrics, MicroBatch
 
 # The metric that is kept for each sequence too, for the records of completions
 PER_SEQUENCE = "mismatch/mean"
@@ -32,13 +33,13 @@ class StepMetrics:
 
     def _begin_update(self) -> None:
         """Reset what this rank has added, which stays on the device."""
-        self._sums: dict[str, torch.Tensor] = {}
-        self._maxima: dict[str, torch.Tensor] = {}
-        self._loss: torch.Tensor | float = 0.0
-        self._num_tokens: torch.Tensor | float = 0.0
-        self._sequence_S2: torch.Tensor | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+        self._loss: Tensor | float = 0.0
+        self._num_tokens: Tensor | float = 0.0
+        self._sequence_S2: Tensor | None = None
 
-    def add(self, micro: MicroBatch, loss: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
+    def add(self, micro: MicroBatch, loss: Tensor, metrics: dict[str, Tensor]) -> None:
         """Add one micro-batch: its part of the loss, and a value per position [B, T] of each metric.
 
         Nothing here waits for the device. Raises ValueError unless an update's micro-batches have the same names.
@@ -51,40 +52,49 @@ class StepMetrics:
         for name, values_BT in metrics.items():
             values_BT = values_BT.double().where(mask_BT, 0)
             if name.endswith("max"):
-                self._maxima[name] = torch.maximum(self._maxima.get(name, values_BT.new_zeros(())), values_BT.max())
+                highest = self._maxima.get(name, values_BT.new_zeros(()))
+                self._maxima[name] = torch.maximum(highest, values_BT.max())
             else:
-                self._sums[name] = self._sums.get(name, 0) + torch.stack([values_BT.sum(), num_tokens])
+                total_and_number = torch.stack([values_BT.sum(), num_tokens])
+                self._sums[name] = self._sums.get(name, 0) + total_and_number
             if name == PER_SEQUENCE:
                 self._add_per_sequence(micro, values_BT)
         self._loss = self._loss + loss.double()
         self._num_tokens = self._num_tokens + num_tokens
 
-    def _add_per_sequence(self, micro: MicroBatch, values_BT: torch.Tensor) -> None:
+    def _add_per_sequence(self, micro: MicroBatch, values_BT: Tensor) -> None:
         """Add values, which are 0 where no token counts, to the sums and numbers of their sequences."""
         if self._sequence_S2 is None:  # one more row, for padding
             self._sequence_S2 = values_BT.new_zeros(self.num_sequences + 1, 2)
-        per_token_N2 = torch.stack([values_BT, micro.loss_mask_BT.double()], -1).flatten(0, 1)
+        counts_BT = micro.loss_mask_BT.double()
+        per_token_BT2 = torch.stack([values_BT, counts_BT], -1)
         sequence_N = micro.sequence_BT.flatten()
-        self._sequence_S2.index_add_(0, sequence_N.where(sequence_N >= 0, self.num_sequences), per_token_N2)
+        sequence_N = sequence_N.where(sequence_N >= 0, self.num_sequences)
+        self._sequence_S2.index_add_(0, sequence_N, per_token_BT2.flatten(0, 1))
 
     def reduce(self, group: ProcessGroup | None) -> None:
         """End an update: join sums and maxima of the data-parallel ranks. Collective over them; None: there is one."""
-        sums = torch.cat([torch.stack([self._loss, self._num_tokens]), *self._sums.values()])
-        maxima = torch.stack([*self._maxima.values()]) if self._maxima else sums.new_zeros(0)
+        loss_and_tokens = torch.stack([self._loss, self._num_tokens])
+        sums = torch.cat([loss_and_tokens, *self._sums.values()])
+        maxima = sums.new_zeros(0)
+        if self._maxima:
+            maxima = torch.stack([*self._maxima.values()])
         if group is not None:
             dist.all_reduce(sums, group=group)
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
             if self._sequence_S2 is not None:
                 dist.all_reduce(self._sequence_S2, group=group)
+
         loss, num_tokens, *values = torch.cat([sums, maxima]).tolist()  # one transfer from the device
         for name in self._sums:
             total, number = self._totals.get(name, (0.0, 0.0))
-            self._totals[name] = (total + values.pop(0), number + values.pop(0))
+            total += values.pop(0)
+            number += values.pop(0)
+            self._totals[name] = (total, number)
         for name, value in zip(self._maxima, values, strict=True):
+            highest = self._highest.setdefault(name, -math.inf)
             if num_tokens:
-                self._highest[name] = max(self._highest.get(name, -math.inf), value)
-            else:
-                self._highest.setdefault(name, -math.inf)
+                self._highest[name] = max(highest, value)
         if self._sequence_S2 is not None:
             self._sequence_totals_S2 += self._sequence_S2[:-1].cpu()
         self.record(loss=loss)
@@ -96,18 +106,21 @@ class StepMetrics:
         for name, value in values.items():
             self._recorded.setdefault(name, []).append(value)
 
-    def means(self) -> dict[str, float]:
+    def means(self) -> Metrics:
         """Return all metrics by name; NaN for those of tokens if no token counted."""
-        means = {name: total / number if number else math.nan for name, (total, number) in self._totals.items()}
-        for name, value in self._highest.items():
-            means[name] = value if value > -math.inf else math.nan
+        means = {}
+        for name, (total, number) in self._totals.items():
+            means[name] = total / number if number else math.nan
+        for name, highest in self._highest.items():
+            means[name] = highest if highest > -math.inf else math.nan
         for name, values in self._recorded.items():
             means[name] = sum(values) / len(values)
         return means
 
     def sequence_means(self) -> list[float | None]:
         """Return the mean of PER_SEQUENCE over each sequence's loss tokens; None for a sequence without any."""
-        means = (self._sequence_totals_S2[:, 0] / self._sequence_totals_S2[:, 1]).tolist()
+        totals_S, numbers_S = self._sequence_totals_S2.unbind(1)
+        means = (totals_S / numbers_S).tolist()
         return [None if math.isnan(mean) else mean for mean in means]
 
 

@@ -13,35 +13,32 @@ at the same weights in the first update, where only the formulas differ, later e
     cosine     of what the optimizer got in the step, summed over its updates, with that of the first method
     clipped    share of tokens that the loss calls clipped (`loss/clip_frac`)
     masked     share that the importance correction cuts off or masks (`mismatch/corrected_frac`)
-    entropy    of the policy after the step, nats, at the recorded tokens
-    kl         KL(generator || policy after the step), k3 over the recorded tokens: how far it is from what sampled them
-RUN-compare gets them in metrics.jsonl as METHOD/NAME, comparison.svg, and METHOD/model.
+    entropy    of the policy in the step's updates, nats, at the recorded tokens
+    kl         KL(generator || policy at the start of the step), k3 over these tokens: how far it is from their sampler
+RUN-compare gets them in metrics.jsonl and TensorBoard as METHOD/NAME, and METHOD/model.
 
 Left out: rollouts as text, which the recorded run's folder has, and held-out accuracy, which takes an engine
 (`python -m grpo.evaluate RUN-compare/METHOD/model RUN/config.py`).
 """
 
 import argparse
-import math
 import os
 import pathlib
 import statistics
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
-from xml.sax.saxutils import escape
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo.algorithm.importance import mismatch
-from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.trial import try_algorithm
-from grpo.config import OWN_LOSS_DEFAULTS, AlgorithmConfig, GRPOConfig, RolesConfig, change
+from grpo.config import OWN_LOSS_DEFAULTS, GRPOConfig, RolesConfig, change
 from grpo.config.checks import validate
 from grpo.config.recipes import derived, load, load_recipe
 from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step
 from grpo.metrics import StepMetrics
-from grpo.models.build import forget_forwards
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
@@ -50,7 +47,7 @@ from grpo.run.command_line import check_folder_early, subject_of
 from grpo.run.inputs import Inputs, open_run
 from grpo.run.session import Session, is_due, run
 from grpo.text import compact_number
-from grpo.types import TrainBatch
+from grpo.types import Metrics
 from grpo.watch.failures import refuse_bad_input, run_script
 from grpo.watch.stopping import end_with_launcher, stop_reason
 from train_grpo import add_advantages, update
@@ -64,7 +61,6 @@ COLUMNS = {
     "entropy": "entropy",
     "kl": "mismatch/kl",
 }
-Measured = dict[str, float]  # by column
 RATIO_IS_1 = "one update per step: each ratio is 1 and no clip acts; --algorithm.num-mini-batches 4 lets clips act"
 
 
@@ -83,14 +79,20 @@ def main() -> None:
         if options.methods:
             if num_trainers > 1:
                 raise ValueError(f"--methods takes one process, torchrun started {num_trainers}; start it by python")
-            configs = configs_of(options.methods, config, load_recipe(f"{recorded}/config.py", GRPOConfig))
+            recorded_config = load_recipe(f"{recorded}/config.py", GRPOConfig)
+            configs = configs_of(options.methods, config, recorded_config)
             config = next(iter(configs.values()))
             train = partial(compare, recorded, configs)
         check_folder_early(config, "grpo.replay")
     run(config, "grpo.replay", partial(read, recorded), train, layout)
 
 
-def load_config(recorded: str, flags: list[str], num_trainers: int, kind: str = "replay") -> GRPOConfig:
+def load_config(
+    recorded: str,
+    flags: list[str],
+    num_trainers: int,
+    kind: str = "replay",
+) -> GRPOConfig:
     """Return the recorded run's config with the flags, on `num_trainers` ranks. Raises ValueError if it cannot work.
 
     kind: the ending of the default run folder's name.
@@ -99,26 +101,35 @@ def load_config(recorded: str, flags: list[str], num_trainers: int, kind: str = 
 
     def fit(config: GRPOConfig, _recipe: GRPOConfig) -> GRPOConfig:
         """Make every rank a trainer; nothing is evaluated or sampled."""
-        changes = {"roles.num_trainers": num_trainers, "generator.tensor_parallel": 1, "checkpoint.keep_best": ""}
+        changes = {
+            "roles.num_trainers": num_trainers,
+            "generator.tensor_parallel": 1,
+            "checkpoint.keep_best": "",
+        }
         if config.model.is_built:  # its tokenizer may come from data that is not read now
             changes["model.path"] = f"{recorded}/initial_model"
         return change(config, changes)
 
     # of two equal flags the last one holds
-    return load(GRPOConfig, recipe, [recipe, "--run-dir", f"{recorded.rstrip('/')}-{kind}", *flags], fit)
+    run_dir = f"{recorded.rstrip('/')}-{kind}"
+    return load(GRPOConfig, recipe, [recipe, "--run-dir", run_dir, *flags], fit)
 
 
 def read(recorded: str, config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
     """Check the loss, the recorded batches and the model. On rank 0."""
     algorithm = config.algorithm
     try_algorithm(algorithm)
-    inputs = open_run(config, script, build_dir, [str(batch_path(recorded, 1).parent)])
-    coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
-    needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
+    batches_dir = batch_path(recorded, 1).parent
+    inputs = open_run(config, script, build_dir, [str(batches_dir)])
+    needs_reference = []
+    if algorithm.kl_coef:
+        needs_reference.append(f"algorithm.kl_coef={algorithm.kl_coef}")
+    if algorithm.distill_coef:
+        needs_reference.append(f"algorithm.distill_coef={algorithm.distill_coef}")
     steps = range(inputs.step + 1, config.num_steps + 1)
-    check_recorded(recorded, steps, config.group_size, needs_reference, config.turns_earn)
-    ranks = f"{config.roles.num_trainers} trainer ranks"
-    print(f"replay of {recorded} on {ranks}, which neither samples nor evaluates", flush=True)
+    check_recorded(recorded, steps, config.group_size, " and ".join(needs_reference), config.turns_earn)
+    num_trainers = config.roles.num_trainers
+    print(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates", flush=True)
     return inputs
 
 
@@ -132,18 +143,20 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
             break
         recorded_step = read_step(recorded, step + 1, vocab_size)
         with session.timer.phase("train"):
-            _, metrics = train_on(recorded_step, config, trainer)
-        measured = measured_metrics(metrics, session.timer.close_step(), recorded_step.batch.num_tokens)
-        session.ask_driver(session.log, step + 1, recorded_step.metrics | measured)
-        if is_due(config.checkpoint.interval, step + 1, is_last=step + 1 == config.num_steps):
+            measured = train_on(recorded_step, config, trainer)
+        times = session.timer.close_step()
+        metrics = measured_metrics(measured, times, recorded_step.batch.num_tokens)
+        session.ask_driver(session.log, step + 1, recorded_step.metrics | metrics)
+        is_last = step + 1 == config.num_steps
+        if is_due(config.checkpoint.interval, step + 1, is_last=is_last):
             session.save(step + 1, trainer)
     else:  # not stopped
         session.export(trainer)
     session.end(None)
 
 
-def train_on(recorded_step: RecordedStep, config: GRPOConfig, trainer: Trainer) -> tuple[TrainBatch, StepMetrics]:
-    """Update the policy on a recorded step. Return its batch with advantages, and what the updates measured."""
+def train_on(recorded_step: RecordedStep, config: GRPOConfig, trainer: Trainer) -> StepMetrics:
+    """Update the policy on a recorded step. Return what the updates measured."""
     metrics = StepMetrics(recorded_step.batch.num_sequences)
     batch = add_advantages(
         config,
@@ -155,7 +168,7 @@ def train_on(recorded_step: RecordedStep, config: GRPOConfig, trainer: Trainer) 
         metrics,
     )
     update(config, trainer, batch, config.algorithm.kl_coef, metrics)
-    return batch, metrics
+    return metrics
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,7 +176,11 @@ def train_on(recorded_step: RecordedStep, config: GRPOConfig, trainer: Trainer) 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def configs_of(losses: list[str], config: GRPOConfig, recorded: GRPOConfig) -> dict[str, GRPOConfig]:
+def configs_of(
+    losses: list[str],
+    config: GRPOConfig,
+    recorded: GRPOConfig,
+) -> dict[str, GRPOConfig]:
     """Return each method's config by the name of its loss; for a function in a file, by the function's name.
 
     config: the recorded run's with the flags, which hold for all methods. What the recorded run had set for its own
@@ -172,10 +189,12 @@ def configs_of(losses: list[str], config: GRPOConfig, recorded: GRPOConfig) -> d
     """
     if config.resume or config.algorithm.loss != recorded.algorithm.loss:
         raise ValueError("--methods says which losses are compared, from step 1: leave out --resume, --algorithm.loss")
+    defaults = dict.fromkeys(OWN_LOSS_DEFAULTS)
+    defaults["loss_options"] = {}
     unset = {}
-    for name, value in (dict.fromkeys(OWN_LOSS_DEFAULTS) | {"loss_options": {}}).items():
+    for name, default in defaults.items():
         if getattr(config.algorithm, name) == getattr(recorded.algorithm, name):  # no flag has set it
-            unset[f"algorithm.{name}"] = value
+            unset[f"algorithm.{name}"] = default
     configs = {}
     for loss in losses:
         changes = {"algorithm.loss": loss}
@@ -191,24 +210,38 @@ def configs_of(losses: list[str], config: GRPOConfig, recorded: GRPOConfig) -> d
     return configs
 
 
-def compare(recorded: str, configs: dict[str, GRPOConfig], config: GRPOConfig, session: Session) -> None:
+def compare(
+    recorded: str,
+    configs: dict[str, GRPOConfig],
+    config: GRPOConfig,
+    session: Session,
+) -> None:
     """Train every method on each recorded step, and print how they differ. In a run of one process.
 
     config: the run's, which is that of the first method.
     """
     first, _, _ = session.start_up()
-    others = [
-        Trainer(config.model, first.config, first.model.folder, config.num_steps, first.roles, config.seed)
-        for _ in range(len(configs) - 1)
-    ]
-    trainers = dict(zip(configs, [first, *others], strict=True))
+    trainers = {}
+    history = {}
     for name, method in configs.items():
+        trainers[name] = first
+        if history:
+            trainers[name] = Trainer(
+                config.model,
+                first.config,
+                first.model.folder,
+                config.num_steps,
+                first.roles,
+                config.seed,
+            )
+        history[name] = []
         print("\n  ".join([f"method {name}", *derived(method)]))
+
     if config.updates_per_step == 1 and config.algorithm.resolved.old_logprobs == "policy":
         print(RATIO_IS_1)
-    print(f"{'step':>5}  {'method':<14}" + "".join(f"{column:>11}" for column in COLUMNS), flush=True)
+    print(table_line("step", "method", COLUMNS), flush=True)
+
     vocab_size = read_hf_config(first.model.folder).vocab_size
-    history = {name: [] for name in configs}
     for step in session.steps():
         if step and stop_reason(config.run_dir):
             break
@@ -219,94 +252,64 @@ def compare(recorded: str, configs: dict[str, GRPOConfig], config: GRPOConfig, s
                 if trainer is first:
                     first_gradient = gradient
                 norms = gradient.norm() * first_gradient.norm()
-                measured["cosine"] = float((gradient * first_gradient).sum() / norms)
+                dot_product = (gradient * first_gradient).sum()
+                measured["cosine"] = float(dot_product / norms)
                 history[name].append(measured)
-                print(line(step + 1, name, measured), flush=True)
-        latest = {f"{name}/{column}": value for name, steps in history.items() for column, value in steps[-1].items()}
-        session.log(step + 1, latest | session.timer.close_step())
-    run_dir = pathlib.Path(config.run_dir)
+                print(metrics_line(step + 1, name, measured), flush=True)
+        metrics = session.timer.close_step()
+        for name, steps in history.items():
+            for column, value in steps[-1].items():
+                metrics[f"{name}/{column}"] = value
+        session.log(step + 1, metrics)
+
     for name, steps in history.items():
-        print(line("mean", name, {column: statistics.fmean(each[column] for each in steps) for column in steps[0]}))
+        means = {column: statistics.fmean(measured[column] for measured in steps) for column in steps[0]}
+        print(metrics_line("mean", name, means))
         if config.checkpoint.export:
-            export_hf(trainers[name].model, run_dir / name / "model", first.dtype)
-    (run_dir / "comparison.svg").write_text(picture(history))
+            model_dir = pathlib.Path(config.run_dir, name, "model")
+            export_hf(trainers[name].model, model_dir, first.dtype)
     session.end(None)
 
 
-def take_step(recorded_step: RecordedStep, config: GRPOConfig, trainer: Trainer) -> tuple[Measured, torch.Tensor]:
+def take_step(
+    recorded_step: RecordedStep,
+    config: GRPOConfig,
+    trainer: Trainer,
+) -> tuple[Metrics, Tensor]:
     """Train on a recorded step. Return what was measured, and the gradient summed over the updates ([0] if none)."""
     gradient = torch.zeros(1)
 
     def add_gradient(*_: Any) -> None:
         nonlocal gradient
-        grads = [parameter.grad for parameter in trainer.model.module.parameters() if parameter.grad is not None]
-        parts = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
-        gradient = gradient + torch.cat([part.flatten().double().cpu() for part in parts])
+        parts = []
+        for parameter in trainer.model.module.parameters():
+            part = parameter.grad
+            if part is None:
+                continue
+            if isinstance(part, DTensor):
+                part = part.full_tensor()
+            parts.append(part.flatten().double().cpu())
+        gradient = gradient + torch.cat(parts)
 
     hook = trainer.optimizer.optimizers[0].register_step_pre_hook(add_gradient)
-    batch, metrics = train_on(recorded_step, config, trainer)
+    means = train_on(recorded_step, config, trainer).means()
     hook.remove()
-    means = metrics.means() | policy_metrics(trainer, batch, config.algorithm.resolved)
-    return {column: means[metric] for column, metric in COLUMNS.items() if metric in means}, gradient
+    measured = {column: means[metric] for column, metric in COLUMNS.items() if metric in means}
+    return measured, gradient
 
 
-@torch.no_grad()
-def policy_metrics(trainer: Trainer, batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Return the updated policy's entropy and its distance from the generator, by one more forward."""
-    metrics = StepMetrics(batch.num_sequences)
-    model = trainer.model
-    for micro, _ in model.micro_batches(model.pack(batch, trainer.config)):
-        logprobs_BT, entropy_BT = model.logprobs(micro)
-        x = LossInputs.of(micro, logprobs_BT, entropy_BT)
-        metrics.add(micro, logprobs_BT.new_zeros(()), mismatch(x, algorithm) | {"entropy": entropy_BT})
-    metrics.reduce(None)
-    forget_forwards(model.module)
-    model.drop_copy()
-    return metrics.means()
-
-
-def line(step: int | str, name: str, values: Measured) -> str:
+def metrics_line(step: int | str, name: str, metrics: Metrics) -> str:
     """Return a line of the table; a column that a method does not measure has `-` there."""
-    cells = [compact_number(values[column]) if column in values else "-" for column in COLUMNS]
-    return f"{step!s:>5}  {name:<14}" + "".join(f"{cell:>11}" for cell in cells)
+    cells = [compact_number(metrics[column]) if column in metrics else "-" for column in COLUMNS]
+    return table_line(step, name, cells)
 
 
-def picture(history: dict[str, list[Measured]]) -> str:
-    """Draw an SVG that stands alone: a panel for each column, in it a line for each method over the steps.
-
-    history: what was measured of each method, from step 1 on.
-    """
-    style = 'font-family="sans-serif" style="background: white"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="430" {style}>']
-    colors = {name: f"hsl({360 * i / len(history):.0f} 80% 35%)" for i, name in enumerate(history)}
-    for i, (name, color) in enumerate(colors.items()):
-        parts.append(f'<text x="{40 + 120 * i}" y="24" fill="{color}">{escape(name)}</text>')
-    last_step = max(map(len, history.values()))
-    for number, column in enumerate(COLUMNS):
-        curves = {}
-        for name, steps in history.items():
-            values = enumerate((measured.get(column, math.nan) for measured in steps), start=1)
-            curves[name] = [(step, value) for step, value in values if math.isfinite(value)]
-        values = [value for curve in curves.values() for _, value in curve] or [0.0]
-        low = min(values)
-        high = max(values)
-        x = 40 + number % 3 * 290
-        y = 64 + number // 3 * 200
-        bottom = y + 150
-        texts = [(x, y - 6, column), (x - 38, y + 10, compact_number(high)), (x - 38, bottom, compact_number(low))]
-        texts += [(x, bottom + 14, 1), (x + 240, bottom + 14, last_step)]
-        for left, baseline, text in texts:
-            parts.append(f'<text x="{left}" y="{baseline}" font-size="12">{text}</text>')
-        size = f'x="{x}" y="{y}" width="250" height="150" fill="none"'
-        parts.append(f'<rect {size} stroke="#999"/>')
-        # the panel has the units of steps and values; SVG's y grows downward
-        view = f'viewBox="1 {-high} {last_step - 1 or 1} {high - low or 1}" preserveAspectRatio="none"'
-        parts.append(f"<svg {size} {view}>")
-        for name, curve in curves.items():
-            points = " ".join(f"{step},{-value}" for step, value in curve)
-            parts.append(f'<polyline points="{points}" stroke="{colors[name]}" vector-effect="non-scaling-stroke"/>')
-        parts.append("</svg>")
-    return "\n".join([*parts, "</svg>\n"])
+def table_line(step: int | str, name: str, cells: Iterable[str]) -> str:
+    """Return a line of the table from the texts in it."""
+    line = f"{step!s:>5}  {name:<14}"
+    for cell in cells:
+        line += f"{cell:>11}"
+    return line
 
 
 if __name__ == "__main__":

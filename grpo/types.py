@@ -3,17 +3,22 @@
 A suffix on a tensor's name spells its dimensions: B rows of a micro-batch, T positions of a row or tokens of one
 sequence, S sequences of a step, N tokens of all sequences laid end to end, P prompts, G completions of a group,
 V vocabulary, D hidden size, E experts that a token takes, K keys that documents attend to, R of them
-in several documents, U uses of these. A field of a sample or a batch is laid out by its first letter.
+in several documents, U uses of these, C token ids that tokens were chosen from. A field of a sample or a batch is laid
+out by its first letter.
 Unless a field says otherwise, token ids are int64, masks bool and advantages float32.
 What is known of a token stays aligned with it from `Sample` over the wire (`TrainBatch`) to the loss (`MicroBatch`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+NO_IDS = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,17 @@ class Piece:
     """float32: natural log-prob under the distribution sampled from; None if the tokens were written, not sampled."""
     version: int = 0
     """Number of steps that the weights which sampled it had been trained."""
+    kept_C: Tensor = NO_IDS
+    """int32: token after token, the ids that top_p, top_k or min_p kept for it, and -1. Empty: they kept all."""
 
     @classmethod
-    def sampled(cls, ids_T: Tensor, logprobs_T: Tensor, version: int) -> "Piece":
-        """Return sampled tokens. They count in the loss, except those whose log-prob is not finite."""
-        return cls(ids_T, logprobs_T.isfinite(), logprobs_T, version)
+    def sampled(cls, ids_T: Tensor, logprobs_T: Tensor, version: int, kept: Sequence[np.ndarray] = ()) -> "Piece":
+        """Return sampled tokens. They count in the loss, except those whose log-prob is not finite.
+
+        kept: for each token the ids that were kept, int32, and -1.
+        """
+        kept_C = torch.from_numpy(np.concatenate([NO_IDS, *kept]))
+        return cls(ids_T, logprobs_T.isfinite(), logprobs_T, version, kept_C)
 
     @classmethod
     def nothing(cls) -> "Piece":
@@ -61,7 +72,8 @@ class Piece:
     def then(self, further: "Piece") -> "Piece":
         """Join two pieces that the same version of the weights sampled."""
         logprobs_T = torch.cat([self.logprobs_T, further.logprobs_T])
-        return Piece.sampled(torch.cat([self.ids_T, further.ids_T]), logprobs_T, self.version)
+        kept = self.kept_C.numpy(), further.kept_C.numpy()
+        return Piece.sampled(torch.cat([self.ids_T, further.ids_T]), logprobs_T, self.version, kept)
 
     @property
     def num_tokens(self) -> int:
@@ -86,9 +98,17 @@ class Completion:
     """A conversation's turns, reward, counts and end, as JSON has them; None without an environment."""
 
     @classmethod
-    def of(cls, ids_T: Tensor, logprobs_T: Tensor, truncated: bool, version: int = 0, **others):
-        """Return a completion of one sampled piece."""
-        return cls((Piece.sampled(ids_T, logprobs_T, version),), truncated, **others)
+    def of(
+        cls,
+        ids_T: Tensor,
+        logprobs_T: Tensor,
+        truncated: bool,
+        version: int = 0,
+        kept: Sequence[np.ndarray] = (),
+        **others,
+    ):
+        """Return a completion of one sampled piece. kept: as in `Piece.sampled`."""
+        return cls((Piece.sampled(ids_T, logprobs_T, version, kept),), truncated, **others)
 
     @cached_property
     def ids_T(self) -> Tensor:
@@ -104,6 +124,11 @@ class Completion:
     def logprobs_T(self) -> Tensor:
         """Sampling log-probs, float32; 0 for tokens that were written."""
         return torch.cat([torch.zeros(p.num_tokens) if p.logprobs_T is None else p.logprobs_T for p in self.pieces])
+
+    @cached_property
+    def kept_C(self) -> Tensor:
+        """Ids that were kept, as in `Piece`; only the -1 for tokens that were written, or chosen from all ids."""
+        return torch.cat([p.kept_C if len(p.kept_C) else torch.full((p.num_tokens,), -1).int() for p in self.pieces])
 
     @property
     def num_tokens(self) -> int:
@@ -195,6 +220,8 @@ class Sample:
     """int64: the turn of an episode that sampled the token, from 1; 0 if no turn did. None if turns have no credit."""
     earned_T: Tensor | None = None
     """float32: the environment's weighted reward when that turn began."""
+    kept_C: Tensor | None = None
+    """int32: as in `Completion`; None for SFT."""
     prompt_tokens: int = 0
     """Number of first tokens that are the prompt; none of them counts. 0 for SFT."""
     temperature: float = 1.0
@@ -238,6 +265,8 @@ class TrainBatch:
     earned_N: Tensor | None = None
     """float32: as in `Sample`."""
     advantages_N: Tensor | None = None
+    kept_C: Tensor | None = None
+    """int32: as in `Completion`; None if all ids were kept for every token."""
 
     @property
     def num_sequences(self) -> int:
@@ -264,9 +293,24 @@ class TrainBatch:
         return torch.arange(self.num_sequences).repeat_interleave(self.lengths_S)
 
     @cached_property
+    def token_C(self) -> Tensor:
+        """Which of the N tokens each of `kept_C` belongs to, int64."""
+        is_end_C = (self.kept_C < 0).long()
+        return is_end_C.cumsum(0) - is_end_C
+
+    @cached_property
     def num_loss_tokens_S(self) -> Tensor:
         """Number of loss tokens of each sequence, int64; 0 for an excluded sequence."""
         return torch.zeros_like(self.lengths_S).index_add(0, self.owner_N, self.loss_mask_N.long())
+
+
+class KeptIds(NamedTuple):
+    """What the tokens of a micro-batch were chosen from. Every token that counts has some."""
+
+    ids_C: Tensor
+    """int32: token ids."""
+    place_C: Tensor
+    """int64: which of the M scored places predicts the token that was chosen from each."""
 
 
 class SharedPrompts(NamedTuple):
@@ -318,6 +362,8 @@ class MicroBatch:
     advantages_BT: Tensor | None
     scored_M: Tensor
     """int64: places b * T + t that get log-probs, in order: those of loss tokens, and some that kernels need."""
+    kept: KeptIds | None
+    """None if tokens were chosen from all ids."""
     document_starts: Tensor
     """int32 [documents + 1]: places b * T + t at which documents (sequences, shared prompts, ...) begin, and B * T."""
     longest_document: int
@@ -343,3 +389,9 @@ class StepPlan:
     """Prompts to complete for a sync check before the step; none if no check is due."""
     stop: bool = False
     """Do not begin the step: a user asked the run to stop; `save` then is about the steps before."""
+
+
+Metrics = dict[str, float]
+"""Numbers that are logged, by name."""
+Record = dict[str, Any]
+"""A line of a .jsonl file."""

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A real language model that GRPO makes better, in minutes, on two CPU cores or on a GPU: SmolLM2-135M-Instruct learns
-# sums of two-digit numbers from rewards alone.
+# from rewards alone which of three numbers is the smallest.
 #
 #   bash launch/quickstart.sh
 #
@@ -28,16 +28,16 @@ else
 fi
 
 stage "the model" python launch/smollm2.py runs/smollm2-135m
-stage "GRPO" python train_grpo.py configs/smollm2_sums.py --overwrite "${flags[@]}"
+stage "GRPO" python train_grpo.py configs/smollm2_smallest.py --overwrite "${flags[@]}"
 printf '\n'
-python -m grpo.look runs/smollm2_sums
+python -m grpo.look runs/smollm2_smallest
 cat <<'NEXT'
 
 What next, after `source .venv/bin/activate`:
   watch the curves   tensorboard --logdir runs
-  pass@k             python -m grpo.evaluate runs/smollm2_sums/model runs/smollm2_sums/config.py \
+  pass@k             python -m grpo.evaluate runs/smollm2_smallest/model runs/smollm2_smallest/config.py \
                          --evaluation.num-samples 8
-  your own task      the rows and the reward in configs/examples/sums.py, the recipe configs/smollm2_sums.py
+  your own task      the rows and the reward in configs/examples/smallest.py, the recipe configs/smollm2_smallest.py
   the algorithm      train_grpo.py, or --algorithm.loss dapo
   a GPU              python train_grpo.py configs/qwen2_5_coder_0_5b_gsm8k.py
 NEXT

@@ -8,27 +8,40 @@ from collections.abc import Iterator
 import torch
 
 
-def forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, return_lse, **longest):
+def forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size_left, return_lse, **longest):
     """(output [T, N, H], logsumexp [N, T], and what else the package returns)."""
     assert causal and return_lse
     check(cu_seqlens_q, len(q), longest["max_seqlen_q"])
     check(cu_seqlens_k, len(k), longest["max_seqlen_k"])
     outputs, sums = [], []
     for q_NQH, k_NKH, v_NKH in documents((cu_seqlens_q, q), (cu_seqlens_k, k, v)):
-        p_NQK, sums_NQ = probabilities(q_NQH, k_NKH, softmax_scale)
+        p_NQK, sums_NQ = probabilities(q_NQH, k_NKH, softmax_scale, window_size_left)
         outputs.append((p_NQK @ v_NKH).transpose(0, 1))
         sums.append(sums_NQ)
     return torch.cat(outputs), torch.cat(sums, 1).float(), None, None, None
 
 
 def backward(
-    q, k, v, out, grad, logsumexp, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, deterministic, **longest
+    q,
+    k,
+    v,
+    out,
+    grad,
+    logsumexp,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    softmax_scale,
+    causal,
+    window_size_left,
+    deterministic,
+    **longest,
 ):
     """Gradients of q, k and v: Dao et al. 2022, arXiv:2205.14135, appendix B."""
     assert causal and deterministic and grad.is_contiguous() and logsumexp.shape == (q.shape[1], len(q))
     found = []
     for q_NQH, out_NQH, grad_NQH, k_NKH, v_NKH in documents((cu_seqlens_q, q, out, grad), (cu_seqlens_k, k, v)):
-        p_NQK, _ = probabilities(q_NQH, k_NKH, softmax_scale)
+        p_NQK, _ = probabilities(q_NQH, k_NKH, softmax_scale, window_size_left)
         inner = grad_NQH @ v_NKH.transpose(1, 2) - (grad_NQH * out_NQH).sum(-1, keepdim=True)
         scores_NQK = softmax_scale * p_NQK * inner
         sums = scores_NQK @ k_NKH, scores_NQK.transpose(1, 2) @ q_NQH, p_NQK.transpose(1, 2) @ grad_NQH
@@ -50,9 +63,17 @@ def documents(*given: tuple[torch.Tensor, ...]) -> Iterator[list[torch.Tensor]]:
         yield [x.transpose(0, 1).repeat_interleave(num_heads // x.shape[1], 0) for x in of_document]
 
 
-def probabilities(q_NQH: torch.Tensor, k_NKH: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(of each query over the keys up to its own [N, Q, K], their logsumexp [N, Q]); the last of both are one token."""
+def probabilities(
+    q_NQH: torch.Tensor, k_NKH: torch.Tensor, scale: float, before: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(of each query over `before` keys and its own [N, Q, K], their logsumexp [N, Q]); the last of both are one token.
+
+    before: None for all of them.
+    """
     scores = scale * q_NQH @ k_NKH.transpose(1, 2)
-    later = torch.ones_like(scores).triu(1 + scores.shape[2] - scores.shape[1]).bool()
-    scores = scores.masked_fill(later, -torch.inf)
+    own = scores.shape[2] - scores.shape[1]
+    seen = torch.ones_like(scores).tril(own).bool()
+    if before is not None:
+        seen &= torch.ones_like(scores).triu(own - before).bool()
+    scores = scores.masked_fill(~seen, -torch.inf)
     return scores.softmax(-1), scores.logsumexp(-1)

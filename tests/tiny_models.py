@@ -42,6 +42,37 @@ QWEN3_MOE = {
     "norm_topk_prob": True,
 }
 MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": None}
+SMOLLM3 = {
+    "model_type": "smollm3",
+    "no_rope_layers": [1, 0],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+}
+WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+GEMMA3 = WINDOWS | {
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 24,  # not the head's width
+    "rope_parameters": {
+        "sliding_attention": ROTARY,
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    },
+}
+# Only the layer without a window stretches its positions
+OLMO3 = WINDOWS | {
+    "model_type": "olmo3",
+    "rope_parameters": {
+        "sliding_attention": ROTARY,
+        "full_attention": ROTARY
+        | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.2},
+    },
+}
+GRANITE = {
+    "model_type": "granite",
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "initializer_range": 0.2}
 KINDS = {
     "qwen3-tied": {"tie_word_embeddings": True},
@@ -52,7 +83,12 @@ KINDS = {
     "llama3": {"tie_word_embeddings": False} | LLAMA3,
     "llama3-tied": {"tie_word_embeddings": True} | LLAMA3,
     "mistral": {"tie_word_embeddings": False} | MISTRAL,
+    "mistral-window": {"tie_word_embeddings": False} | MISTRAL | {"sliding_window": 16},  # 7B v0.1's kind
     "mistral-tied": {"tie_word_embeddings": True} | MISTRAL,
+    "smollm3": {"tie_word_embeddings": True} | SMOLLM3,
+    "gemma3": {"tie_word_embeddings": True} | GEMMA3,
+    "olmo3": {"tie_word_embeddings": False} | OLMO3,
+    "granite": {"tie_word_embeddings": True} | GRANITE,
     "moe": {"tie_word_embeddings": False} | QWEN3_MOE,
     "moe-tied": {"tie_word_embeddings": True} | QWEN3_MOE | {"norm_topk_prob": False},
 }

@@ -16,6 +16,8 @@ Metrics = dict[str, torch.Tensor]
 class LossInputs:
     """What a policy loss sees of one micro-batch: [B, T], aligned with the position that predicts a token.
 
+    With top_p, top_k or min_p, log-probs and entropy are those of the distribution over the ids that these kept.
+
     Outside the loss mask all of it is 0, whatever was there (inf and nan too, since 0 * nan is nan, forward and
     backward), so a loss needs no mask. Inside nothing is repaired: a NaN there gives a NaN loss.
     """

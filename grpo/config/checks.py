@@ -2,7 +2,7 @@
 
 import math
 
-from grpo.config.engine_options import check_engine_options, needing_texts, reshaping_options
+from grpo.config.engine_options import TRUNCATING, check_engine_options, needing_texts, reshaping_options
 from grpo.config.fields import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
@@ -362,7 +362,8 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
             "generator.engine may sample from a coarser policy than the trained one, which "
             "algorithm.importance_correction=none does not make up for; use truncate"
         )
-    reshaping = reshaping_options(config.generator.sampling)
+    # over the ids that top_p, top_k and min_p keep, the trainer's log-probs are exact
+    reshaping = [name for name in reshaping_options(config.generator.sampling) if name not in TRUNCATING]
     if reshaping:
         warnings.append(
             f"with generator.sampling {', '.join(reshaping)} the engine draws from another distribution than the one "

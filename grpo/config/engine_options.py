@@ -85,8 +85,11 @@ def check_engine_options(generator: GeneratorConfig) -> None:
             f"weight syncs bring others; use one that vLLM applies itself: {', '.join(ONLINE_QUANTIZATION)}"
         )
     speculates = any(generator.engine.get(name) for name in ("speculative_config", "spec_method", "spec_model"))
-    if speculates and {"min_p", "logit_bias"} & {*generator.sampling}:
-        raise ValueError("vLLM ignores min_p and logit_bias with speculative decoding; leave out the one or the other")
+    if speculates and {*TRUNCATING, "logit_bias"} & {*generator.sampling}:
+        raise ValueError(
+            "vLLM ignores min_p and logit_bias with speculative decoding, and which ids top_p and top_k keep for a "
+            "drafted token is not known; leave out the one or the other"
+        )
 
 
 def needing_texts(sampling: Table) -> list[str]:
@@ -97,6 +100,11 @@ def needing_texts(sampling: Table) -> list[str]:
 def reshaping_options(sampling: Table) -> list[str]:
     """Return the names in `generator.sampling` that make tokens more or less likely than under the policy."""
     return [name for name, value in sampling.items() if value not in RESHAPING.get(name, (value,))]
+
+
+def truncates(sampling: Table) -> bool:
+    """Return whether top_p, top_k or min_p exclude tokens, so that completions carry the ids that were kept."""
+    return not {*TRUNCATING}.isdisjoint(reshaping_options(sampling))
 
 
 @functools.cache

@@ -36,7 +36,7 @@ LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy: any dense Qwen3, Qwen2, Llama 3 or Mistral checkpoint."""
+    """The policy: a checkpoint of any size, of a family in configs/DATA.md."""
 
     path: str = "Qwen/Qwen3-1.7B"
     """Hugging Face folder or hub name (config.json, safetensors, tokenizer); or your own
@@ -101,7 +101,9 @@ class GeneratorConfig:
     engine: Table[Json] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor kv_cache_dtype fp8`."""
     sampling: Table[Json] = field(default_factory=dict)
-    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling top_p 0.9 min_tokens 8`."""
+    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling top_p 0.9 top_k 50`.
+
+    Log-probs, entropy and KL are over the tokens that top_p, top_k and min_p keep."""
 
     @property
     def max_num_seqs(self) -> int:

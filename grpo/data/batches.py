@@ -11,9 +11,16 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
+from torch import Tensor
 
-from grpo.data.shared_prompts import Document, RepeatedPrompts, documents_of_row, row_tokens, shared_keys
-from grpo.types import Completion, MicroBatch, Prompt, Sample, TrainBatch
+from grpo.data.shared_prompts import (
+    Document,
+    RepeatedPrompts,
+    documents_of_row,
+    row_tokens,
+    shared_keys,
+)
+from grpo.types import Completion, KeptIds, MicroBatch, Prompt, Sample, TrainBatch
 
 # Positions of a document of padding. Padding can be longer than any sequence, but its positions must be among the
 # model's, and even toys have more than these.
@@ -23,14 +30,21 @@ PAD_DOCUMENT = 128
 def make_batch(samples: Sequence[Sample]) -> TrainBatch:
     """Lay the S sequences of a step end to end. A field that is None in any sample is None in the batch."""
     per_token = {}
-    for name in (field.name for field in fields(Sample) if "_T" in field.name):
-        values = [getattr(sample, name) for sample in samples]
-        per_token[name.replace("_T", "_N")] = None if any(value is None for value in values) else torch.cat(values)
+    for field in fields(Sample):
+        if field.name[-2:] not in ("_T", "_C"):
+            continue
+        values = [getattr(sample, field.name) for sample in samples]
+        is_known = all(value is not None for value in values)
+        name = field.name.replace("_T", "_N")
+        per_token[name] = torch.cat(values) if is_known else None
+    if per_token["kept_C"] is not None and per_token["kept_C"].max() < 0:
+        per_token["kept_C"] = None
+    temperatures = [sample.temperature for sample in samples]
     return TrainBatch(
         **per_token,
         lengths_S=torch.tensor([len(sample.ids_T) for sample in samples]),
         sequence_S=torch.arange(len(samples)),
-        temperatures_S=torch.tensor([sample.temperature for sample in samples], dtype=torch.float32),
+        temperatures_S=torch.tensor(temperatures, dtype=torch.float32),
         versions_S=torch.tensor([sample.version for sample in samples]),
         truncated_S=torch.tensor([sample.truncated for sample in samples]),
         prompt_lengths_S=torch.tensor([sample.prompt_tokens for sample in samples]),
@@ -51,13 +65,15 @@ def sample_of(prompt: Prompt, completion: Completion, turn_weight: float | None 
     earned_T = None
     if turn_weight is not None:
         turn_T = torch.cat([zeros_T.long(), _turns_of(completion)])
-        earned_T = _earned_by_turn(completion, turn_weight)[turn_T]
+        earned_by_turn = _earned_by_turn(completion, turn_weight)
+        earned_T = earned_by_turn[turn_T]
     return Sample(
         ids_T=torch.cat([*before, completion.ids_T]),
         loss_mask_T=torch.cat([zeros_T.bool(), completion.loss_mask_T]),
         generator_logprobs_T=torch.cat([zeros_T, completion.logprobs_T]),
         turn_T=turn_T,
         earned_T=earned_T,
+        kept_C=torch.cat([torch.full_like(zeros_T, -1).int(), completion.kept_C]),
         prompt_tokens=len(prompt_ids_T),
         temperature=completion.temperature,
         version=completion.oldest_version,
@@ -65,14 +81,15 @@ def sample_of(prompt: Prompt, completion: Completion, turn_weight: float | None 
     )
 
 
-def _turns_of(completion: Completion) -> torch.Tensor:
+def _turns_of(completion: Completion) -> Tensor:
     """Number the turns of an episode: for each token the turn that sampled it, from 1, or 0."""
     is_sampled = torch.tensor([piece.logprobs_T is not None for piece in completion.pieces])
+    turns = is_sampled.cumsum(0) * is_sampled
     lengths = torch.tensor([piece.num_tokens for piece in completion.pieces])
-    return (is_sampled.cumsum(0) * is_sampled).repeat_interleave(lengths)
+    return turns.repeat_interleave(lengths)
 
 
-def _earned_by_turn(completion: Completion, weight: float) -> torch.Tensor:
+def _earned_by_turn(completion: Completion, weight: float) -> Tensor:
     """Return the weighted reward at the beginning of each turn, 0 for turn 0; all 0 if there was no reward."""
     episode = completion.episode
     if episode["reward"] is None:
@@ -95,9 +112,19 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
     parts = []
     for start, end in itertools.pairwise(edges):
         # the last letter of a field's name says what it is laid out by
-        slices = {"S": slice(start, end), "N": slice(starts[start], starts[end])}
-        values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-        parts.append(TrainBatch(**{name: x if x is None else x[slices[name[-1]]] for name, x in values.items()}))
+        slices = {
+            "S": slice(start, end),
+            "N": slice(starts[start], starts[end]),
+        }
+        if batch.kept_C is not None:
+            edges_N = torch.tensor([starts[start], starts[end]])
+            slices["C"] = slice(*torch.searchsorted(batch.token_C, edges_N))
+        part = {}
+        for field in fields(batch):
+            values = getattr(batch, field.name)
+            if values is not None:
+                part[field.name] = values[slices[field.name[-1]]]
+        parts.append(TrainBatch(**part))
     return parts
 
 
@@ -130,37 +157,47 @@ def build_micro_batch(
     positions_BT = torch.zeros_like(own_BT)
     documents = []
     for b, row in enumerate(rows):
+        row_start = b * row_length
+        row_end = row_start + row_length
         num_needed = row_tokens(row, lengths, prompts)
         if num_needed > row_length:
             raise ValueError(f"row {b} has {num_needed} tokens, but row_length={row_length}; lay it out in longer rows")
-        for document in documents_of_row(row, lengths, prompts, b * row_length):
+        for document in documents_of_row(row, lengths, prompts, row_start):
             begin = document.begin
-            at = document.start - b * row_length
             length = document.end - document.start
-            sequence = document.sequence
-            tokens_T = starts[sequence] + torch.arange(begin, min(begin + length + 1, lengths[sequence]))
-            own_BT[b, at : at + length] = tokens_T[:length]
+            at = document.start - row_start
+            past = at + length
+            end_of_targets = min(begin + length + 1, lengths[document.sequence])
+            tokens_T = torch.arange(begin, end_of_targets) + starts[document.sequence]
+            own_BT[b, at:past] = tokens_T[:length]
             token_BT[b, at : at + len(tokens_T) - 1] = tokens_T[1:]  # the shift by one: here and nowhere else
-            positions_BT[b, at : at + length] = torch.arange(begin, begin + length)
+            positions_BT[b, at:past] = torch.arange(begin, begin + length)
             documents.append(document)
         positions_BT[b, num_needed:] = torch.arange(row_length - num_needed) % PAD_DOCUMENT
-        row_end = (b + 1) * row_length
-        for start in range(b * row_length + num_needed, row_end, PAD_DOCUMENT):
-            documents.append(Document(-1, 0, start, min(start + PAD_DOCUMENT, row_end)))
+        for start in range(row_start + num_needed, row_end, PAD_DOCUMENT):
+            end = min(start + PAD_DOCUMENT, row_end)
+            documents.append(Document(-1, 0, start, end))
 
     # what belongs to a token goes to the position that predicts it, what belongs to a sequence to all its positions
-    per_token = {name.replace("_N", "_BT"): _at(token_BT, values_N) for name, values_N in batch.per_token.items()}
+    per_token = {}
+    for name, values_N in batch.per_token.items():
+        per_token[name.replace("_N", "_BT")] = _at(token_BT, values_N)
+    targets_BT = per_token.pop("ids_BT")
+    scored_M = _scored_places(per_token["loss_mask_BT"].flatten(), multiple)
     owner_BT = _at(own_BT, batch.owner_N, -1)
-    document_starts = torch.tensor([*(document.start for document in documents), own_BT.numel()], dtype=torch.int32)
+    starts_and_end = [*(document.start for document in documents), own_BT.numel()]
+    document_starts = torch.tensor(starts_and_end, dtype=torch.int32)
     return MicroBatch(
-        **per_token | {"ids_BT": _at(own_BT, batch.ids_N)},
-        targets_BT=per_token["ids_BT"],
+        **per_token,
+        ids_BT=_at(own_BT, batch.ids_N),
+        targets_BT=targets_BT,
         positions_BT=positions_BT,
         token_BT=token_BT,
         sequence_BT=_at(owner_BT, batch.sequence_S, -1),
         temperatures_BT=_at(owner_BT, batch.temperatures_S, 1),
         num_loss_tokens_BT=_at(owner_BT, batch.num_loss_tokens_S).clamp(min=1),
-        scored_M=_scored_places(per_token["loss_mask_BT"].flatten(), multiple),
+        scored_M=scored_M,
+        kept=_kept_ids(batch, token_BT.flatten()[scored_M]),
         document_starts=document_starts,
         longest_document=int(document_starts.diff().max()),
         shared=shared_keys(documents) if prompts else None,
@@ -168,7 +205,7 @@ def build_micro_batch(
     )
 
 
-def take_out(values_BT: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def take_out(values_BT: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the M tokens that a micro-batch predicts: (index_M int64 among the N of the batch, values_M).
 
     `values_N[index_M] = values_M`, once per micro-batch, fills a flat tensor in the order of `TrainBatch`, except the
@@ -178,14 +215,28 @@ def take_out(values_BT: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, 
     return micro.token_BT[predicts_BT], values_BT[predicts_BT]
 
 
-def _at(index_BT: torch.Tensor, values: torch.Tensor | None, elsewhere: float = 0) -> torch.Tensor | None:
+def _at(index_BT: Tensor, values: Tensor | None, elsewhere: float = 0) -> Tensor | None:
     """Return the values at these indices, and `elsewhere` where an index is negative."""
     if values is None:
         return None
-    return values[index_BT.clamp(min=0)].masked_fill(index_BT < 0, elsewhere)
+    values_BT = values[index_BT.clamp(min=0)]
+    return values_BT.masked_fill(index_BT < 0, elsewhere)
 
 
-def _scored_places(counts: torch.Tensor, multiple: int) -> torch.Tensor:
+def _kept_ids(batch: TrainBatch, token_M: Tensor) -> KeptIds | None:
+    """Return the ids that these of the N tokens were chosen from; -1 is no token."""
+    if batch.kept_C is None:
+        return None
+    place_N = torch.full((batch.num_tokens + 1,), -1)  # the last one stands for no token
+    place_N[token_M] = torch.arange(len(token_M))
+    place_C = place_N[batch.token_C]
+    is_here_C = (place_C >= 0) & (batch.kept_C >= 0)
+    return KeptIds(batch.kept_C[is_here_C], place_C[is_here_C])
+
+
+def _scored_places(counts: Tensor, multiple: int) -> Tensor:
     """List the places that count and the first others, up to a multiple of `multiple` that is not 0, in order."""
-    num_places = multiple * max(1, math.ceil(int(counts.sum()) / multiple))
-    return (~counts).int().argsort(stable=True)[:num_places].sort().values
+    num_counting = int(counts.sum())
+    num_places = multiple * max(1, math.ceil(num_counting / multiple))
+    counting_first = (~counts).int().argsort(stable=True)
+    return counting_first[:num_places].sort().values

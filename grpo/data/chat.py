@@ -124,14 +124,18 @@ def render(
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    question = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+    questions = [message["content"] for message in messages if message["role"] == "user"]
+    question = questions[-1] if questions else ""
     if data.is_text_template:
         check_one_question(tokenizer, data, messages)
         system = "\n".join(message["content"] for message in messages if message["role"] in SYSTEM_ROLES)
+        text = data.prompt_template.replace("{system_prompt}", system)
         # the question last, so that nothing within it is taken for a placeholder
-        return data.prompt_template.replace("{system_prompt}", system).replace("{question}", question), None
-    arguments = tokenizer.special_tokens_map | ({"question": question} if data.prompt_template else {})
-    arguments |= dict(data.chat_template_kwargs)
+        return text.replace("{question}", question), None
+    arguments = dict(tokenizer.special_tokens_map)
+    if data.prompt_template:
+        arguments["question"] = question
+    arguments |= data.chat_template_kwargs
     template = tokenizer.get_chat_template(arguments.pop("chat_template", None), tools)
     has_markers = HAS_MARKERS.search(template) is not None
     arguments |= {"add_generation_prompt": opening, "return_assistant_tokens_mask": has_markers}
@@ -142,7 +146,11 @@ def render(
     return texts[0], spans[0] if has_markers else None
 
 
-def check_one_question(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, messages: list[Message]) -> None:
+def check_one_question(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    messages: list[Message],
+) -> None:
     """Raise Refused for anything else than one question, perhaps with its answer."""
     roles = [message["role"] for message in messages if message["role"] not in SYSTEM_ROLES]
     if roles not in (["user"], ["user", "assistant"]):
@@ -160,7 +168,11 @@ def template_name(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str
     return f"the chat template of {tokenizer.name_or_path}"
 
 
-def check_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, answered: bool = False) -> None:
+def check_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    answered: bool = False,
+) -> None:
     """Try the chat template on a short random message. Call it in the main thread, see `template_bounds`.
 
     answered: the message has an answer, which must be written too. Raises ValueError if the template needs more than
@@ -197,14 +209,16 @@ def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tu
     notes = []
     ending = re.search(r"<think>\s*\Z", text)
     opened = ending[0] if ending else ""
-    if not data.is_text_template and " ".join(data.system_prompt.split()) not in " ".join(text.split()):
+    system_prompt = " ".join(data.system_prompt.split())
+    if not data.is_text_template and system_prompt not in " ".join(text.split()):
         notes.append(
             f"warning: {template_name(tokenizer, data)} drops data.system_prompt, so the model is not told what it "
             "says; write it into the prompts, give a template that has it (data.prompt_template), or set it to ''"
         )
     if opened:
         notes.append("prompts open <think>; reward functions get it in front of each completion")
-    if data.chat_template_kwargs.get("enable_thinking") is False and text.rstrip().endswith("</think>"):
+    is_off = data.chat_template_kwargs.get("enable_thinking") is False
+    if is_off and text.rstrip().endswith("</think>"):
         notes.append(
             "thinking is off: with enable_thinking False in data.chat_template_kwargs, prompts end with empty thoughts "
             "(--data.chat-template-kwargs with nothing behind it turns it on)"

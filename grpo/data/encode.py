@@ -15,12 +15,21 @@ import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig, SFTConfig, TrainOn
 from grpo.config.values import Source
 from grpo.data.chat import template_bounds, template_name
-from grpo.data.rows import BadRow, Example, Row, RowReader, environment_of, kinds_of, teacher_prompt
+from grpo.data.rows import (
+    BadRow,
+    Example,
+    Row,
+    RowReader,
+    Tools,
+    environment_of,
+    kinds_of,
+    teacher_prompt,
+)
 from grpo.data.sources import Rows
 from grpo.data.turns import Tokens, Written, longest_token, tokenize, write_example, write_prompt
 from grpo.text import printable
@@ -115,7 +124,7 @@ class Encoder:
     """Cut longer rows off instead of leaving them out."""
     sft_columns: tuple[str, ...] = ()
     """Row format and completion column, which the fingerprint needs."""
-    tools: Mapping[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    tools: Mapping[str, Tools] = dataclasses.field(default_factory=dict)
     """JSON schemas of each environment by its name, for prompts whose rows bring none."""
     teacher_template: str = ""
     """The text that a teacher reads in place of the user's message; empty: the same message."""
@@ -149,10 +158,14 @@ class Encoder:
                 encoded.reason = str(error)
             results.append(encoded)
             texts_by_row.append(texts)
+
         tokens = tokenize(self.tokenizer, list(itertools.chain(*texts_by_row)))
         for encoded, texts in zip(results, texts_by_row, strict=True):
-            if texts:
-                self._keep(encoded, next(tokens), next(tokens) if self.teacher_template else None)
+            if not texts:
+                continue
+            row_tokens = next(tokens)
+            teacher_tokens = next(tokens) if self.teacher_template else None
+            self._keep(encoded, row_tokens, teacher_tokens)
         return results
 
     def _write(self, example: Example, encoded: Encoded) -> list[Written]:
@@ -167,7 +180,8 @@ class Encoder:
             else:
                 texts = self._write_prompts(example, encoded)
         encoded.notes = list(texts[0].notes)
-        max_characters = (max(self.max_tokens, COUNTED_TOKENS) + 2) * longest_token(self.tokenizer)
+        max_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
+        max_characters = max_tokens * longest_token(self.tokenizer)
         return [text._replace(text=text.text[:max_characters]) for text in texts]
 
     def _write_prompts(self, example: Example, encoded: Encoded) -> list[Written]:
@@ -184,7 +198,9 @@ class Encoder:
     def _keep(self, encoded: Encoded, tokens: Tokens, teacher_tokens: Tokens | None = None) -> None:
         """Fill `encoded` with the tokens of a row, or with the reason why they cannot be used."""
         ids, mask = tokens
-        teacher_ids = teacher_tokens[0] if teacher_tokens else []
+        teacher_ids = []
+        if teacher_tokens:
+            teacher_ids, _ = teacher_tokens
         encoded.num_tokens = max(len(ids), len(teacher_ids))
         if self.truncates:
             ids = ids[: self.max_tokens]
@@ -219,7 +235,7 @@ def _as_json(values: list) -> str:
 def prompt_encoder(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
-    tools: Mapping[str, list[dict[str, Any]]] | None = None,
+    tools: Mapping[str, Tools] | None = None,
     teacher_template: str = "",
     vocab_size: int | None = None,
 ) -> Encoder:
@@ -234,7 +250,11 @@ def prompt_encoder(
     )
 
 
-def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, vocab_size: int | None = None) -> Encoder:
+def chat_encoder(
+    tokenizer: "PreTrainedTokenizerBase",
+    config: SFTConfig,
+    vocab_size: int | None = None,
+) -> Encoder:
     """Make the encoder of SFT's rows."""
     return Encoder(
         tokenizer,
@@ -267,7 +287,8 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
         folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "encoded"
         folder.mkdir(parents=True, exist_ok=True)
         cache_file = str(folder / f"{fingerprint}.arrow")
-    num_processes = min(len(table) // ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), MAX_PROCESSES)
+    num_cores = len(os.sched_getaffinity(0))
+    num_processes = min(len(table) // ROWS_PER_PROCESS, num_cores, MAX_PROCESSES)
     if num_processes <= 1 or has_own_function:
         num_processes = None
     else:
@@ -295,20 +316,33 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
             os.putenv(PARALLEL, value)
 
 
-def _encode_batch(rows: Rows, encoder: Encoder, batch: dict[str, list], places: list[int]) -> dict[str, list]:
+def _encode_batch(
+    rows: Rows,
+    encoder: Encoder,
+    batch: dict[str, list],
+    places: list[int],
+) -> dict[str, list]:
     """Encode a batch of the table; the result is a batch of the encoded table."""
-    results = encoder.encode(rows.rows_of(batch, places[0]), rows.read)
+    batch_rows = rows.rows_of(batch, places[0])
+    results = encoder.encode(batch_rows, rows.read)
     return {name: [getattr(encoded, name) for encoded in results] for name in features()}
 
 
 def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     """Return a name for everything that the encoded rows follow from."""
     tokenizer = encoder.tokenizer
-    ignored = {"path": "", "sources": {}, "weights": {}, "bad_rows": "refuse", "shuffle": True}
+    data = dataclasses.replace(
+        encoder.data,
+        path="",
+        sources={},
+        weights={},
+        bad_rows="refuse",
+        shuffle=True,
+    )
     facts = [
         rows.table._fingerprint,
         rows.source.text,
-        dataclasses.replace(encoder, tokenizer=None, data=dataclasses.replace(encoder.data, **ignored)),
+        dataclasses.replace(encoder, tokenizer=None, data=data),
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.name_or_path,
         tokenizer.chat_template,
@@ -316,8 +350,10 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
         tokenizer.init_kwargs,
         [(name, version(name)) for name in LIBRARIES],
     ]
-    own_code = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
-    return hashlib.sha256(repr(facts).encode() + b"".join(own_code)).hexdigest()[:32]
+    name = hashlib.sha256(repr(facts).encode())
+    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        name.update(path.read_bytes())
+    return name.hexdigest()[:32]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

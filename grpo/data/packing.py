@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from grpo.data.batches import build_micro_batch
 from grpo.data.shared_prompts import RepeatedPrompts, repeated_prompts, row_tokens
-from grpo.types import MicroBatch, TrainBatch
+from grpo.types import Metrics, MicroBatch, TrainBatch
 
 # Indices of the sequences in a row, in order
 Indices = list[int]
@@ -37,9 +37,15 @@ class Packing:
     def micro_batches(self, rank: int) -> Iterator[MicroBatch]:
         """Yield a rank's micro-batches, each laid out when it is asked for."""
         for row in self.rows[rank]:
-            yield build_micro_batch(self.batch, [row], self.row_length, multiple=self.multiple, prompts=self.prompts)
+            yield build_micro_batch(
+                self.batch,
+                [row],
+                self.row_length,
+                multiple=self.multiple,
+                prompts=self.prompts,
+            )
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Measure how much of all ranks' positions is padding.
 
         If prompts are shared, measure also the share of all tokens that need no position of their own.
@@ -47,13 +53,20 @@ class Packing:
         lengths = self.batch.lengths_S.tolist()
         rows = list(itertools.chain(*self.rows))
         num_needed = sum(row_tokens(row, lengths, self.prompts) for row in rows)
-        metrics = {"packing/padding_frac": 1 - num_needed / (len(rows) * self.row_length)}
+        num_positions = len(rows) * self.row_length
+        metrics = {"packing/padding_frac": 1 - num_needed / num_positions}
         if self.prompts:
             metrics["packing/shared_frac"] = 1 - num_needed / sum(lengths)
         return metrics
 
 
-def pack(batch: TrainBatch, num_ranks: int, max_tokens: int, multiple: int = 1, share_prompts: bool = True) -> Packing:
+def pack(
+    batch: TrainBatch,
+    num_ranks: int,
+    max_tokens: int,
+    multiple: int = 1,
+    share_prompts: bool = True,
+) -> Packing:
     """Pack a batch into rows of at most `max_tokens` tokens, whose length is rounded up to `multiple`.
 
     Raises ValueError as `plan_rows` does.
@@ -62,11 +75,16 @@ def pack(batch: TrainBatch, num_ranks: int, max_tokens: int, multiple: int = 1, 
     prompts = repeated_prompts(batch) if share_prompts else None
     rows = plan_rows(lengths, num_ranks, max_tokens, multiple, prompts)
     longest = max(row_tokens(row, lengths, prompts) for row in itertools.chain(*rows))
-    return Packing(batch, rows, multiple * max(1, math.ceil(longest / multiple)), multiple, prompts)
+    row_length = multiple * max(1, math.ceil(longest / multiple))
+    return Packing(batch, rows, row_length, multiple, prompts)
 
 
 def plan_rows(
-    lengths: Sequence[int], num_ranks: int, max_tokens: int, multiple: int = 1, prompts: RepeatedPrompts | None = None
+    lengths: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    multiple: int = 1,
+    prompts: RepeatedPrompts | None = None,
 ) -> list[list[Indices]]:
     """Decide which sequences share a row: rows[rank][micro_batch]. Every sequence appears once.
 
@@ -99,19 +117,37 @@ def plan_rows(
     return _zigzag(rows, num_ranks)
 
 
-def _pack_rows(longest_first: Indices, lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[Indices]:
+def _pack_rows(
+    longest_first: Indices,
+    lengths: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+) -> list[Indices]:
     """Fill num_ranks x k rows, k as small as it goes; the rows come back fullest first."""
-    # no two sequences of more than half a row fit together, so there are at least as many rows as such sequences
-    at_least = max(1, math.ceil(sum(lengths) / max_tokens), sum(2 * length > max_tokens for length in lengths))
+
+    def num_tokens(row: Indices) -> int:
+        return sum(lengths[index] for index in row)
+
+    num_full_rows = math.ceil(sum(lengths) / max_tokens)
+    # no two sequences of more than half a row fit together
+    num_long = sum(2 * length > max_tokens for length in lengths)
+    num_rows = num_ranks * math.ceil(max(1, num_full_rows, num_long) / num_ranks)
     # ends at the latest when every sequence has a row of its own
-    for num_micro_batches in itertools.count(math.ceil(at_least / num_ranks)):
+    while True:
         for best_fit in (False, True):
-            if rows := _fill(longest_first, lengths, num_ranks * num_micro_batches, max_tokens, best_fit):
-                return sorted(rows, key=lambda row: -sum(lengths[index] for index in row))
+            rows = _fill(longest_first, lengths, num_rows, max_tokens, best_fit=best_fit)
+            if rows:
+                return sorted(rows, key=num_tokens, reverse=True)
+        num_rows += num_ranks
 
 
 def _fill(
-    longest_first: Indices, lengths: Sequence[int], num_rows: int, max_tokens: int, best_fit: bool
+    longest_first: Indices,
+    lengths: Sequence[int],
+    num_rows: int,
+    max_tokens: int,
+    *,
+    best_fit: bool,
 ) -> list[Indices] | None:
     """Put each sequence into the emptiest row, or with `best_fit` into the fullest one that has room.
 
@@ -120,7 +156,10 @@ def _fill(
     rows: list[Indices] = [[] for _ in range(num_rows)]
     fullest_first = [(max_tokens, row) for row in range(num_rows)]  # room left
     for index in longest_first:
-        min_room = lengths[index] if best_fit else max(lengths[index], fullest_first[-1][0])
+        min_room = lengths[index]
+        if not best_fit:
+            emptiest_room, _ = fullest_first[-1]
+            min_room = max(min_room, emptiest_room)
         place = bisect.bisect_left(fullest_first, (min_room, 0))
         if place == num_rows:
             return None
@@ -146,21 +185,26 @@ def _pack_groups(
     groups: dict[int, Indices] = {}
     for index in longest_first:
         groups.setdefault(prompts.first_S[index], []).append(index)
-    in_one_row = row_tokens(list(itertools.chain(*groups.values())), lengths, prompts)
+    one_row = list(itertools.chain(*groups.values()))
+    in_one_row = row_tokens(one_row, lengths, prompts)
     num_rows = num_ranks * max(1, math.ceil(in_one_row / (max_tokens * num_ranks)))
     # ends at the latest when every sequence has a row of its own
     while _fill_in_turn(groups, lengths, prompts, num_rows, max_tokens) is None:
         num_rows += num_ranks
     lowest = math.ceil(in_one_row / num_rows / multiple) * multiple
-    heights = range(lowest, max_tokens, max(multiple, max_tokens // NUM_HEIGHTS))
-    for height in (*heights, max_tokens):
+    step = max(multiple, max_tokens // NUM_HEIGHTS)
+    for height in (*range(lowest, max_tokens, step), max_tokens):
         rows = _fill_in_turn(groups, lengths, prompts, num_rows, height)
         if rows:
             return sorted(rows, key=lambda row: -row_tokens(row, lengths, prompts))
 
 
 def _fill_in_turn(
-    groups: dict[int, Indices], lengths: Sequence[int], prompts: RepeatedPrompts, num_rows: int, height: int
+    groups: dict[int, Indices],
+    lengths: Sequence[int],
+    prompts: RepeatedPrompts,
+    num_rows: int,
+    height: int,
 ) -> list[Indices] | None:
     """Put one group after the other into one row after the other; None if there are too few rows.
 
@@ -172,7 +216,8 @@ def _fill_in_turn(
         remaining = list(group)
         num_shared = 0  # the first sequence of a group in a row has its prompt in full
         while remaining:
-            index = next((index for index in remaining if lengths[index] - num_shared <= room), None)
+            fitting = (index for index in remaining if lengths[index] - num_shared <= room)
+            index = next(fitting, None)
             if index is not None:
                 remaining.remove(index)
                 rows[-1].append(index)
@@ -192,5 +237,7 @@ def _zigzag(largest_first: list[Indices], num_ranks: int) -> list[list[Indices]]
     parts: list[list[Indices]] = [[] for _ in range(num_ranks)]
     for i, row in enumerate(largest_first):
         turn, rank = divmod(i, num_ranks)
-        parts[rank if turn % 2 == 0 else num_ranks - 1 - rank].append(row)
+        if turn % 2 == 1:
+            rank = num_ranks - 1 - rank
+        parts[rank].append(row)
     return parts

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +24,16 @@ from grpo.data.encode import (
     encode_rows,
     prompt_encoder,
 )
-from grpo.data.rows import ABSENT, ChatColumns, chat_reader, detect_format, no_format, row_reader, value_at
+from grpo.data.rows import (
+    ABSENT,
+    ChatColumns,
+    Tools,
+    chat_reader,
+    detect_format,
+    no_format,
+    row_reader,
+    value_at,
+)
 from grpo.data.sources import Rows, load_rows
 from grpo.text import printable
 from grpo.types import Prompt
@@ -121,20 +130,28 @@ def reward_columns(sources: list[Rows]) -> list[str] | None:
 
     Raises ValueError if sources differ in them, which `data.row` may cause.
     """
-    names = {}
+    columns = None
+    listed = []
+    differ = False
     for rows in sources:
         first = next(rows.examples(), None)
-        if first:
-            names[rows.source.path] = list(first.columns)
-    if len(set(map(frozenset, names.values()))) > 1:
-        listed = "; ".join(f"{', '.join(columns) or 'none'} for {path}" for path, columns in names.items())
-        raise ValueError(f"data.row gives the columns {listed}; give the same for all sources")
-    return next(iter(names.values()), None)
+        if first is None:
+            continue
+        if columns is None:
+            columns = list(first.columns)
+        differ = differ or set(columns) != set(first.columns)
+        names = ", ".join(first.columns) or "none"
+        listed.append(f"{names} for {rows.source.path}")
+    if differ:
+        raise ValueError(f"data.row gives the columns {'; '.join(listed)}; give the same for all sources")
+    return columns
 
 
 def texts_of(sources: list[Rows]) -> Iterator[str]:
     """Yield all texts of all rows that can be used."""
-    return (text for rows in sources for example in rows.examples() for text in example.texts)
+    for rows in sources:
+        for example in rows.examples():
+            yield from example.texts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,7 +163,7 @@ def usable_prompts(
     sources: list[Rows],
     config: GRPOConfig,
     tokenizer: "PreTrainedTokenizerBase",
-    tools: Mapping[str, list[dict[str, Any]]] | None = None,
+    tools: Mapping[str, Tools] | None = None,
     vocab_size: int | None = None,
 ) -> list[EncodedRows]:
     """Encode the sources as prompts, and print how many rows can be used.
@@ -160,17 +177,21 @@ def usable_prompts(
 
 
 def usable_chats(
-    sources: list[Rows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
+    sources: list[Rows],
+    config: SFTConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int | None = None,
 ) -> list[EncodedRows]:
     """Encode the sources as examples of SFT, see `usable_prompts`. Rows without a label are left out too."""
-    return _training_rows(sources, chat_encoder(tokenizer, config, vocab_size), config.sequences_per_step)
+    encoder = chat_encoder(tokenizer, config, vocab_size)
+    return _training_rows(sources, encoder, config.sequences_per_step)
 
 
 def load_eval_prompts(
     data: DataConfig,
     evaluation: EvaluationConfig,
     tokenizer: "PreTrainedTokenizerBase",
-    tools: Mapping[str, list[dict[str, Any]]] | None = None,
+    tools: Mapping[str, Tools] | None = None,
     vocab_size: int | None = None,
 ) -> list[Prompt]:
     """Return the first `evaluation.num_prompts` usable prompts of each held-out set, and print how many there are.
@@ -181,14 +202,17 @@ def load_eval_prompts(
     prompts = []
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)
-        rows = _encode_usable(_prompt_rows(source, data), encoder, max_rows=evaluation.num_prompts)
-        for row in rows.usable:
-            prompts.append(as_prompt(rows.get(row), len(prompts), row, source.label))
+        rows = _prompt_rows(source, data)
+        encoded = _encode_usable(rows, encoder, max_rows=evaluation.num_prompts)
+        for row in encoded.usable:
+            prompts.append(as_prompt(encoded.get(row), len(prompts), row, source.label))
     return prompts
 
 
 def load_validation(
-    config: SFTConfig, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
+    config: SFTConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int | None = None,
 ) -> dict[str, list[Encoded]]:
     """Return the first `validation.num_examples` usable rows of each held-out set, and print how many there are.
 
@@ -199,8 +223,9 @@ def load_validation(
     sets = {}
     for source in validation.held_out(config.data):
         _warn_of_training_data(source, config.data, validation.section)
-        rows = _encode_usable(_chat_rows(source, config), encoder, max_rows=validation.num_examples)
-        sets[source.label] = [rows.get(row) for row in rows.usable]
+        rows = _chat_rows(source, config)
+        encoded = _encode_usable(rows, encoder, max_rows=validation.num_examples)
+        sets[source.label] = [encoded.get(row) for row in encoded.usable]
     return sets
 
 
@@ -211,17 +236,18 @@ def _warn_of_training_data(source: Source, data: DataConfig, section: str) -> No
         training_split, _, training_part = training.split.partition("[")
         is_same_data = (source.path, source.name) == (training.path, training.name)
         is_same_split = source.is_file or split == training_split
-        if is_same_data and is_same_split and (not part or not training_part or part == training_part):
+        is_same_part = not part or not training_part or part == training_part
+        if is_same_data and is_same_split and is_same_part:
             print(f"warning: {section} uses the training data {source.path}; set {section}.path", flush=True)
 
 
 def _training_rows(sources: list[Rows], encoder: Encoder, rows_per_step: int) -> list[EncodedRows]:
     """Encode each source. rows_per_step: rows that a step draws from all of them."""
     total_weight = sum(rows.source.weight for rows in sources)
-    encoded = [
-        _encode_usable(rows, encoder, rows_per_step=rows_per_step / total_weight * rows.source.weight)
-        for rows in sources
-    ]
+    encoded = []
+    for rows in sources:
+        own_rows_per_step = rows_per_step / total_weight * rows.source.weight
+        encoded.append(_encode_usable(rows, encoder, rows_per_step=own_rows_per_step))
     num_usable = sum(len(rows.usable) for rows in encoded)
     if num_usable < rows_per_step:
         print(f"warning: a step of {rows_per_step} rows takes each of {num_usable} several times", flush=True)
@@ -229,7 +255,10 @@ def _training_rows(sources: list[Rows], encoder: Encoder, rows_per_step: int) ->
 
 
 def _encode_usable(
-    rows: Rows, encoder: Encoder, max_rows: int | None = None, rows_per_step: float = 0.0
+    rows: Rows,
+    encoder: Encoder,
+    max_rows: int | None = None,
+    rows_per_step: float = 0.0,
 ) -> EncodedRows:
     """Encode a source, keep its first `max_rows` usable rows, and print a line about it.
 
@@ -246,6 +275,7 @@ def _encode_usable(
     statuses[list(bad_rows)] = RowStatus.BAD
     if bad_rows:
         _refuse_or_warn(bad_rows, len(table), source, encoder.data)
+
     counts = Counter(statuses.tolist())
     causes = {
         RowStatus.DROPPED: f"left out by {encoder.data.row}",
@@ -254,14 +284,18 @@ def _encode_usable(
         RowStatus.TOO_LONG: f"longer than {encoder.limit}",
     }
     left_out = ", ".join(f"{counts[status]:,} {cause}" for status, cause in causes.items() if counts[status])
+
     usable = np.flatnonzero(statuses == RowStatus.USED).tolist()
-    lengths = table.data.column("num_tokens").to_numpy()
-    lengths = lengths[np.isin(statuses, (RowStatus.USED, RowStatus.TOO_LONG))]
+    has_length = np.isin(statuses, (RowStatus.USED, RowStatus.TOO_LONG))
+    lengths = table.data.column("num_tokens").to_numpy()[has_length]
     sizes = _describe_lengths(lengths)
     num_considered = len(table) - counts[RowStatus.DROPPED]  # `data.row` left the others out on purpose
     if len(usable) < max(1, MIN_FRAC * num_considered):
-        remaining = f"{len(usable)} of {len(table)} rows of {source.path} are left: {left_out}"
-        raise ValueError("; ".join(filter(None, (remaining, sizes, "correct them, raise the limit or bring others"))))
+        reasons = [f"{len(usable)} of {len(table)} rows of {source.path} are left: {left_out}"]
+        if sizes:
+            reasons.append(sizes)
+        raise ValueError(f"{'; '.join(reasons)}; correct them, raise the limit or bring others")
+
     name = "data" if max_rows is None else "held out"
     if len(usable) < (1 - WARNED_FRAC) * num_considered:
         name = f"warning: {name}"
@@ -276,8 +310,10 @@ def _encode_usable(
     if encoder.truncates and num_cut:
         parts.append(f"cut off: {num_cut:,} longer than {encoder.limit}")
     print(printable("; ".join(parts)), flush=True)
+
     notes = table.data.column("notes").take(usable).to_pylist()
-    for note, count in Counter(itertools.chain(*notes)).items():
+    num_rows_by_note = Counter(itertools.chain(*notes))
+    for note, count in num_rows_by_note.items():
         print(printable(f"warning: {count:,} of {len(usable):,} rows of {source.name_and_text} {note}"), flush=True)
     return EncodedRows(source, table, usable[:max_rows], left_out)
 
@@ -303,14 +339,19 @@ def _odd_kinds(table: "datasets.Dataset") -> dict[int, str]:
     if not counts:
         return {}
     ((usual, _),) = counts.most_common(1)
-    return {
-        row: f"its columns are {kind}, and in most rows {usual}"
-        for row, kind in enumerate(kinds)
-        if kind and kind != usual
-    }
+    reasons = {}
+    for row, kind in enumerate(kinds):
+        if kind and kind != usual:
+            reasons[row] = f"its columns are {kind}, and in most rows {usual}"
+    return reasons
 
 
-def _refuse_or_warn(bad_rows: dict[int, str], num_rows: int, source: Source, data: DataConfig) -> None:
+def _refuse_or_warn(
+    bad_rows: dict[int, str],
+    num_rows: int,
+    source: Source,
+    data: DataConfig,
+) -> None:
     """Raise ValueError about rows that cannot be used (index -> reason), or warn of them if `data.bad_rows` is skip."""
     numbers_by_reason: dict[str, list[int]] = {}
     for row, reason in sorted(bad_rows.items()):
@@ -318,8 +359,10 @@ def _refuse_or_warn(bad_rows: dict[int, str], num_rows: int, source: Source, dat
     reasons = []
     for reason, numbers in itertools.islice(numbers_by_reason.items(), SHOWN_ROWS):
         plural = "s" if len(numbers) > 1 else ""
-        more = ", .." if len(numbers) > SHOWN_ROWS else ""
-        reasons.append(f"row{plural} {', '.join(map(str, numbers[:SHOWN_ROWS]))}{more}: {reason}")
+        shown = list(map(str, numbers[:SHOWN_ROWS]))
+        if len(numbers) > SHOWN_ROWS:
+            shown.append("..")
+        reasons.append(f"row{plural} {', '.join(shown)}: {reason}")
     if len(numbers_by_reason) > SHOWN_ROWS:
         reasons.append("and other reasons")
     message = (

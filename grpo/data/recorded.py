@@ -45,10 +45,15 @@ def batch_path(run_dir: str | pathlib.Path, step: int) -> pathlib.Path:
 def save_step(run_dir: str | pathlib.Path, step: int, recorded: RecordedStep) -> None:
     """Write the batch of a step, for `read_step`; the file appears when it is complete."""
     path = batch_path(run_dir, step)
-    tensors = {field.name: getattr(recorded.batch, field.name) for field in fields(recorded.batch)}
-    tensors |= {name: getattr(recorded, name) for name in REWARDS}
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
-    facts = {"group_size": str(recorded.group_size), "metrics": json.dumps(recorded.metrics)}
+    tensors = {name: getattr(recorded, name).contiguous() for name in REWARDS}
+    for field in fields(recorded.batch):
+        values = getattr(recorded.batch, field.name)
+        if values is not None:
+            tensors[field.name] = values.contiguous()
+    facts = {
+        "group_size": str(recorded.group_size),
+        "metrics": json.dumps(recorded.metrics),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     partial.write_bytes(save(tensors, facts))

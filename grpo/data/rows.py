@@ -18,6 +18,8 @@ from grpo.text import has_surrogates, reason_of
 Row = Mapping[str, Any]
 # One turn of a chat: role, content and whatever else the chat template reads, such as tool_calls or reasoning_content
 Message = dict[str, Any]
+# JSON schemas of functions that the model may call
+Tools = list[dict[str, Any]]
 
 _REQUIRED = object()
 # A default value that no data has
@@ -42,15 +44,17 @@ class Example:
     """The messages to learn (SFT), in order; empty if plain text is learned."""
     text: str = ""
     """Plain text to learn, without turns."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     """Functions that the chat template may offer to the model, as JSON schemas."""
 
     @property
     def texts(self) -> list[str]:
         """All texts of the row."""
-        messages = [message["content"] for message in (*as_messages(self.prompt), *self.chat)]
-        columns = [value for value in self.columns.values() if value != self.prompt]
-        return [text for text in (*messages, *columns, self.text) if text and isinstance(text, str)]
+        messages = as_messages(self.prompt) + self.chat
+        values = [message["content"] for message in messages]
+        values += [value for value in self.columns.values() if value != self.prompt]
+        values.append(self.text)
+        return [value for value in values if value and isinstance(value, str)]
 
 
 RowReader = Callable[[Row], Example | None]
@@ -72,7 +76,12 @@ def row_reader(data: DataConfig) -> RowReader:
     """
     if data.row:
         return _own_reader(data.row, _read_own_prompt)
-    return functools.partial(_read_prompt, data.prompt_column, data.reward_columns, data.tools_column)
+    return functools.partial(
+        _read_prompt,
+        data.prompt_column,
+        data.reward_columns,
+        data.tools_column,
+    )
 
 
 def _read_own_prompt(row: Row) -> Example:
@@ -81,7 +90,12 @@ def _read_own_prompt(row: Row) -> Example:
     return _read_prompt("prompt", columns, "tools", row)
 
 
-def _read_prompt(prompt_column: str, columns: dict[str, str], tools_column: str, row: Row) -> Example:
+def _read_prompt(
+    prompt_column: str,
+    columns: dict[str, str],
+    tools_column: str,
+    row: Row,
+) -> Example:
     """Read a prompt, the columns for the rewards (name -> path) and the tools, if `tools_column` is not empty."""
     prompt = column_of(row, prompt_column, str, list)
     if as_messages(prompt)[-1]["role"] == "assistant":
@@ -89,7 +103,9 @@ def _read_prompt(prompt_column: str, columns: dict[str, str], tools_column: str,
             f"column {prompt_column!r} ends with the assistant's answer, which is not a part of the prompt; take "
             f"{prompt_column}.:-1"
         )
-    values = {name: prompt if path == prompt_column else column_of(row, path) for name, path in columns.items()}
+    values = {}
+    for name, path in columns.items():
+        values[name] = prompt if path == prompt_column else column_of(row, path)
     tools = tools_of(row, tools_column) if tools_column else None
     return Example(prompt, values, tools=tools)
 
@@ -114,7 +130,8 @@ def teacher_prompt(example: Example, template: str) -> list[Message]:
             )
     # in one pass, so that nothing within a value is taken for a placeholder
     text = PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
-    return [*messages[:last], messages[last] | {"content": text}, *messages[last + 1 :]]
+    replaced = messages[last] | {"content": text}
+    return [*messages[:last], replaced, *messages[last + 1 :]]
 
 
 def environment_of(columns: Mapping[str, Any], data: DataConfig, names: Collection[str]) -> str:
@@ -148,7 +165,8 @@ def _own_reader(name: str, read: Callable[[Row], Example]) -> RowReader:
         try:
             return read(own_row)
         except BadRow as error:
-            raise BadRow(f"data.row gave the keys {', '.join(map(str, own_row)) or 'none'}: {error}") from error
+            keys = ", ".join(map(str, own_row)) or "none"
+            raise BadRow(f"data.row gave the keys {keys}: {error}") from error
 
     return read_own
 
@@ -188,17 +206,19 @@ def detect_format(rows: Iterable[Row], columns: ChatColumns) -> RowFormat | None
     """Return the first row format that some row has all columns for, or None."""
     rows = list(rows)
     for name, needed in columns.of_format.items():
-        if any(all(value_at(row, column, ABSENT) is not ABSENT for column in needed) for row in rows):
-            return name
+        for row in rows:
+            if all(value_at(row, column, ABSENT) is not ABSENT for column in needed):
+                return name
     return None
 
 
 def no_format(names: Iterable[str], columns: ChatColumns) -> str:
     """Write the message about rows whose columns, of these names, fit no format."""
+    listed = ", ".join(map(str, names)) or "none"
     choices = ", or ".join(" and ".join(needed) for needed in columns.of_format.values())
     return (
-        f"the columns {', '.join(map(str, names)) or 'none'} are no row format; there must be {choices}; rename "
-        "columns, or name those of --row-format prompt_completion with --data.prompt-column and --completion-column"
+        f"the columns {listed} are no row format; there must be {choices}; rename columns, or name those of "
+        "--row-format prompt_completion with --data.prompt-column and --completion-column"
     )
 
 
@@ -245,7 +265,9 @@ def _alpaca_chat(row: Row) -> list[Message]:
     question = column_of(row, "instruction", str)
     if row.get("input"):
         question += "\n\n" + column_of(row, "input", str)
-    return [*chat, *as_messages(question), *as_messages(column_of(row, "output", str), "assistant")]
+    chat += as_messages(question)
+    chat += as_messages(column_of(row, "output", str), "assistant")
+    return chat
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,8 +313,8 @@ def column_of(row: Row, path: str, *kinds: type) -> Any:
         value = _from_json(value, place)
     _check_kind(value, place, *kinds)
     if kinds:
-        is_empty = not value.strip() if isinstance(value, str) else not value
-        if is_empty:
+        content = value.strip() if isinstance(value, str) else value
+        if not content:
             raise BadRow(f"{place} is empty")
         if isinstance(value, list):
             value = [_message(message, f"{place}, message {number}") for number, message in enumerate(value, 1)]
@@ -307,7 +329,7 @@ def as_messages(prompt: str | list[Message], role: str = "user") -> list[Message
     return prompt
 
 
-def tools_of(row: Row, path: str) -> list[dict[str, Any]] | None:
+def tools_of(row: Row, path: str) -> Tools | None:
     """Return the JSON schemas at `path`, None if there are none.
 
     They may be JSON text, since a table cannot hold schemas of several shapes.
@@ -336,9 +358,13 @@ def without_none(value: Any) -> Any:
 
 def kinds_of(columns: dict[str, Any]) -> str:
     """Name the columns and the types of their values: `answer (str), level (number)`. int and float are one type."""
-    kinds = {name: type(value).__name__ for name, value in columns.items()}
-    kinds = {name: "number" if kind in ("int", "float") else kind for name, kind in kinds.items()}
-    return ", ".join(f"{name} ({kinds[name]})" for name in sorted(kinds)) or "none"
+    kinds = []
+    for name, value in sorted(columns.items()):
+        kind = type(value).__name__
+        if kind in ("int", "float"):
+            kind = "number"
+        kinds.append(f"{name} ({kind})")
+    return ", ".join(kinds) or "none"
 
 
 def _check_kind(value: Any, place: str, *kinds: type) -> None:
@@ -346,7 +372,8 @@ def _check_kind(value: Any, place: str, *kinds: type) -> None:
     if value is None or (isinstance(value, float) and math.isnan(value)):  # tables write NaN for what is missing
         raise BadRow(f"{place} is missing")
     if kinds and not isinstance(value, kinds):
-        raise BadRow(f"{place} holds {type(value).__name__}, not {' or '.join(KINDS[kind] for kind in kinds)}")
+        expected = " or ".join(KINDS[kind] for kind in kinds)
+        raise BadRow(f"{place} holds {type(value).__name__}, not {expected}")
 
 
 def _check_surrogates(value: Any, place: str) -> None:
@@ -369,7 +396,9 @@ def _message(message: Any, place: str) -> Message:
     _check_kind(message.get("role"), f"{place}, role", str)
     calls = message.get("tool_calls") or []
     _check_kind(calls, f"{place}, tool_calls", list)
-    content = message.get("content", "" if calls else None)
+    content = message.get("content")
+    if content is None and calls:
+        content = ""
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         content = "".join(str(part["text"]) for part in content)
     _check_kind(content, f"{place}, content", str)
@@ -384,8 +413,10 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
     _check_kind(call, place, dict)
     function = call.get("function", call)
     _check_kind(function, f"{place}, function", dict)
-    if isinstance(function.get("arguments"), str):
-        function = function | {"arguments": _from_json(function["arguments"], f"{place}, arguments")}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _from_json(arguments, f"{place}, arguments")
+        function = function | {"arguments": arguments}
     if "function" in call:
         return call | {"function": function}
     return function

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from grpo.types import SharedPrompts, TrainBatch
 
@@ -49,24 +50,32 @@ def repeated_prompts(batch: TrainBatch) -> RepeatedPrompts | None:
     lengths = batch.prompt_lengths_S.tolist()
     first_of: dict[bytes, int] = {}
     first_S = []
-    for index, (start, length) in enumerate(zip(batch.starts_S.tolist(), lengths, strict=True)):
-        if counts[start : start + length].any():
+    for index, start in enumerate(batch.starts_S.tolist()):
+        prompt = slice(start, start + lengths[index])
+        if counts[prompt].any():
             raise ValueError(f"sequence {index} has a token that counts in the loss within its prompt")
-        first_S.append(first_of.setdefault(ids[start : start + length].tobytes(), index))
+        first = first_of.setdefault(ids[prompt].tobytes(), index)
+        first_S.append(first)
     tokens_S = [max(length - 1, 0) for length in lengths]
-    if not any(tokens_S[index] for index, first in enumerate(first_S) if first != index):
+    shared_lengths = [tokens_S[index] for index, first in enumerate(first_S) if first != index]
+    if not any(shared_lengths):
         return None
     return RepeatedPrompts(first_S, tokens_S)
 
 
 def row_tokens(row: Sequence[int], lengths: Sequence[int], prompts: RepeatedPrompts | None) -> int:
     """Count the positions that a row needs."""
-    num_saved = sum((len(indices) - 1) * num_shared for indices, num_shared in _neighbours(row, prompts))
-    return sum(lengths[index] for index in row) - num_saved
+    num_tokens = sum(lengths[index] for index in row)
+    for indices, num_shared in _neighbours(row, prompts):
+        num_tokens -= (len(indices) - 1) * num_shared
+    return num_tokens
 
 
 def documents_of_row(
-    row: Sequence[int], lengths: Sequence[int], prompts: RepeatedPrompts | None, place: int
+    row: Sequence[int],
+    lengths: Sequence[int],
+    prompts: RepeatedPrompts | None,
+    place: int,
 ) -> Iterator[Document]:
     """Cut a row that begins at `place` into documents, one after the other."""
     for indices, num_shared in _neighbours(row, prompts):
@@ -84,45 +93,59 @@ def documents_of_row(
 def _neighbours(row: Sequence[int], prompts: RepeatedPrompts | None) -> Iterator[tuple[list[int], int]]:
     """Yield neighbours in a row that have the same prompt, and the number of tokens that they share."""
     if prompts is None:
-        yield from (([index], 0) for index in row)
+        for index in row:
+            yield [index], 0
         return
     for first, neighbours in itertools.groupby(row, key=prompts.first_S.__getitem__):
         indices = list(neighbours)
-        yield indices, prompts.tokens_S[first] if len(indices) > 1 else 0
+        num_shared = 0
+        if len(indices) > 1:
+            num_shared = prompts.tokens_S[first]
+        yield indices, num_shared
 
 
 def shared_keys(documents: Sequence[Document]) -> SharedPrompts:
     """Find out which keys each document attends to. `documents` are all of a micro-batch, in order."""
     keys = []
     own = []
-    uses: dict[Document, list[torch.Tensor]] = {}
+    uses: dict[Document, list[Tensor]] = {}
     starts = [0]
     for document in documents:
         place = starts[-1]
         if document.prompt:
             prompt_places = torch.arange(document.prompt.start, document.prompt.end)
+            end_of_prompt = place + len(prompt_places)
             keys.append(prompt_places)
-            uses[document.prompt].append(place + torch.arange(len(prompt_places)))
-            place += len(prompt_places)
-        length = document.end - document.start
+            uses[document.prompt].append(torch.arange(place, end_of_prompt))
+            place = end_of_prompt
+        end = place + document.end - document.start
+        own_places = torch.arange(place, end)
         keys.append(torch.arange(document.start, document.end))
-        own.append(torch.arange(place, place + length))
-        uses[document] = [own[-1]]
-        starts.append(place + length)
-    reused = {document: places for document, places in uses.items() if len(places) > 1}
-    reused_places = [torch.arange(document.start, document.end) for document in reused]
-    uses_by_document = [torch.stack(places, 1) for places in reused.values()]
-    if not reused:  # never of size 0 or 1, for which torch.compile would make code of its own
-        reused_places = [torch.arange(2)]
-        uses_by_document = [torch.cat(own)[:2, None]]
+        own.append(own_places)
+        uses[document] = [own_places]
+        starts.append(end)
+
+    reused_places = []
+    uses_by_document = []
+    for document, places in uses.items():
+        if len(places) > 1:
+            reused_places.append(torch.arange(document.start, document.end))
+            uses_by_document.append(torch.stack(places, 1))
+    own_T = torch.cat(own)
+    if not reused_places:  # never of size 0 or 1, for which torch.compile would make code of its own
+        reused_places.append(torch.arange(2))
+        uses_by_document.append(own_T[:2, None])
     num_uses = max(2, *(uses_RU.shape[1] for uses_RU in uses_by_document))
-    padded = [torch.nn.functional.pad(x, (0, num_uses - x.shape[1]), value=-1) for x in uses_by_document]
+    padded = []
+    for uses_RU in uses_by_document:
+        num_missing = num_uses - uses_RU.shape[1]
+        padded.append(torch.nn.functional.pad(uses_RU, (0, num_missing), value=-1))
     key_starts = torch.tensor(starts, dtype=torch.int32)
     return SharedPrompts(
         keys_K=torch.cat(keys),
         key_starts=key_starts,
         longest=int(key_starts.diff().max()),
-        own_T=torch.cat(own),
+        own_T=own_T,
         reused_R=torch.cat(reused_places),
         uses_RU=torch.cat(padded),
     )

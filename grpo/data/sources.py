@@ -59,9 +59,11 @@ class Rows:
 
         Raises ValueError for a line that is not a JSON object.
         """
-        if not self.is_json:
-            return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         rows = []
+        if not self.is_json:
+            for values in zip(*batch.values(), strict=True):
+                rows.append(dict(zip(batch, values, strict=True)))
+            return rows
         for number, text in enumerate(batch[LINES], start=start + 1):
             text = text.removeprefix("\ufeff")  # of a file that begins with a byte order mark
             try:
@@ -82,7 +84,10 @@ class Rows:
 
     def narrowed(self, paths: Iterable[str]) -> "Rows":
         """Keep only the columns of the table that these paths lead into, since others may be large."""
-        names = {name for path in paths for name in (path, path.partition(".")[0])}
+        names = set()
+        for path in paths:
+            first_name, _, _ = path.partition(".")
+            names |= {path, first_name}
         columns = [name for name in self.table.column_names if name in names]
         if self.is_json or not columns:
             return self
@@ -101,9 +106,11 @@ def load_rows(source: Source) -> Rows:
     else:
         kind, files = _files_of(source)
         if kind in READERS:
-            rows = _in_memory([json.dumps(row) for row in _read_whole(source, kind, files)], source)
+            lines = [json.dumps(row) for row in _read_whole(source, kind, files)]
+            rows = _in_memory(lines, source)
         else:
-            rows = Rows(_load(source, kind, files), source, is_json=kind == "json")
+            table = _load(source, kind, files)
+            rows = Rows(table, source, is_json=kind == "json")
     if next(iter(rows), None) is None:
         raise _no_rows(source)
     return rows
@@ -113,7 +120,8 @@ def _in_memory(lines: list[str], source: Source) -> Rows:
     """Make a table of JSON lines that are in memory."""
     import datasets
 
-    return Rows(datasets.Dataset.from_dict({LINES: lines}), source, is_json=True)
+    table = datasets.Dataset.from_dict({LINES: lines})
+    return Rows(table, source, is_json=True)
 
 
 def _call_function(source: Source) -> Rows:
@@ -180,9 +188,9 @@ def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
         return "", {}
     kinds = {_kind_of(path) for path in itertools.chain(*files.values())}
     if len(kinds) != 1:
-        content = (
-            f"files of several kinds ({', '.join(sorted(kinds))})" if kinds else f"no {', '.join(FILE_KINDS)} file"
-        )
+        content = f"no {', '.join(FILE_KINDS)} file"
+        if kinds:
+            content = f"files of several kinds ({', '.join(sorted(kinds))})"
         raise ValueError(f"data folder {source.path} has {content}; give one with files of one kind, or a single file")
     return kinds.pop(), files
 
@@ -218,7 +226,9 @@ def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[
     """Read files of a kind in READERS, and return the rows of the source's split."""
     for path in itertools.chain(*files.values()):
         _check_text(path)
-    rows = {split: [row for path in paths for row in READERS[kind](path)] for split, paths in files.items()}
+    rows = {}
+    for split, paths in files.items():
+        rows[split] = list(itertools.chain.from_iterable(map(READERS[kind], paths)))
     return _part_of(rows, source)
 
 
@@ -226,12 +236,15 @@ def _part_of(rows: dict[str, list], source: Source) -> list:
     """Take what the source's expression of splits names, such as `train[:90%]+test`, from the rows of each split."""
     import datasets
 
-    sizes = {name: len(rows[name]) for name in rows}
+    sizes = {split: len(rows_of_split) for split, rows_of_split in rows.items()}
     try:
         parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:  # the split is unknown, or no expression of splits
         raise ValueError(f"data set {source.text} could not be loaded: {error}") from error
-    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
+    chosen = []
+    for part in parts:
+        chosen += rows[part.splitname][part.from_ : part.to]
+    return chosen
 
 
 def _read_list(path: str) -> list[Row]:

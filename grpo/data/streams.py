@@ -86,7 +86,8 @@ class Order:
             self._epoch = epoch
             self._epoch_rows = list(self.rows.usable)
             if self.shuffle:
-                random.Random(f"{self.seed} {epoch} {self.label}".rstrip()).shuffle(self._epoch_rows)
+                epoch_seed = f"{self.seed} {epoch} {self.label}".rstrip()
+                random.Random(epoch_seed).shuffle(self._epoch_rows)
         self.num_drawn += 1
         return self._epoch_rows[position]
 
@@ -125,7 +126,8 @@ class Stream:
         if unknown:
             raise ValueError(f"weights name {unknown}, and data.sources has {list(self.orders)}")
         self.weights = {name: float(weights.get(name, 1.0)) for name in self.orders}
-        if min(self.weights.values()) < 0 or not 0 < sum(self.weights.values()) < math.inf:
+        total = sum(self.weights.values())
+        if min(self.weights.values()) < 0 or not 0 < total < math.inf:
             raise ValueError(f"weights are {self.weights}; each must be 0 or more, and one above 0")
 
     @property
@@ -138,15 +140,18 @@ class Stream:
         total = sum(self.weights.values())
         for name, weight in self.weights.items():
             self._owed[name] += weight / total
+        drawn_from = [name for name, weight in self.weights.items() if weight]
         # rounded, because max then takes the first of equals, in the order of the config
-        name = max(filter(self.weights.get, self.orders), key=lambda name: round(self._owed[name], 9))
+        name = max(drawn_from, key=lambda name: round(self._owed[name], 9))
         self._owed[name] -= 1
         return self.orders[name]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in each source, see Order.state_dict, and the rows owed to each; fit for JSON."""
-        sources = {label: order.state_dict() for label, order in self.orders.items()}
-        return {"sources": sources, "owed": dict(self._owed)}
+        return {
+            "sources": {label: order.state_dict() for label, order in self.orders.items()},
+            "owed": dict(self._owed),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it is of other sources."""
@@ -215,7 +220,11 @@ class ChatStream(Stream):
 
     def draw(self, count: int) -> list[Encoded]:
         """Return the next `count` examples, across epochs where needed."""
-        return [self.next_order().draw()[1] for _ in range(count)]
+        examples = []
+        for _ in range(count):
+            _, example = self.next_order().draw()
+            examples.append(example)
+        return examples
 
 
 def checked_curriculum(spec: str) -> Curriculum:

@@ -62,7 +62,10 @@ def build_model(path: str, run_dir: str | Path, texts: Iterable[str], seed: int)
 
 
 def make_model(
-    folder: str | Path, tokenizer: "PreTrainedTokenizerFast", seed: int, changes: dict[str, Any] | None = None
+    folder: str | Path,
+    tokenizer: "PreTrainedTokenizerFast",
+    seed: int,
+    changes: dict[str, Any] | None = None,
 ) -> Path:
     """Write a Hugging Face folder with a random float32 model and `tokenizer`; returns the folder.
 
@@ -72,8 +75,16 @@ def make_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(**(MODEL | {"vocab_size": len(tokenizer)} | ids | (changes or {})))
+    entries = {
+        **MODEL,
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if changes:
+        entries |= changes
+    config = AutoConfig.for_model(**entries)
     # only the CPU's generator: torch.manual_seed would also reseed the GPUs, which fork_rng does not restore here
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
@@ -84,7 +95,10 @@ def make_model(
 
 
 def trained_tokenizer(
-    texts: Iterable[str], vocab_size: int = 2048, digits_apart: bool = False, phrases: bool = False
+    texts: Iterable[str],
+    vocab_size: int = 2048,
+    digits_apart: bool = False,
+    phrases: bool = False,
 ) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE on `texts`. It takes any text, has one token for each tag, and writes ChatML.
 

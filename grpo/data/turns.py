@@ -78,15 +78,21 @@ def write_prompt(
     text_without_tools = text
     if tools:
         text_without_tools, _ = render(tokenizer, data, messages, opening=True)
-    ignored = list(itertools.chain(*_unwritten(as_messages(prompt), text, text_without_tools)))
+    own_messages = as_messages(prompt)
+    ignored = []
+    for entries in _unwritten(own_messages, text, text_without_tools):
+        ignored += entries
     if tools and text_without_tools == text:
         ignored.append("tools")
-    notes = _notes(tokenizer, data, as_messages(prompt), ignored)
+    notes = _notes(tokenizer, data, own_messages, ignored)
     return Written(text, [], bos=_needs_bos(tokenizer, data, text), eos=False, notes=notes)
 
 
 def write_example(
-    tokenizer: "PreTrainedTokenizerBase", data: DataConfig, example: Example, train_on: TrainOn
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    example: Example,
+    train_on: TrainOn,
 ) -> Written:
     """Write a chat or a plain text, and find the characters that are labels.
 
@@ -101,11 +107,13 @@ def write_example(
     """
     if not example.chat:
         text = example.text
+        whole_text = (0, len(text))
         has_eos = text.rstrip().endswith(tokenizer.eos_token)
-        return Written(text, [(0, len(text))], bos=not _has_bos(tokenizer, text), eos=not has_eos)
+        return Written(text, [whole_text], bos=not _has_bos(tokenizer, text), eos=not has_eos)
     name = template_name(tokenizer, data)
     ends = _special_texts(tokenizer)
-    messages = [_without_eos(message, tokenizer.eos_token) for message in prompt_messages(data, example.chat)]
+    messages = prompt_messages(data, example.chat)
+    messages = [_without_eos(message, tokenizer.eos_token) for message in messages]
     num_added = len(messages) - len(example.chat)  # the system prompt
     is_learned = [_is_learned(message) for message in messages]
     if train_on == "all" and not all(is_learned):
@@ -114,7 +122,8 @@ def write_example(
     candidates = turns[-1:] if train_on == "last" else turns
     learned_turns = [turn for turn in candidates if is_learned[turn]]
     if turns and train_on != "all":
-        messages = messages[: (learned_turns or turns)[-1] + 1]
+        last_turn = learned_turns[-1] if learned_turns else turns[-1]
+        messages = messages[: last_turn + 1]
 
     @functools.cache
     def write(num_messages: int, *, opening: bool) -> tuple[str, list[Span] | None]:
@@ -123,7 +132,8 @@ def write_example(
 
     whole, marked = write(len(messages), opening=False)
     text = whole
-    ends_with_label = messages[-1]["role"] == "assistant" and (train_on == "all" or bool(learned_turns))
+    ends_with_turn = messages[-1]["role"] == "assistant"
+    ends_with_label = ends_with_turn and (train_on == "all" or bool(learned_turns))
     prompt = None
     if ends_with_label and marked is None and len(messages) > 1:
         prompt, _ = write(len(messages) - 1, opening=True)
@@ -150,7 +160,9 @@ def write_example(
         text_without_tools, _ = render(tokenizer, data, messages, opening=False)
         if text_without_tools == whole:
             ignored.append("tools")
-    for index, entries in enumerate(_unwritten(messages[num_added:], text, text_without_tools), num_added):
+    own_messages = messages[num_added:]
+    unwritten = _unwritten(own_messages, text, text_without_tools)
+    for index, entries in enumerate(unwritten, start=num_added):
         labels = [entry for entry in entries if entry in SAID]
         if labels and (train_on == "all" or index in learned_turns):
             raise Refused(
@@ -158,11 +170,17 @@ def write_example(
                 "template that writes it as data.prompt_template FILE.jinja, or put it into the content"
             )
         ignored += entries
-    notes = _notes(tokenizer, data, messages[num_added:], ignored)
+    notes = _notes(tokenizer, data, own_messages, ignored)
     eos = ends_with_label and not text.rstrip().endswith(ends)
     if eos and len(learned_turns) > 1 and train_on != "all":
         notes.append(f"have several turns of which only the last one learns where to end: {name} ends no turn itself")
-    return Written(text, spans, bos=_needs_bos(tokenizer, data, text), eos=eos, notes=notes)
+    return Written(
+        text,
+        spans,
+        bos=_needs_bos(tokenizer, data, text),
+        eos=eos,
+        notes=notes,
+    )
 
 
 def _has_bos(tokenizer: "PreTrainedTokenizerBase", text: str) -> bool:
@@ -204,13 +222,25 @@ def _unwritten(messages: list[Message], text: str, text_without_tools: str) -> l
         as_json = json.dumps(part, ensure_ascii=False)[1:-1]
         return _squeeze(part) in squeezed or _squeeze(as_json) in squeezed
 
-    num_calls = Counter(name for message in messages for name in _called(message))
-    num_written = {name: len(re.findall(rf"(?<!\w){re.escape(name)}(?!\w)", text_without_tools)) for name in num_calls}
+    num_calls = Counter()
+    for message in messages:
+        num_calls.update(_called(message))
+    too_rare = set()
+    for name, count in num_calls.items():
+        as_word = rf"(?<!\w){re.escape(name)}(?!\w)"
+        if len(re.findall(as_word, text_without_tools)) < count:
+            too_rare.add(name)
+
     unwritten = []
     for message in messages:
-        texts = {entry: value for entry, value in message.items() if isinstance(value, str) and entry not in JOINS}
-        entries = [entry for entry, value in texts.items() if not all(map(is_written, THOUGHT_TAGS.split(value)))]
-        if any(num_written[name] < num_calls[name] for name in _called(message)):
+        entries = []
+        for entry, value in message.items():
+            if entry in JOINS or not isinstance(value, str):
+                continue
+            parts = THOUGHT_TAGS.split(value)
+            if not all(map(is_written, parts)):
+                entries.append(entry)
+        if too_rare.intersection(_called(message)):
             entries += [entry for entry in CALLS if entry in message]
         unwritten.append(entries)
     return unwritten
@@ -229,7 +259,10 @@ def _squeeze(text: str) -> str:
 
 
 def _notes(
-    tokenizer: "PreTrainedTokenizerBase", data: DataConfig, messages: list[Message], ignored: list[str]
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    messages: list[Message],
+    ignored: list[str],
 ) -> list[str]:
     """Write the warnings about a row's messages. ignored: entries that the template does not write."""
     notes = []
@@ -237,7 +270,9 @@ def _notes(
         entries = ", ".join(sorted(set(ignored)))
         notes.append(f"bring {entries}, which {template_name(tokenizer, data)} does not write everywhere")
     pattern = _special_pattern(tokenizer)
-    special = {text for message in messages for text in pattern.findall(message["content"])}
+    special = set()
+    for message in messages:
+        special.update(pattern.findall(message["content"]))
     if special:
         notes.append(f"have the text of special tokens, which is read as such tokens: {', '.join(sorted(special))}")
     return notes
@@ -248,7 +283,10 @@ def _marked_spans(text: str, marked: list[Span], ends: tuple[str, ...]) -> list[
 
     The end of a turn is the special token at the end of the chat, whose last message is the assistant's.
     """
-    rest = text[marked[-1][1] :] if marked else ""
+    rest = ""
+    if marked:
+        _, last_past = marked[-1]
+        rest = text[last_past:]
     end = ""
     for special in ends:
         if rest.lstrip().startswith(special):
@@ -267,13 +305,22 @@ def _spans_of_turns(write: Writer, spans: list[Span], turns: list[int]) -> list[
     """Keep the spans of these turns. The chat written up to a turn says how many spans lie before it."""
     kept = []
     for turn in turns:
-        num_before = len(write(turn, opening=False)[1]) if turn else 0
-        num_through = len(write(turn + 1, opening=False)[1])
-        kept += spans[num_before:num_through]
+        num_before = 0
+        if turn:
+            _, spans_before = write(turn, opening=False)
+            num_before = len(spans_before)
+        _, spans_through = write(turn + 1, opening=False)
+        kept += spans[num_before : len(spans_through)]
     return kept
 
 
-def _prefix_spans(write: Writer, text: str, turns: list[int], num_messages: int, name: str) -> list[Span]:
+def _prefix_spans(
+    write: Writer,
+    text: str,
+    turns: list[int],
+    num_messages: int,
+    name: str,
+) -> list[Span]:
     """Find each turn: from the opening of the answer to the end of the chat, if the chat ended with that turn.
 
     Raises Refused with the first place where the template writes the beginning of the chat in another way.
@@ -294,7 +341,12 @@ def _prefix_spans(write: Writer, text: str, turns: list[int], num_messages: int,
             f"told apart; {other_way}give a template with {{% generation %}} markers as data.prompt_template FILE.jinja"
         )
 
-    return [(length_of(turn, opening=True), length_of(turn + 1)) for turn in turns]
+    spans = []
+    for turn in turns:
+        first = length_of(turn, opening=True)
+        past = length_of(turn + 1)
+        spans.append((first, past))
+    return spans
 
 
 def _cut_after_end(text: str, span: Span, ends: tuple[str, ...]) -> Span:
@@ -309,14 +361,19 @@ def _cut_after_end(text: str, span: Span, ends: tuple[str, ...]) -> Span:
 @functools.lru_cache(maxsize=4)
 def _special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
     """Return the texts of all special tokens, those that end a turn among them."""
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return tuple(sorted(text for text in added | set(tokenizer.all_special_tokens) if text))
+    texts = set(tokenizer.all_special_tokens)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            texts.add(str(token))
+    texts.discard("")
+    return tuple(sorted(texts))
 
 
 @functools.lru_cache(maxsize=4)
 def _special_pattern(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern:
     """Make a pattern of all special tokens; it matches nothing if there are none."""
-    return re.compile("|".join(map(re.escape, _special_texts(tokenizer))) or r"(?!)")
+    texts = map(re.escape, _special_texts(tokenizer))
+    return re.compile("|".join(texts) or r"(?!)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -330,25 +387,42 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Written]) -> 
     A token with characters on both sides of a turn's edge belongs to the side of its last character, so a label never
     reaches into the next turn. The first token is never a label: nothing predicts it.
     """
-    ends = itertools.accumulate(len(written.text) for written in texts)
-    batch_keys = [(written.bos, end // TOKENIZED_CHARACTERS) for written, end in zip(texts, ends, strict=True)]
-    for (bos, _), pairs in itertools.groupby(zip(batch_keys, texts, strict=True), key=lambda pair: pair[0]):
-        batch = [written for _, written in pairs]
-        encoded = tokenizer([written.text for written in batch], add_special_tokens=bos, return_offsets_mapping=True)
+    num_characters = 0
+
+    def batch_of(written: Written) -> tuple[bool, int]:
+        """Return what is equal for texts that are tokenized together."""
+        nonlocal num_characters
+        num_characters += len(written.text)
+        return written.bos, num_characters // TOKENIZED_CHARACTERS
+
+    for (bos, _), group in itertools.groupby(texts, key=batch_of):
+        batch = list(group)
+        encoded = tokenizer(
+            [written.text for written in batch],
+            add_special_tokens=bos,
+            return_offsets_mapping=True,
+        )
         for written, ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             yield _labelled(tokenizer, written, ids, offsets)
 
 
-def _labelled(tokenizer: "PreTrainedTokenizerBase", written: Written, ids: list[int], offsets: list[Span]) -> Tokens:
+def _labelled(
+    tokenizer: "PreTrainedTokenizerBase",
+    written: Written,
+    ids: list[int],
+    offsets: list[Span],
+) -> Tokens:
     """Add EOS if it follows the text, and find out which tokens are labels."""
     is_label = bytearray(len(written.text))
     for start, end in written.spans:
-        is_label[start:end] = b"\1" * len(is_label[start:end])
+        num_labels = len(is_label[start:end])
+        is_label[start:end] = b"\1" * num_labels
     # The last character decides: tokenizers that trim offsets (Llama 3's) let a token's blank lie outside of it. What
     # the tokenizer put before the text (BOS) ends at 0.
     mask = [end > 0 and is_label[end - 1] == 1 for _, end in offsets]
-    if written.bos and ids[-1:] == [tokenizer.eos_token_id] and offsets[-1] == (0, 0):
-        ids = ids[:-1]  # some tokenizers end every text with EOS
+    ends_with_eos = ids[-1:] == [tokenizer.eos_token_id] and offsets[-1] == (0, 0)
+    if written.bos and ends_with_eos:  # some tokenizers end every text with EOS
+        ids = ids[:-1]
         mask = mask[:-1]
     if written.eos:
         ids = [*ids, tokenizer.eos_token_id]
@@ -372,12 +446,13 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> int |
 
     Return None if an ordinary token ends it, or the template does not take one question and its answer.
     """
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    example = Example(chat=[*as_messages("1+1"), *as_messages("2", "assistant")])
     try:
-        ((ids, mask),) = tokenize(tokenizer, [write_example(tokenizer, data, Example(chat=messages), "last")])
+        written = write_example(tokenizer, data, example, "last")
+        ((ids, mask),) = tokenize(tokenizer, [written])
     except Refused:
         return None
-    last = list(itertools.compress(ids, mask))[-1]
+    *_, last = itertools.compress(ids, mask)
     if tokenizer.convert_ids_to_tokens(last) not in _special_texts(tokenizer):
         return None
     return last

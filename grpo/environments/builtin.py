@@ -92,8 +92,12 @@ def _value(node: ast.expr) -> Fraction:
     operation = OPERATIONS.get(type(getattr(node, "op", None)))
     if operation is None:
         raise ValueError("only numbers, + - * / // % ** and parentheses are known")
-    parts = [getattr(node, name) for name in ("left", "right", "operand") if hasattr(node, name)]
-    value = Fraction(operation(*map(_value, parts)))
+    if isinstance(node, ast.UnaryOp):
+        value = Fraction(operation(_value(node.operand)))
+    else:
+        left = _value(node.left)
+        right = _value(node.right)
+        value = Fraction(operation(left, right))
     if _bits(value) > MAX_BITS:
         raise ValueError("the number has too many digits")
     return value

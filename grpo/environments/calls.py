@@ -34,7 +34,7 @@ END_OF_THOUGHT = "</think>"
 OPENINGS = {style: f"(?P<call>{opening})" for style, (opening, _) in TAGS.items()}
 OPENINGS["llama3_json"] = rf"(?:\A|{END_OF_THOUGHT})\s*(?P<call>(?:<\|python_tag\|>\s*)?)(?={{)"
 MARKS = {style: re.compile(f"{opening}|{THOUGHT}|{END_OF_THOUGHT}") for style, opening in OPENINGS.items()}
-ANY_TAG = {style: re.compile("|".join(tags)) for style, tags in TAGS.items()}
+ANY_TAG = {style: re.compile(f"{opening}|{closing}") for style, (opening, closing) in TAGS.items()}
 BLANKS = re.compile(r"\s*")
 BETWEEN_OBJECTS = re.compile(r"[;,\s]*")
 NAME_BEFORE_OBJECT = re.compile(r"\s*([^\s<]+)\s+(?={)")
@@ -85,7 +85,8 @@ def written_call(name: str, arguments: dict[str, Any], style: str) -> str:
     if style == "llama3_json":
         return json.dumps({"name": name, "parameters": arguments})
     opening, closing = TAGS[style]
-    return f"{opening}\n{json.dumps({'name': name, 'arguments': arguments})}\n{closing}"
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"{opening}\n{call}\n{closing}"
 
 
 def other_style(text: str, style: str, tools: Collection[str]) -> str:
@@ -139,7 +140,8 @@ def _read_tagged(text: str, start: int, style: str) -> tuple[list[ToolCall | str
         if style == "tag":
             call, end = _read_name_and_argument(text, start)
         else:
-            value, end = DECODER.raw_decode(text, BLANKS.match(text, start).end())
+            after_blanks = BLANKS.match(text, start).end()
+            value, end = DECODER.raw_decode(text, after_blanks)
             call = _from_json(value)
     except (ValueError, RecursionError) as error:
         problem = error
@@ -157,8 +159,10 @@ def _read_tagged(text: str, start: int, style: str) -> tuple[list[ToolCall | str
 
 def _complaint(error: Exception, style: str) -> str:
     """Tell the model why its call cannot be read, and how a call is written."""
-    is_json = isinstance(error, json.JSONDecodeError | RecursionError)
-    return f"This call cannot be read: {'it is no JSON, ' if is_json else ''}{error}. Write {STYLES[style]}."
+    reason = str(error)
+    if isinstance(error, json.JSONDecodeError | RecursionError):
+        reason = f"it is no JSON, {reason}"
+    return f"This call cannot be read: {reason}. Write {STYLES[style]}."
 
 
 def _read_name_and_argument(text: str, start: int) -> tuple[ToolCall, int]:
@@ -175,8 +179,8 @@ def _read_name_and_argument(text: str, start: int) -> tuple[ToolCall, int]:
     words = body.strip().split(maxsplit=1)
     if not words:
         raise ValueError("it names no tool")
-    call = ToolCall(words[0], "".join(words[1:]))
-    return call, start + len(body)
+    argument = words[1] if words[1:] else ""
+    return ToolCall(words[0], argument), start + len(body)
 
 
 def _from_json(call: Any) -> ToolCall:

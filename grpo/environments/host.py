@@ -54,7 +54,14 @@ class EnvironmentHost:
         self.config = config
         self._pending: dict[int, PendingCall] = {}
         load = functools.partial(load_environment, config, style)
-        self.workers = Workers("environments", load, num_processes, config.memory_gib, variables, loads_once=True)
+        self.workers = Workers(
+            "environments",
+            load,
+            num_processes,
+            config.memory_gib,
+            variables,
+            loads_once=True,
+        )
 
     def ask(
         self,
@@ -94,7 +101,8 @@ class EnvironmentHost:
         """
         give_up_at = time.monotonic() + seconds
         while True:  # a `reset` that is tried again has no reply yet
-            outcomes = self.workers.poll(max(0.0, give_up_at - time.monotonic()))
+            seconds_left = give_up_at - time.monotonic()
+            outcomes = self.workers.poll(max(0.0, seconds_left))
             replies = [reply for reply in map(self._reply, outcomes) if reply]
             if replies or not outcomes:
                 return replies
@@ -194,9 +202,12 @@ class LiveEnvironment:
         then unknown.
         """
         turn = opened_thought + text
+        calls = []
+        if self.toolbox.tools:
+            calls = parse(turn, self.style)
         answers = []
         kinds = []
-        for call in parse(turn, self.style) if self.toolbox.tools else []:
+        for call in calls:
             if isinstance(call, ToolCall):
                 answer, kind = run_call(self.toolbox, self.object, call)
             else:
@@ -204,7 +215,10 @@ class LiveEnvironment:
                 kind = "bad"
             answers.append(answer)
             kinds.append(kind)
-        unread = "" if answers else other_style(turn, self.style, self.toolbox.tools)
+
+        unread = ""
+        if not calls:
+            unread = other_style(turn, self.style, self.toolbox.tools)
         role = ""
         if not answers and self.toolbox.has_reply:
             role = "user"
@@ -213,6 +227,7 @@ class LiveEnvironment:
                 answers = [str(answer)]
         done = getattr(self.object, "done", False)
         ended = not answers or (bool(done) and not callable(done))  # a method `done` is a tool
+
         counts = {
             "calls": len(kinds),
             "bad_calls": kinds.count("bad"),
@@ -225,6 +240,7 @@ class LiveEnvironment:
             "ended": ended,
             "counts": counts,
         }
+
         if unread:
             reply["unread"] = unread
         if earns and self.toolbox.has_reward and not ended:
@@ -252,7 +268,8 @@ class LiveEnvironment:
         if not self.toolbox.has_reward:
             return None
         try:
-            return plain_values([await_result(self.object.get_reward())], 1)[0]
+            reward = await_result(self.object.get_reward())
+            return plain_values([reward], 1)[0]
         except Failure as error:
             raise Lost(f"get_reward {error}") from error
 

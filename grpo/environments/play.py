@@ -13,10 +13,11 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -134,11 +135,16 @@ class Player:
         self.turns_earn = turns_earn
         for number, episode in enumerate(episodes):
             episode.number = number
-            if self.config.all_classes:
-                arguments = [episode.prompt.columns, episode.seed, episode.rollout, episode.environment]
-                self._ask(episode, "reset", arguments, self.config.reset_seconds)
-            else:
+            if not self.config.all_classes:
                 self._open(episode, None)
+                continue
+            arguments = [
+                episode.prompt.columns,
+                episode.seed,
+                episode.rollout,
+                episode.environment,
+            ]
+            self._ask(episode, "reset", arguments, self.config.reset_seconds)
 
     def add_turn(
         self,
@@ -146,32 +152,39 @@ class Player:
         ids: list[int],
         logprobs: list[float],
         reason: str,
+        kept: Sequence[np.ndarray] = (),
     ) -> None:
-        """Add a turn that the engine has finished. A turn that ran out of tokens ends the episode."""
+        """Add a turn that the engine has finished. A turn that ran out of tokens ends the episode.
+
+        kept: as in `Piece.sampled`.
+        """
         episode = self.episodes[number]
         logprobs_T = torch.tensor(logprobs, dtype=torch.float32)
-        piece = Piece.sampled(torch.tensor(ids), logprobs_T, episode.version)
+        piece = Piece.sampled(torch.tensor(ids), logprobs_T, episode.version, kept)
         episode.pieces.append(piece)
         episode.ids += ids
         is_whole = reason != "length"
-        text = self.tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False)
-        episode.turns.append({"text": text, "tokens": len(ids), "answers": []})
-        if is_whole:
-            thought = self.turns[episode.environment].opened_thought
-            self._ask(episode, "turn", [text, self.turns_earn, thought], self.config.call_seconds)
-        else:
-            self._end(episode, "tokens")
+        text_ids = ids[:-1] if is_whole else ids
+        text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
+        turn = {"text": text, "tokens": len(ids), "answers": []}
+        episode.turns.append(turn)
+        if not is_whole:
+            return self._end(episode, "tokens")
+        thought = self.turns[episode.environment].opened_thought
+        arguments = [text, self.turns_earn, thought]
+        self._ask(episode, "turn", arguments, self.config.call_seconds)
 
     def collect(self, due: list[int], min_decisions: int) -> list[Decision]:
         """Return how the rollouts in `due` go on. Waits until at least `min_decisions` of them are decided."""
         self._receive(0.0)
-        while sum(self.episodes[number].decision is not None for number in due) < min_decisions:
+        episodes = [self.episodes[number] for number in due]
+        while sum(episode.decision is not None for episode in episodes) < min_decisions:
             self._receive(POLL_SECONDS)
         decisions = []
-        for number in due:
-            if self.episodes[number].decision:
-                decisions.append(self.episodes[number].decision)
-                self.episodes[number].decision = None
+        for episode in episodes:
+            if episode.decision:
+                decisions.append(episode.decision)
+                episode.decision = None
         return decisions
 
     def finish(self) -> list[Episode]:
@@ -180,7 +193,13 @@ class Player:
             self._receive(POLL_SECONDS)
         return self.episodes
 
-    def _ask(self, episode: Episode, do: str, arguments: list[Any], seconds: float) -> None:
+    def _ask(
+        self,
+        episode: Episode,
+        do: str,
+        arguments: list[Any],
+        seconds: float,
+    ) -> None:
         episode.asked_at = time.monotonic()
         self.host.ask(episode.number, do, arguments, seconds)
 
@@ -208,11 +227,16 @@ class Player:
             *earlier, last = as_messages(episode.prompt.content)
             episode.opening = last["content"] + text
             messages = [*earlier, last | {"content": episode.opening}]
-            episode.write(self.turns[episode.environment].opening(messages))
-        episode.num_prompt_tokens = len(episode.ids)
-        if len(episode.ids) > self.max_prompt_tokens:
-            limit = f"data.max_prompt_tokens={self.max_prompt_tokens}"
-            self._fail(episode, f"the prompt with reset's text has {len(episode.ids)} tokens; raise {limit}", "lost")
+            turns = self.turns[episode.environment]
+            episode.write(turns.opening(messages))
+        num_tokens = len(episode.ids)
+        episode.num_prompt_tokens = num_tokens
+        if num_tokens > self.max_prompt_tokens:
+            reason = (
+                f"the prompt with reset's text has {num_tokens} tokens; raise "
+                f"data.max_prompt_tokens={self.max_prompt_tokens}"
+            )
+            self._fail(episode, reason, "lost")
         else:
             self._next_turn(episode, episode.ids)
 
@@ -221,7 +245,8 @@ class Player:
         config = self.config
         turn = episode.turns[-1]
         episode.counts.update(reply["counts"])
-        turn["answers"] = [self._cut(answer, episode.counts) for answer in reply["answers"]]
+        answers = [self._cut(answer, episode.counts) for answer in reply["answers"]]
+        turn["answers"] = answers
         for name in ("earned", "unread"):
             if name in reply:
                 turn[name] = reply[name]
@@ -229,30 +254,38 @@ class Player:
             return self._end(episode, "done")
         if len(episode.turns) == config.max_turns:
             return self._end(episode, "turns")
-        if config.rollout_seconds and time.monotonic() - episode.began > config.rollout_seconds:
+        seconds = time.monotonic() - episode.began
+        if config.rollout_seconds and seconds > config.rollout_seconds:
             return self._end(episode, "seconds")
         turns = self.turns[episode.environment]
-        suffix = turns.ids(turn["answers"], episode.ids[-1], reply["role"])
-        if len(episode.ids) + len(suffix) - episode.num_prompt_tokens >= self.max_tokens:
+        suffix = turns.ids(answers, episode.ids[-1], reply["role"])
+        if len(suffix) >= self._room(episode):
             return self._end(episode, "tokens")
         episode.write(suffix)
         self._next_turn(episode, suffix)
 
     def _next_turn(self, episode: Episode, new_ids: list[int]) -> None:
-        room = self.max_tokens - (len(episode.ids) - episode.num_prompt_tokens)
+        room = self._room(episode)
         max_tokens = min(room, self.config.max_turn_tokens or room)
         episode.decision = Decision(episode.number, max_tokens, list(new_ids))
 
+    def _room(self, episode: Episode) -> int:
+        """Return how many tokens may still follow."""
+        num_used = len(episode.ids) - episode.num_prompt_tokens
+        return self.max_tokens - num_used
+
     def _cut(self, answer: str, counts: Counter) -> str:
         """Cut the middle out of an answer of more than `max_answer_tokens` tokens, and say so in its place."""
-        ids = self.tokenizer(answer, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        encoded = self.tokenizer(answer, add_special_tokens=False, split_special_tokens=True)
+        ids = encoded["input_ids"]
         if len(ids) <= self.config.max_answer_tokens:
             return answer
         counts["cut_answers"] += 1
         half = self.config.max_answer_tokens // 2
+        num_left_out = len(ids) - 2 * half
         first = self.tokenizer.decode(ids[:half])
-        last = self.tokenizer.decode(ids[len(ids) - half :])
-        return f"{first}\n[.. {len(ids) - 2 * half} tokens left out ..]\n{last}"
+        last = self.tokenizer.decode(ids[half + num_left_out :])
+        return f"{first}\n[.. {num_left_out} tokens left out ..]\n{last}"
 
     def _end(self, episode: Episode, ended_by: str) -> None:
         """End an episode and ask its environment for the reward."""
@@ -262,7 +295,9 @@ class Player:
 
     def _fail(self, episode: Episode, reason: str, kind: str) -> None:
         """End an episode that failed. If it is hung it gets `hung_reward`, since the policy most likely caused that."""
-        episode.reward = self.config.hung_reward if kind == "hung" else None
+        episode.reward = None
+        if kind == "hung":
+            episode.reward = self.config.hung_reward
         if episode.reward is None:
             episode.failure = f"{reason} ({socket.gethostname()}, seed {episode.seed}, row {episode.prompt.row})"
             episode.end(kind)
@@ -292,26 +327,35 @@ def play(
     all_ids: list[list[int]] = [[] for _ in range(num_rollouts)]
     num_prompt_tokens = [0] * num_rollouts
     step = 0.0
+
     while begins_at or loop.num_running:
         is_idle = not loop.num_running
         if is_idle:
-            step = max(step, min(begins_at.values()))
+            earliest = min(begins_at.values())
+            step = max(step, earliest)
         due = sorted(number for number, first_step in begins_at.items() if first_step <= step)
         if due:
             min_decisions = len(due) if delay else int(is_idle)
-            for decision in send(player.collect(due, min_decisions) if player else None):
+            decisions = None
+            if player:
+                decisions = player.collect(due, min_decisions)
+            for decision in send(decisions):
                 number = decision.number
-                ids = all_ids[number]
                 del begins_at[number]
+                ids = all_ids[number]
                 if not ids:
                     num_prompt_tokens[number] = len(decision.new_ids)
                 ids += decision.new_ids
                 if decision.max_tokens:
-                    add(number, list(ids), len(ids) - num_prompt_tokens[number], decision.max_tokens)
+                    num_behind_prompt = len(ids) - num_prompt_tokens[number]
+                    add(number, list(ids), num_behind_prompt, decision.max_tokens)
+
         if loop.num_running:
-            step = 1.0 if math.isinf(step) else step + 1  # with rounds, each round counts from 1
+            step += 1
+            if math.isinf(step):
+                step = 1.0  # with rounds, each round counts from 1
             for stretch in sorted(loop.step(), key=lambda stretch: stretch.request):
                 all_ids[stretch.request] += stretch.ids
                 begins_at[stretch.request] = step + delay
                 if player:
-                    player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason)
+                    player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason, stretch.kept)

@@ -65,9 +65,12 @@ def serving_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> 
     for tag, plain_tag in (("generation", "if true"), ("endgeneration", "endif")):
         own = re.sub(rf"(\{{%[-+]?\s*){tag}(\s*[-+]?%\}})", rf"\1{plain_tag}\2", own)
     thought = OPENED_THOUGHT.search(_opening(tokenizer, data))[0]
+
     others = set()  # thoughts that the template itself writes in front of earlier turns
     for chat in _chats(tokenizer, data, BEGIN):
-        others |= {OPENED_THOUGHT.search(before)[0] for before in chat.split(BEGIN)[:-1]}
+        *texts_before, _ = chat.split(BEGIN)
+        for before in texts_before:
+            others.add(OPENED_THOUGHT.search(before)[0])
     longest_first = sorted(others - {""}, key=len, reverse=True)
     fields = {
         "THOUGHT": repr(thought),
@@ -77,9 +80,11 @@ def serving_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> 
         "OWN": own,
     }
     template = re.sub("|".join(fields), lambda match: fields[match[0]], TEMPLATE)
+
     kwargs = {**data.chat_template_kwargs, "chat_template": template}
+    served = dataclasses.replace(data, chat_template_kwargs=kwargs)
     needs_question = data.prompt_template and "question" in own
-    if needs_question or not _keeps_turns(tokenizer, dataclasses.replace(data, chat_template_kwargs=kwargs)):
+    if needs_question or not _keeps_turns(tokenizer, served):
         return None
     return template
 

@@ -58,6 +58,7 @@ class Turns:
         self.schemas = schemas
         self.stop_token_ids = set(stop_token_ids)
         self.start = prompt_messages(data, QUESTION)
+
         roles = [reply_as] if schemas else []
         if has_reply or not schemas:
             roles.append("user")
@@ -72,12 +73,17 @@ class Turns:
                     f"{template_name(tokenizer, data)} cannot carry several turns with answers of role {role}: {error}"
                     f"; try it with {hint}another template (--data.prompt-template FILE.jinja)"
                 ) from error
+
         opened = self._write(self.start)
-        frames = map("".join, self.frames.values())
-        self.special_ids = self._special_ids(opened + "".join(frames))
+        scaffold = opened
+        for frame in self.frames.values():
+            scaffold += "".join(frame)
+        self.special_ids = self._special_ids(scaffold)
         # a turn begins with this thought, although the template and not the model wrote it
         self.opened_thought = OPENED_THOUGHT.search(opened)[0]
-        self.rewrites = {role: ODD not in self._after_turn(role, [ODD]) for role in self.frames}
+        self.rewrites = {}
+        for role in self.frames:
+            self.rewrites[role] = ODD not in self._after_turn(role, [ODD])
 
     @property
     def line(self) -> str:
@@ -90,12 +96,15 @@ class Turns:
     def opening(self, prompt: str | list[Message]) -> list[int]:
         """Return the ids of a first prompt: system prompt, tools, the user's messages, the opening of the answer."""
         *earlier, last = as_messages(prompt)
-        text = last["content"]
-        marked = self._write(prompt_messages(self.data, [*earlier, last | {"content": QUESTION}]))
-        written = self._write(prompt_messages(self.data, [*earlier, last]))
-        before, _, after = marked.partition(QUESTION)
-        question = _between(written, before, after, text)
-        return self._encode(before) + self._plain_ids(question) + self._encode(after)
+        marked = last | {"content": QUESTION}
+        marked_chat = prompt_messages(self.data, [*earlier, marked])
+        before, _, after = self._write(marked_chat).partition(QUESTION)
+        chat = prompt_messages(self.data, [*earlier, last])
+        question = _between(self._write(chat), before, after, last["content"])
+        ids = self._encode(before)
+        ids += self._plain_ids(question)
+        ids += self._encode(after)
+        return ids
 
     def ids(self, answers: list[str], last: int, role: str = "") -> list[int]:
         """Return the ids after a turn that ended with token `last`: rest of its end, answers, opening of the next turn.
@@ -106,14 +115,16 @@ class Turns:
         if last not in self.stop_token_ids:
             raise ValueError(f"a turn ended with token {last}, which is none of {sorted(self.stop_token_ids)}")
         role = role or self.role
-        answers = ["\n\n".join(answers)] if role == "user" else answers
+        if role == "user":
+            answers = ["\n\n".join(answers)]
         before, between, after = self.frames[role]
         ids = self._encode(before)[1:]  # the model sampled the token that ends the turn, this one or another
         for number, answer in enumerate(answers):
             if number > 0:
                 ids += self._encode(between)
             if self.rewrites[role]:
-                answer = _between(self._after_turn(role, [answer]), before, after, answer)
+                suffix = self._after_turn(role, [answer])
+                answer = _between(suffix, before, after, answer)
             ids += self._plain_ids(answer)
         return ids + self._encode(after)
 
@@ -126,17 +137,16 @@ class Turns:
         between = ""
         if role != "user":
             two = self._after_turn(role, [ANSWER, OTHER])
-            between = two.removeprefix(before + ANSWER).partition(OTHER)[0]
+            behind_first = two.removeprefix(before + ANSWER)
+            between, _, _ = behind_first.partition(OTHER)
             three = [ANSWER, OTHER, ANSWER]
             expected = before + between.join(three) + after
-            written = self._after_turn(role, three)
-            if written != expected:
-                _refuse("a row of three answers is written otherwise", expected, written)
+            _check("a row of three answers is written otherwise", expected, self._after_turn(role, three))
         for place, earlier_role in (("in the second round", role), ("in a longer chat", "user")):
             history = self._chat(self.start, EARLIER, earlier_role, [ANSWER])
             written = self._after_turn(role, [ANSWER], history)
-            if written != suffix:
-                _refuse(f"what follows a turn {place} is written otherwise", suffix, written)
+            _check(f"what follows a turn {place} is written otherwise", suffix, written)
+
         first = self._encode(before)[:1]
         if not self.stop_token_ids.intersection(first):
             name = self.tokenizer.convert_ids_to_tokens(first)
@@ -144,19 +154,23 @@ class Turns:
                 f"what follows a turn begins with {name} (ids {first}), at which the model does not stop "
                 "(generator.stop_token_ids)"
             )
+
         opened = self._write(self.start)
         closed = self._write(self.start, opening=False)
         closed = os.path.commonprefix([closed, opened])  # some templates write a token at the end of closed chats
         opening = opened.removeprefix(closed) or opened.partition(QUESTION)[2]  # or the end of a question opens a turn
         if not after.endswith(opening):
             _refuse("a turn is not opened as the first one is", opening, after)
-        whole = self._write(self._chat(self.start, TEXT, role, [ANSWER]))
+        chat = self._chat(self.start, TEXT, role, [ANSWER])
+        whole = self._write(chat)
         if not whole.startswith(closed):
             _refuse("the prompt, once a turn follows, is written otherwise", closed, whole)
-        prompt = OPENED_THOUGHT.sub("", opened)
-        before_turn = OPENED_THOUGHT.sub("", whole.partition(TEXT)[0])
-        if before_turn != prompt:
-            _refuse("what stands before a turn is written otherwise", prompt, before_turn)
+        before_turn, _, _ = whole.partition(TEXT)
+        _check(
+            "what stands before a turn is written otherwise",
+            OPENED_THOUGHT.sub("", opened),
+            OPENED_THOUGHT.sub("", before_turn),
+        )
         return before, between, after
 
     def _chat(
@@ -167,11 +181,13 @@ class Turns:
         answers: list[str],
     ) -> list[Message]:
         """Return messages with a turn of the model and its answers behind them."""
+        turn = {"role": "assistant", "content": text}
         answered = [{"role": role, "content": answer} for answer in answers]
-        return [*history, {"role": "assistant", "content": text}, *answered]
+        return [*history, turn, *answered]
 
     def _write(self, messages: list[Message], opening: bool = True) -> str:
-        return render(self.tokenizer, self.data, messages, opening, self.schemas or None)[0]
+        text, _ = render(self.tokenizer, self.data, messages, opening, self.schemas or None)
+        return text
 
     def _after_turn(
         self,
@@ -181,7 +197,8 @@ class Turns:
     ) -> str:
         """Return what the template writes after a turn that gets these answers."""
         chat = self._chat(history or self.start, TEXT, role, answers)
-        return self._write(chat).partition(TEXT)[2]
+        _, _, suffix = self._write(chat).partition(TEXT)
+        return suffix
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -193,25 +210,37 @@ class Turns:
         """
         tokenizer = self.tokenizer
         written = set(self._encode(scaffold))
-        added = tokenizer.added_tokens_decoder.items()
-        special = {token for token, entry in added if entry.special or token in written} | {*tokenizer.all_special_ids}
-        return special - (
-            {tokenizer.unk_token_id} - {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-        )
+        special = set(tokenizer.all_special_ids)
+        for token, entry in tokenizer.added_tokens_decoder.items():
+            if entry.special or token in written:
+                special.add(token)
+        other_roles = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        if tokenizer.unk_token_id not in other_roles:
+            special.discard(tokenizer.unk_token_id)
+        return special
 
     def _plain_ids(self, text: str) -> list[int]:
         """Return ids of a text without special tokens. Where the text would become one, it is split into pieces."""
         text = without_surrogates(text)
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        ids = encoded["input_ids"]
         if not self.special_ids.intersection(ids) or len(text) < 2:
             return [token for token in ids if token not in self.special_ids]
         half = len(text) // 2
-        return self._plain_ids(text[:half]) + self._plain_ids(text[half:])
+        first_ids = self._plain_ids(text[:half])
+        return first_ids + self._plain_ids(text[half:])
+
+
+def _check(what: str, expected: str, actual: str) -> None:
+    """Raise Refused if the two texts differ."""
+    if actual != expected:
+        _refuse(what, expected, actual)
 
 
 def _refuse(what: str, expected: str, actual: str) -> None:
     """Raise Refused and show where the two texts begin to differ."""
-    start = max(0, len(os.path.commonprefix([expected, actual])) - SHOWN_BEFORE)
+    num_equal = len(os.path.commonprefix([expected, actual]))
+    start = max(0, num_equal - SHOWN_BEFORE)
     end = start + SHOWN_BEFORE + SHOWN_AFTER
     raise Refused(f"{what}: {expected[start:end]!r} is expected, {actual[start:end]!r} is there")
 

@@ -26,11 +26,26 @@ from grpo.workers.programs import ProgramError
 from grpo.workers.worker import Failure
 
 # Optional public methods of a class that are not tools -> what the run calls them with
-OPTIONAL_METHODS = {"reply": ["a text"], "get_reward": [], "get_info": [], "close": []}
+OPTIONAL_METHODS = {
+    "reply": ["a text"],
+    "get_reward": [],
+    "get_info": [],
+    "close": [],
+}
 # Errors that come from the machine or the network, not from the call
 OUTAGES = (ConnectionError, TimeoutError, ProgramError)
-OUTAGE_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM}
-OUTAGE_NUMBERS |= {errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT}
+OUTAGE_NUMBERS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EIO,
+    errno.ENOMEM,
+    errno.ENETUNREACH,
+    errno.ENETDOWN,
+    errno.EHOSTUNREACH,
+    errno.ETIMEDOUT,
+}
 
 
 class Lost(Failure):
@@ -56,9 +71,12 @@ class Toolbox:
     @functools.cached_property
     def methods(self) -> dict[str, Callable]:
         """Public methods of the class, which are tools, by name and in TRL's order."""
+        methods = dict(inspect.getmembers(self.kind, inspect.isroutine))
         reserved = ("reset", *OPTIONAL_METHODS)
-        methods = inspect.getmembers(self.kind, inspect.isroutine)
-        return {name: method for name, method in methods if name not in reserved and not name.startswith("_")}
+        for name in list(methods):
+            if name in reserved or name.startswith("_"):
+                del methods[name]
+        return methods
 
     @property
     def tools(self) -> dict[str, Callable]:
@@ -104,20 +122,27 @@ class Toolbox:
         """Choose what `reset` gets: the columns that it names or, with `**row`, all; `seed` and `rollout` if named."""
         parameters = inspect.signature(self.kind.reset).parameters
         named = list(parameters)[1:]
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        columns = {name: value for name, value in row.items() if takes_all or name in named}
-        facts = {"seed": seed, "rollout": rollout}
-        return columns | {name: value for name, value in facts.items() if name in named}
+        arguments = dict(row)
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            arguments = {name: value for name, value in row.items() if name in named}
+        if "seed" in named:
+            arguments["seed"] = seed
+        if "rollout" in named:
+            arguments["rollout"] = rollout
+        return arguments
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise ValueError if `reset` needs a column that the rows do not have."""
-        if self.kind is not None:
-            what = (
-                f"{self.name}.reset cannot be called with the columns {', '.join(columns) or 'none'} of the rows (name "
-                "others with --data.columns NAME COLUMN, or give the argument a default)"
-            )
-            row = dict.fromkeys(columns)
-            _check_call(self.kind.reset, what, [None], self.reset_arguments(row, seed=0, rollout=0))
+        if self.kind is None:
+            return
+        names = ", ".join(columns) or "none"
+        what = (
+            f"{self.name}.reset cannot be called with the columns {names} of the rows (name others with --data.columns "
+            "NAME COLUMN, or give the argument a default)"
+        )
+        row = dict.fromkeys(columns)
+        arguments = self.reset_arguments(row, seed=0, rollout=0)
+        _check_call(self.kind.reset, what, [None], arguments)
 
 
 def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
@@ -126,18 +151,22 @@ def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
     If there is only one, its name is empty. Raises ValueError, with the reason, for what cannot be used.
     """
     built_ins = {"calculator": calculator, "python": python_tool(config)}
+    field_name = f"environment.tools (built in: {', '.join(built_ins)})"
     functions = []
     for spec in config.tools:
-        function = built_ins.get(spec) or load_function(spec, f"environment.tools (built in: {', '.join(built_ins)})")
+        function = built_ins.get(spec) or load_function(spec, field_name)
         if not inspect.isroutine(function):
             raise ValueError(f"environment.tools {spec} is no function; write def ..., and a class as environment.name")
         functions.append(function)
-    by_name = {function.__name__: function for function in functions}
-    toolboxes = {name: _load_class(spec, config, by_name) for name, spec in config.all_classes.items()}
-    toolboxes = toolboxes or {"": Toolbox(by_name)}
+    function_names = [function.__name__ for function in functions]
+    by_name = dict(zip(function_names, functions, strict=True))
+    toolboxes = {}
+    for name, spec in config.all_classes.items():
+        toolboxes[name] = _load_class(spec, config, by_name)
+    if not toolboxes:
+        toolboxes[""] = Toolbox(by_name)
     for toolbox in toolboxes.values():
-        names = [function.__name__ for function in functions]
-        names += toolbox.methods
+        names = [*function_names, *toolbox.methods]
         for name in toolbox.tools:
             if names.count(name) > 1:
                 raise ValueError(f"two tools of a class and environment.tools are called {name}; rename one")
@@ -164,9 +193,8 @@ def _load_class(
     _check_call(kind, f"class {kind.__name__} does not take environment.options {config.options}", [], config.options)
     for name, arguments in OPTIONAL_METHODS.items():
         if hasattr(kind, name):
-            what = (
-                f"{kind.__name__}.{name} is no tool here, and is called with {', '.join(arguments) or 'no arguments'}"
-            )
+            given = ", ".join(arguments) or "no arguments"
+            what = f"{kind.__name__}.{name} is no tool here, and is called with {given}"
             _check_call(getattr(kind, name), what, [None, *arguments], {})
     return toolbox
 
@@ -199,12 +227,14 @@ def run_call(
     environment: the object of the rollout, None without a class. Raises Lost for an outage, and MemoryError.
     """
     if call.name not in toolbox.tools:
+        hint = near_miss(call.name, toolbox.tools)
         names = ", ".join(toolbox.tools) or "none"
-        return f"There is no tool {call.name!r}{near_miss(call.name, toolbox.tools)}. Tools: {names}.", "bad"
+        return f"There is no tool {call.name!r}{hint}. Tools: {names}.", "bad"
     function = toolbox.functions.get(call.name) or getattr(environment, call.name)
     signature = inspect.signature(function)
+    first_argument = next(iter(signature.parameters), "")
     hints = typing.get_type_hints(function)
-    arguments = _by_name(call.arguments, next(iter(signature.parameters), ""), hints)
+    arguments = _by_name(call.arguments, first_argument, hints)
     try:
         signature.bind(**arguments)
         for name, value in arguments.items():
@@ -213,7 +243,8 @@ def run_call(
     except TypeError as error:
         return f"{call.name}: {error}. It is {call.name}{signature}", "bad"
     try:
-        return _as_text(await_result(function(**arguments))), "ok"
+        result = await_result(function(**arguments))
+        return _as_text(result), "ok"
     except (MemoryError, Lost):
         raise
     except (Exception, SystemExit) as error:  # a tool of the user may raise anything
@@ -230,19 +261,21 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 def await_result(result: Any) -> Any:
     """Return the result of a function of the user. An async function is run to its end first."""
-    return _event_loop().run_until_complete(result) if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        return _event_loop().run_until_complete(result)
+    return result
 
 
 def _as_text(result: Any) -> str:
     """Write a result of a tool as the model reads it: as text, as JSON, or as the text parts of a message."""
     if not isinstance(result, dict | list):
         return str(result)
-    parts = result if isinstance(result, list) else []
-    kinds = [isinstance(part, dict) and part.get("type") for part in parts]
-    if parts and all(kind in ("text", "image") for kind in kinds):
-        if "image" in kinds:
-            raise Lost("a tool answered with an image, which these models do not read; answer with text")
-        return "".join(part["text"] for part in parts)
+    if isinstance(result, list):
+        kinds = [isinstance(part, dict) and part.get("type") for part in result]
+        if kinds and all(kind in ("text", "image") for kind in kinds):
+            if "image" in kinds:
+                raise Lost("a tool answered with an image, which these models do not read; answer with text")
+            return "".join(part["text"] for part in result)
     return json.dumps(result, ensure_ascii=False, default=str)
 
 
@@ -251,13 +284,18 @@ def is_outage(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OUTAGES) or (isinstance(error, OSError) and error.errno in OUTAGE_NUMBERS):
             return True
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if error.__suppress_context__:
+            error = error.__cause__
+        else:
+            error = error.__cause__ or error.__context__
     return False
 
 
 def error_for_model(error: BaseException) -> str:
     """Write an error as the model reads it: `KeyError: 'x'`, or the type alone if there is no message."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    kind = type(error).__name__
+    message = str(error)
+    return f"{kind}: {message}" if message else kind
 
 
 def _by_name(
@@ -274,7 +312,9 @@ def _by_name(
     if hints.get(first) is not str:
         with contextlib.suppress(ValueError, RecursionError):
             return {first: json.loads(arguments)}
-    return {first: arguments} if first or arguments else {}
+    if not first and not arguments:
+        return {}
+    return {first: arguments}
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -288,7 +328,8 @@ def _has_type(value: Any, hint: Any) -> bool:
     if kind is tuple:
         return isinstance(value, list)
     if kind is list:
-        return isinstance(value, list) and (not parts or all(_has_type(item, parts[0]) for item in value))
+        item_hint = parts[0] if parts else None
+        return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
     if kind in (int, float):  # True is an int in Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     if kind in (str, bool, dict, type(None)):

@@ -30,27 +30,49 @@ from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import changes_since
 from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, check_run_folder, read_marker, step_folders, step_of
 from grpo.roles.process_groups import make_savers_group
+from grpo.text import reason_of
 from grpo.watch.failures import BadInput
 
 DRIVER_FILE = "driver.pt"
 METADATA_FILE = ".metadata"
 # All that torch's description of a checkpoint may contain: passive classes, mostly of one module, and dtypes
-_CLASSES = [value for value in vars(metadata).values() if getattr(value, "__module__", "") == metadata.__name__]
-_CLASSES += [pathlib.PosixPath, torch.Size, torch.serialization._get_layout, filesystem._StorageInfo]
+_CLASSES = [
+    pathlib.PosixPath,
+    torch.Size,
+    torch.serialization._get_layout,
+    filesystem._StorageInfo,
+]
+for _value in vars(metadata).values():
+    if getattr(_value, "__module__", "") == metadata.__name__:
+        _CLASSES.append(_value)
 ALLOWED = {(value.__module__, value.__qualname__): value for value in _CLASSES}
-ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+for _name, _value in vars(torch).items():
+    if isinstance(_value, torch.dtype):
+        ALLOWED["torch", _name] = _value
 # Python before 3.11.4 writes the member of an enum as getattr(kind, name). This returns members and no other attribute.
 ALLOWED["builtins", "getattr"] = enum.EnumMeta.__getitem__
 # What unpickling raises for bytes that are not a pickle
-MALFORMED = (pickle.UnpicklingError, EOFError, ImportError, AttributeError, LookupError, TypeError, ValueError)
-MALFORMED += (OverflowError, MemoryError, RecursionError)
+MALFORMED = (
+    pickle.UnpicklingError,
+    EOFError,
+    ImportError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+)
 
 
 # ---- How a run begins in its folder
 
 
 def open_run_folder(
-    config: GRPOConfig | SFTConfig, script: str, inputs: Iterable[str]
+    config: GRPOConfig | SFTConfig,
+    script: str,
+    inputs: Iterable[str],
 ) -> tuple[pathlib.Path | None, dict[str, Any]]:
     """Return the newest checkpoint and the driver's state in it, if the run resumes from one. Changes nothing.
 
@@ -58,14 +80,21 @@ def open_run_folder(
     they belong to the old one. Raises ValueError if the folder is not for this run (see `check_run_folder`), if the
     checkpoint cannot be used, or if the result would not be that of the run which is resumed.
     """
-    check_run_folder(config.run_dir, script, inputs, resume=config.resume, overwrite=config.overwrite)
+    check_run_folder(
+        config.run_dir,
+        script,
+        inputs,
+        resume=config.resume,
+        overwrite=config.overwrite,
+    )
     if not config.resume:
         return None, {}
     checkpoint, state = newest_checkpoint(config.run_dir)
     if checkpoint is not None and not is_same_run(config):
         groups = state.pop("flight", None)
         if groups:
-            print(f"{len(groups['counts'])} groups in flight are left out: they are of the old config", flush=True)
+            num_groups = len(groups["counts"])
+            print(f"{num_groups} groups in flight are left out: they are of the old config", flush=True)
     return checkpoint, state
 
 
@@ -75,7 +104,8 @@ def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
     The old config is read from `run.json`, which is data; config.py is not run. Raises ValueError if the result depends
     on a field that differs, unless `allow_changes` is set.
     """
-    changes = changes_since(read_marker(config.run_dir)["config"], config)
+    old_config = read_marker(config.run_dir)["config"]
+    changes = changes_since(old_config, config)
     refused = [text for text, breaks_exactness in changes.items() if breaks_exactness]
     if refused and not config.allow_changes:
         raise ValueError(
@@ -83,7 +113,8 @@ def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
             "values, take --allow-changes if the change is meant, or start a new run in another --run-dir"
         )
     if changes:
-        print("\n  ".join(["resumed with another config than before", *changes]), flush=True)
+        lines = ["resumed with another config than before", *changes]
+        print("\n  ".join(lines), flush=True)
     return not refused
 
 
@@ -98,19 +129,23 @@ def newest_checkpoint(run_dir: str) -> tuple[pathlib.Path | None, dict[str, Any]
     folders = step_folders(run_dir)
     if not folders:
         return None, {}
+    newest = folders[-1]
     try:
-        return folders[-1], check_checkpoint(folders[-1])
+        return newest, check_checkpoint(newest)
     except ValueError as error:
-        then = f"continue after step {step_of(folders[-2])}" if folders[1:] else "start again"
+        then = "start again"
+        if len(folders) > 1:
+            then = f"continue after step {step_of(folders[-2])}"
         raise ValueError(
-            f"the checkpoint of step {step_of(folders[-1])} cannot be used: {error}; remove {folders[-1]} to {then}"
+            f"the checkpoint of step {step_of(newest)} cannot be used: {error}; remove {newest} to {then}"
         ) from error
 
 
 def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
     """Return the driver's state in a checkpoint. Raises ValueError with a file's name if it is missing or cut short."""
     state = _read_driver_state(checkpoint)
-    for piece in SafeReader(checkpoint).read_metadata().storage_data.values():
+    description = SafeReader(checkpoint).read_metadata()
+    for piece in description.storage_data.values():
         shard = checkpoint / piece.relative_path
         if shard.parent != checkpoint or not shard.is_file():
             raise ValueError(f"{shard} is missing, which {METADATA_FILE} names")
@@ -123,20 +158,29 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
 
 def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | None:
     """Return the checkpoint with the highest `eval/<metric>`, the newest of equals; None if none has it."""
-    return _best_of(step_folders(run_dir), _held_out_values(run_dir, metric))
+    values = _held_out_values(run_dir, metric)
+    return _best_of(step_folders(run_dir), values)
 
 
 def _held_out_values(run_dir: str | pathlib.Path, metric: str) -> dict[int, float]:
     """Return the metric of the log by step."""
     name = f"eval/{metric.removeprefix('eval/')}"
+    values = {}
     with open(pathlib.Path(run_dir) / "metrics.jsonl", encoding="utf-8") as file:
-        records = map(json.loads, file)
-        return {record["step"]: record[name] for record in records if record.get(name) is not None}
+        for line in file:
+            record = json.loads(line)
+            if record.get(name) is not None:
+                values[record["step"]] = record[name]
+    return values
 
 
 def _best_of(folders: list[pathlib.Path], values: dict[int, float]) -> pathlib.Path | None:
-    evaluated = {folder: values[step_of(folder)] for folder in folders if step_of(folder) in values}
-    return max(reversed(evaluated), key=evaluated.get, default=None)
+    best = None
+    for folder in folders:
+        value = values.get(step_of(folder))
+        if value is not None and (best is None or value >= values[step_of(best)]):
+            best = folder
+    return best
 
 
 # ---- Saving
@@ -154,14 +198,13 @@ class CheckpointSaver:
         self.config = config
         self.group = make_savers_group(config.deadline_minutes)
         on_gpu = torch.cuda.is_available()
-        self.stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,  # the next update would change what is copied
-                use_non_blocking_copy=on_gpu,
-            )
+        options = StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,  # the next update would change what is copied
+            use_non_blocking_copy=on_gpu,
         )
+        self.stager = DefaultStager(options)
         self.step = 0
         self.writing: Future | None = None
 
@@ -174,7 +217,8 @@ class CheckpointSaver:
         """
         self.finish()
         self.step = step
-        state = trained.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}
+        state = trained.state_dict()
+        state["random"] = {str(dist.get_rank()): _random_state()}
         self.writing = dcp.async_save(
             state,
             storage_writer=_Writer(self.config, step, driver_state),
@@ -205,17 +249,22 @@ class CheckpointSaver:
             cause = _cause(error)
             if not isinstance(cause, OSError | RuntimeError):  # torch's writer raises either one for a full disk
                 raise cause from error
-            free = shutil.disk_usage(self.config.run_dir).free
+            free_gib = shutil.disk_usage(self.config.run_dir).free / 2**30
             raise BadInput(
                 f"the checkpoint of step {self.step} could not be saved in {partial.parent}: {cause}; without it "
-                f"{free / 2**30:.2f} GiB are free, and older checkpoints stay. Make room and continue with --resume"
+                f"{free_gib:.2f} GiB are free, and older checkpoints stay. Make room and continue with --resume"
             ) from cause
 
 
 class _Writer(dcp.FileSystemWriter):
     """Writes one checkpoint under a temporary name, and renames it when it is complete."""
 
-    def __init__(self, config: GRPOConfig | SFTConfig, step: int, driver_state: dict[str, Any] | None):
+    def __init__(
+        self,
+        config: GRPOConfig | SFTConfig,
+        step: int,
+        driver_state: dict[str, Any] | None,
+    ):
         super().__init__(_partial_folder(config.run_dir, step))
         self.config = config
         self.driver_file = io.BytesIO()
@@ -234,14 +283,16 @@ class _Writer(dcp.FileSystemWriter):
         _bring_to_disk(partial)
         partial.rename(partial.with_suffix(""))  # atomic: a crash before it leaves the older ones as they are
         _bring_to_disk(partial.parent)
-        best = _best_of(step_folders(self.config.run_dir), self.held_out_values)
-        for old in step_folders(self.config.run_dir)[: -self.config.checkpoint.keep]:
+        folders = step_folders(self.config.run_dir)
+        best = _best_of(folders, self.held_out_values)
+        for old in folders[: -self.config.checkpoint.keep]:
             if old != best:
-                shutil.rmtree(old.rename(old.with_suffix(PARTIAL)))  # a kill meanwhile leaves no half checkpoint
+                partial = old.rename(old.with_suffix(PARTIAL))  # a kill meanwhile leaves no half checkpoint
+                shutil.rmtree(partial)
 
 
 def _partial_folder(run_dir: str, step: int) -> pathlib.Path:
-    return (pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}").with_suffix(PARTIAL)
+    return pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}{PARTIAL}"
 
 
 def _bring_to_disk(path: pathlib.Path) -> None:
@@ -286,9 +337,10 @@ def load_checkpoint(checkpoint: pathlib.Path, trained: Stateful) -> None:
     _load(state, checkpoint)
     trained.load_state_dict(state)
     if random:
-        torch.set_rng_state(state["random"][rank]["cpu"])
+        random = state["random"][rank]
+        torch.set_rng_state(random["cpu"])
     if "cuda" in random:
-        torch.cuda.set_rng_state(state["random"][rank]["cuda"])
+        torch.cuda.set_rng_state(random["cuda"])
 
 
 def load_model(checkpoint: pathlib.Path, model: Stateful) -> None:
@@ -304,24 +356,20 @@ def _load(state: dict[str, Any], checkpoint: pathlib.Path) -> None:
         dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner())
     except dcp.api.CheckpointException as error:
         cause = _cause(error)
-        raise BadInput(f"{checkpoint} cannot be loaded: {_in_one_line(cause)}") from cause
+        raise BadInput(f"{checkpoint} cannot be loaded: {reason_of(cause)}") from cause
 
 
 def _read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
     """Read step, place in the data and the rest of the driver's state. Raises ValueError if the file is damaged."""
     path = checkpoint / DRIVER_FILE
-    content = content_of(path)
+    content = io.BytesIO(content_of(path))
     try:
-        state = torch.load(io.BytesIO(content), weights_only=True)
+        state = torch.load(content, weights_only=True)
     except (RuntimeError, *MALFORMED) as error:
-        raise ValueError(f"{path} cannot be read: {_in_one_line(error)}") from error
+        raise ValueError(f"{path} cannot be read: {reason_of(error)}") from error
     if not isinstance(state, dict) or state.get("step") != step_of(checkpoint):
         raise ValueError(f"{path} is not of step {step_of(checkpoint)}")
     return state
-
-
-def _in_one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 # ---- Reading without running anything that is in it
@@ -365,6 +413,7 @@ class SafePlanner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read a value safely, and let torch put it in its place from bytes that we wrote."""
         plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)
+        loaded = torch.load(value, weights_only=True)
+        torch.save(loaded, plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)

@@ -33,8 +33,24 @@ LOCK = "run.lock"
 CONFIG = "config.py"
 CHECKPOINTS = "checkpoints"
 # What a run writes into its folder, and all that `overwrite` deletes
-RUN_FILES = (CONFIG, "metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "samples.txt", "look.html", "profile")
-RUN_FILES += ("tensorboard", "wandb", "batches", CHECKPOINTS, "model", "model-adapter", "initial_model", LOCK, MARKER)
+RUN_FILES = (
+    CONFIG,
+    "metrics.jsonl",
+    "completions.jsonl",
+    "evaluation.jsonl",
+    "samples.txt",
+    "look.html",
+    "profile",
+    "tensorboard",
+    "wandb",
+    "batches",
+    CHECKPOINTS,
+    "model",
+    "model-adapter",
+    "initial_model",
+    LOCK,
+    MARKER,
+)
 # These of them are there already when a start fails while models load; the corrected run may begin
 WRITTEN_BEFORE_RUN = (CONFIG, "tensorboard", "wandb", "initial_model", LOCK, MARKER)
 PARTIAL = ".partial"  # ending of a checkpoint that is being written or deleted
@@ -46,7 +62,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def check_run_folder(
-    run_dir: str, script: str, inputs: Iterable[str], *, resume: bool = False, overwrite: bool = False
+    run_dir: str,
+    script: str,
+    inputs: Iterable[str],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Refuse a folder that this run must not write into. Changes nothing: a trial folder is made and removed.
 
@@ -56,7 +77,9 @@ def check_run_folder(
     run would replace or delete one of its inputs.
     """
     folder = pathlib.Path(run_dir)
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
     try:  # permissions do not tell: root cannot write in /proc or on a disk that is mounted read-only
         tempfile.TemporaryDirectory(dir=place).cleanup()
     except OSError as error:
@@ -66,7 +89,10 @@ def check_run_folder(
         ) from error
     if os.path.lexists(folder / LOCK):
         os.close(_take_lock(folder))
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+    names = []
+    if folder.is_dir():
+        names = sorted(path.name for path in folder.iterdir())
     marker = read_marker(folder)
     strange = [name for name in names if name not in (LOCK, "initial_model")]  # a refused start may leave these two
     if marker is None and strange:
@@ -74,14 +100,17 @@ def check_run_folder(
             f"{run_dir} has files ({', '.join(strange[:5])}) but no {MARKER} of a run, which marks its folder; "
             "nothing is written there: choose another --run-dir, or empty the folder yourself"
         )
+
     run_files = {folder.resolve() / name for name in RUN_FILES}
     for path in filter(None, inputs):
         resolved = pathlib.Path(path).resolve()
-        if marker and resolved.exists() and run_files & {resolved, *resolved.parents}:
+        lies_in = {resolved, *resolved.parents}
+        if marker and resolved.exists() and run_files & lies_in:
             raise ValueError(
                 f"{path} lies in the run folder {run_dir}, and this run would replace or delete it; choose another "
                 "--run-dir"
             )
+
     written = [name for name in RUN_FILES if name in names and name not in WRITTEN_BEFORE_RUN]
     if written and not (resume or overwrite):
         raise ValueError(
@@ -114,11 +143,17 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
         holder += f", job {os.environ['SLURM_JOB_ID']}"
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{holder}, since {now}\n".encode(), 0)
+
     overwrites = config.overwrite and not config.resume
     for path in _files_of_runs(folder):
-        if path.name.endswith(UNFINISHED) or (overwrites and path.name not in ("initial_model", LOCK, MARKER)):
+        is_unfinished = path.name.endswith(UNFINISHED)
+        is_old = overwrites and path.name not in ("initial_model", LOCK, MARKER)
+        if is_unfinished or is_old:
             _delete(path)
-    versions = {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES}
+
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        versions[package] = installed_version(package)
     commit = _commit()
     marker = {
         "script": script,
@@ -128,15 +163,18 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
         "config": written_fields(config),
     }
     _write(folder / MARKER, json.dumps(marker, indent=2) + "\n")
+
     recipe = as_recipe(config)
     saved = folder / CONFIG
     earlier = folder / f"config-step-{step:08d}.py"
     # if `earlier` exists, it has the config of the steps up to this one; no later config led to a checkpoint
-    if config.resume and step and not earlier.exists() and saved.is_file() and saved.read_text("utf-8") != recipe:
+    may_differ = config.resume and step and saved.is_file() and not earlier.exists()
+    if may_differ and saved.read_text("utf-8") != recipe:
         saved.rename(earlier)
     _write(saved, recipe)
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    print(f"{packages}; commit {(commit or 'unknown')[:10]}", flush=True)
+    short_commit = commit[:10] if commit else "unknown"
+    print(f"{packages}; commit {short_commit}", flush=True)
     return lock
 
 
@@ -151,14 +189,18 @@ def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:
         return None
     if not isinstance(marker, dict):
         return None
-    is_of_run = isinstance(marker.get("script"), str) and isinstance(marker.get("config"), dict)
-    return marker if is_of_run else None
+    if not isinstance(marker.get("script"), str) or not isinstance(marker.get("config"), dict):
+        return None
+    return marker
 
 
 def step_folders(run_dir: str | pathlib.Path) -> list[pathlib.Path]:
     """Return the run's checkpoint folders `step-NNNNNNNN`, oldest first. Folders of other names are ignored."""
-    paths = (pathlib.Path(run_dir) / CHECKPOINTS).glob("step-*")
-    return sorted((path for path in paths if STEP_FOLDER.fullmatch(path.name) and path.is_dir()), key=step_of)
+    folders = []
+    for path in pathlib.Path(run_dir, CHECKPOINTS).glob("step-*"):
+        if STEP_FOLDER.fullmatch(path.name) and path.is_dir():
+            folders.append(path)
+    return sorted(folders, key=step_of)
 
 
 def step_of(folder: pathlib.Path) -> int:
@@ -193,7 +235,10 @@ def _take_lock(folder: pathlib.Path, flags: int = 0) -> int:
 
 def _files_of_runs(folder: pathlib.Path) -> list[pathlib.Path]:
     """Return the paths of all that a run may have written. In checkpoints/ these are only folders that it named."""
-    files = [folder / f"{name}{ending}" for name in RUN_FILES if name != CHECKPOINTS for ending in ("", *UNFINISHED)]
+    files = []
+    for name in RUN_FILES:
+        if name != CHECKPOINTS:
+            files += [folder / f"{name}{ending}" for ending in ("", *UNFINISHED)]
     files += [path for path in folder.glob("config-step-*.py") if OLD_CONFIG.fullmatch(path.name)]
     for path in (folder / CHECKPOINTS).glob("step-*"):
         if STEP_FOLDER.fullmatch(path.name.removesuffix(PARTIAL)):
@@ -230,4 +275,5 @@ def _commit() -> str | None:
     if not (ROOT / ".git").exists() or not shutil.which("git"):  # git would find a repository around the project
         return None
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout.strip() or None

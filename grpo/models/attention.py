@@ -1,7 +1,8 @@
-"""Attention within the documents of packed rows, and to a prompt that they share.
+"""Attention within the documents of packed rows, and to a prompt that they share; in some layers within a window.
 
 "flash" is faster than torchtitan's FlexAttention, "documents" runs on CPUs. Both take `document_masks` of a
-micro-batch: where documents begin, the longest one, and the keys of a shared prompt that they attend to.
+micro-batch: where documents begin, the longest one, the keys of a shared prompt that they attend to, and the window.
+A window of w tokens lets a token attend to itself and to the w - 1 tokens before it.
 """
 
 import functools
@@ -68,20 +69,14 @@ class DocumentAttention(VarlenAttention):
     # torchtitan declares shardings for these argument names
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, enable_gqa=False, **unused):
         """Attend to a document's own keys and those of its shared prompt. Returns [B, L, N, H]."""
-        bounds = attention_masks.cu_seq_q
-        shared = attention_masks.shared
-        index_SQ, real_SQ = _as_rows(bounds)
+        index_SQ, real_SQ = _as_rows(attention_masks.cu_seq_q)
         index_SK = index_SQ
         visible = {"is_causal": True}  # hides the padding too, which follows its document
-        if shared is not None:
-            key_bounds = attention_masks.cu_seq_k
-            places_SK, real_SK = _as_rows(key_bounds)
-            index_SK = shared.keys_K[places_SK]
-            # the last queries and the last keys are those of the same tokens
-            before_S = key_bounds.diff() - bounds.diff()
-            last_SQ = torch.arange(index_SQ.shape[1], device=bounds.device) + before_S[:, None]
-            seen_SQK = torch.arange(index_SK.shape[1], device=bounds.device) <= last_SQ[:, :, None]
-            visible = {"attn_mask": seen_SQK[:, None]}
+        if attention_masks.shared or attention_masks.cuts:
+            index_SK, _ = _as_rows(attention_masks.cu_seq_k)
+            visible = {"attn_mask": _seen_keys(attention_masks, index_SQ.shape[1], index_SK.shape[1])[:, None]}
+        if attention_masks.shared:
+            index_SK = attention_masks.shared.keys_K[index_SK]
         q = q_BLNH.flatten(0, 1)[index_SQ].transpose(1, 2)
         k = k_BLNH.flatten(0, 1)[index_SK].transpose(1, 2)
         v = v_BLNH.flatten(0, 1)[index_SK].transpose(1, 2)
@@ -95,6 +90,21 @@ def _as_rows(bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     offsets_T = torch.arange(int(lengths_S.max()), device=bounds.device)
     index_ST = (bounds[:-1, None] + offsets_T).clamp(max=int(bounds[-1]) - 1)  # padding repeats the last place of all
     return index_ST, offsets_T < lengths_S[:, None]
+
+
+def _seen_keys(masks: "DocumentMasks", num_queries: int, num_keys: int) -> torch.Tensor:
+    """Say which keys each query sees, both laid out as rows: bool [documents, queries, keys].
+
+    The last queries and the last keys of a document are those of the same tokens.
+    """
+    key_K = torch.arange(num_keys, device=masks.cu_seq_k.device)
+    num_before_S = masks.cu_seq_k.diff() - masks.cu_seq_q.diff()
+    own_SQ = num_before_S[:, None] + torch.arange(num_queries, device=key_K.device)
+    own_SQ1 = own_SQ.clamp(max=num_keys - 1)[:, :, None]  # so that padding sees something too
+    seen_SQK = key_K <= own_SQ1
+    if masks.cuts:
+        seen_SQK &= key_K > own_SQ1 - masks.window
+    return seen_SQK
 
 
 class FlashAttention(DocumentAttention):
@@ -124,13 +134,14 @@ class FlashAttention(DocumentAttention):
             shared and shared.own_T,
             shared and shared.reused_R,
             shared and shared.uses_RU,
+            attention_masks.window,
             scale,
         )
         return out_TNH.view(q_BLNH.shape)
 
 
 class DocumentMasks(NamedTuple):
-    """torchtitan's VarlenMetadata, and the keys that documents share."""
+    """torchtitan's VarlenMetadata, the keys that documents share, and the window of a layer."""
 
     cu_seq_q: torch.Tensor
     """int32 [documents + 1]."""
@@ -138,16 +149,35 @@ class DocumentMasks(NamedTuple):
     max_q: int | torch.Tensor
     max_k: int | torch.Tensor
     shared: SharedPrompts | None
+    window: int | None = None
+    """Tokens that a query sees, its own included; None for all before it."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the window hides a key of the longest document."""
+        return self.window is not None and bool(self.max_k > self.window)
 
 
-def document_masks(micro: MicroBatch) -> DocumentMasks:
+def document_masks(micro: MicroBatch, window: int | None = None) -> DocumentMasks:
     """Return a micro-batch's documents. torchtitan would derive them from the positions, and wait for the device."""
     bounds = micro.document_starts
     longest = micro.longest_document
     shared = micro.shared
     if shared is None:
-        return DocumentMasks(bounds, bounds, longest, longest, None)
-    return DocumentMasks(bounds, shared.key_starts, longest, shared.longest, shared)
+        return DocumentMasks(bounds, bounds, longest, longest, None, window)
+    return DocumentMasks(bounds, shared.key_starts, longest, shared.longest, shared, window)
+
+
+def window_mask(positions_BT: torch.Tensor, window: int) -> Callable[..., torch.Tensor]:
+    """Return flex attention's mask of a window, besides those that keep documents apart.
+
+    It goes by positions: a shared prompt lies further away in its row than in the text.
+    """
+
+    def sees(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return positions_BT[b, query] - positions_BT[b, key] < window
+
+    return sees
 
 
 def shared_prompt_mask(micro: MicroBatch) -> Callable[..., torch.Tensor]:
@@ -222,16 +252,17 @@ def flash_attention(
     own_T: torch.Tensor | None,
     reused_R: torch.Tensor | None,
     uses_RU: torch.Tensor | None,
+    window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute causal attention within documents: (output [T, N, H], logsumexp [N, T] in float32).
 
     bounds_S: int32, the documents' first places and T. longest: their largest length, int64 on the CPU. key_bounds_S,
     longest_keys: the same for their keys. A document's own keys come last. keys_K, own_T, reused_R, uses_RU: as in
-    SharedPrompts; None where documents share no keys.
+    SharedPrompts; None where documents share no keys. window: as in DocumentMasks.
     """
     forward, _ = kernels()
-    options = _options(bounds_S, key_bounds_S, longest, longest_keys, scale)
+    options = _options(bounds_S, key_bounds_S, longest, longest_keys, window, scale)
     out, logsumexp, *_ = forward(q_TNH, _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K), return_lse=True, **options)
     return out, logsumexp
 
@@ -254,11 +285,12 @@ def flash_attention_backward(
     longest: torch.Tensor,
     longest_keys: torch.Tensor,
     keys_K: torch.Tensor | None,
+    window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, and of k and v as the documents attend to them, always added in the same order."""
     _, backward = kernels()
-    options = _options(bounds_S, key_bounds_S, longest, longest_keys, scale)
+    options = _options(bounds_S, key_bounds_S, longest, longest_keys, window, scale)
     k, v = _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K)
     return backward(q_TNH, k, v, out_TNH, grad_TNH, logsumexp_NT, deterministic=True, **options)[:3]
 
@@ -269,8 +301,11 @@ def _(grad_TNH, out_TNH, logsumexp_NT, q_TNH, k_TKH, v_TKH, bounds_S, key_bounds
     return q_TNH.new_empty(q_TNH.shape), *(x.new_empty(num_keys, *x.shape[1:]) for x in (k_TKH, v_TKH))
 
 
-def _options(bounds_S, key_bounds_S, longest, longest_keys, scale: float) -> dict[str, object]:
-    """Return the kernels' options. Their causal mask lets a document's last query see all of its keys."""
+def _options(bounds_S, key_bounds_S, longest, longest_keys, window: int | None, scale: float) -> dict[str, object]:
+    """Return the kernels' options. Their causal mask lets a document's last query see all of its keys.
+
+    The kernels count the tokens of a window without the query's own.
+    """
     return {
         "max_seqlen_q": int(longest),
         "max_seqlen_k": int(longest_keys),
@@ -278,6 +313,7 @@ def _options(bounds_S, key_bounds_S, longest, longest_keys, scale: float) -> dic
         "cu_seqlens_k": key_bounds_S,
         "softmax_scale": scale,
         "causal": True,
+        "window_size_left": None if window is None else window - 1,
     }
 
 
@@ -298,17 +334,17 @@ def _added_up(
 
 
 def _keep(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
 def _backward(ctx, grad_TNH, _):
     *tensors, own_T, reused_R, uses_RU = ctx.saved_tensors
-    gradients = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.scale)
+    gradients = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.window, ctx.scale)
     if own_T is not None:  # here and not in the kernels' operator, so that it is compiled
         of_q, *of_keys_and_values = gradients
         gradients = of_q, *(_added_up(gradient, own_T, reused_R, uses_RU) for gradient in of_keys_and_values)
-    return *gradients, *[None] * 9
+    return *gradients, *[None] * 10
 
 
 flash_attention.register_autograd(_backward, setup_context=_keep)

@@ -29,10 +29,11 @@ from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import take_out
 from grpo.data.packing import Packing, pack
 from grpo.models.attention import SelectiveCheckpointing, allow_any_length, choose_attention
+from grpo.models.blocks import NormedBlock, set_norm_shardings
 from grpo.models.families import Policy, family_of, has_experts, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
-from grpo.types import MicroBatch, SharedPrompts, TrainBatch
+from grpo.types import MicroBatch, TrainBatch
 
 # A run decides what is "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
 CHECKPOINTING_OF_BLOCKS = {
@@ -137,9 +138,8 @@ class ShardedModel:
         this rank's device. Collective over the role's ranks.
         """
         masks = self.module.masks(micro)
-        return self.module(
-            micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
-        )
+        inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
+        return self.module(*inputs, micro.kept)
 
     @torch.no_grad()
     def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
@@ -173,8 +173,8 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, SharedPrompts):
-        return SharedPrompts(*(_on_device(part, device) for part in value))
+    if isinstance(value, tuple):  # SharedPrompts, KeptIds
+        return type(value)(*(_on_device(part, device) for part in value))
     if not isinstance(value, torch.Tensor):
         return value
     if device.type == "cuda":  # from memory that may be swapped out, a copy waits for all that was launched before
@@ -285,6 +285,9 @@ def _compile_config(compiled: bool, experts: bool, dtype: str) -> CompileConfig:
 def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
     """Let torchtitan write into a model's config how each of its parts is sharded."""
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig()))
+    for block in config.layers:
+        if isinstance(block, NormedBlock.Config):
+            set_norm_shardings(block)
     if parallelism.tensor_parallel_degree > 1:  # LogprobHead reduces over the vocabulary itself
         config.lm_head.sharding_config = ShardingConfig(state_shardings=config.lm_head.sharding_config.state_shardings)
 
@@ -297,9 +300,10 @@ def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, devic
     module.to_empty(device=device)
     with torch.no_grad():
         module.init_weights(buffer_device=None)
-    layers = [*module.layers.values()]
-    for layer in layers[1:]:  # each layer made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
-        layer.attention.rope.cache = layers[0].attention.rope.cache
+    tables: dict[tuple[float, ...], torch.Tensor] = {}
+    for layer in module.layers.values():
+        rope = layer.attention.rope  # each made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
+        rope.cache = tables.setdefault(rope.config.inv_freq, rope.cache)
     tensors = names.to_hf(module.state_dict())
     dcp.load(tensors, storage_reader=names.get_hf_storage_reader(folder))
     module.load_state_dict(names.from_hf(tensors), strict=False)

@@ -1,10 +1,11 @@
 """The families of models that can be trained, an entry of FAMILIES each, and the torchtitan model of a config.json.
 
 An entry says how a family differs: which of its models cannot be trained, its block, its tensors' names, how it is
-sharded, which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query attention,
-SwiGLU or a mixture of such experts, RMSNorm, rotary positions. The LM head (`logprob_head.LogprobHead`) returns the
-log-probs of given targets and the entropy instead of logits; a reward model has a head of one output instead.
-Left out: sliding windows; mixtures with shared experts, or with some dense blocks.
+sharded, its norm, which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query
+attention, some of it within windows, SwiGLU or a mixture of such experts, RMSNorm, rotary positions. blocks.py has what
+torchtitan lacks. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets and the entropy
+instead of logits; a reward model has a head of one output instead.
+Left out: mixtures with shared experts, or with some dense blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +17,13 @@ import torch
 import transformers
 from torch import nn
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
-from torchtitan.models.common.attention import FlexAttention, get_causal_mask_mod
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    get_causal_mask_mod,
+    get_efficient_causal_mask_mod_for_packed_document,
+)
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import Identity
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
@@ -25,7 +31,15 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from grpo.models.attention import FlashAttention, attention_config, document_masks, for_compiler, shared_prompt_mask
+from grpo.models.attention import (
+    FlashAttention,
+    attention_config,
+    document_masks,
+    for_compiler,
+    shared_prompt_mask,
+    window_mask,
+)
+from grpo.models.blocks import AllHeadsNorm, GeGLU, Multiplier, NormedBlock, OffsetNorm, ScaledEmbedding
 from grpo.models.experts import ExpertsReader, MoEBlock, moe_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
 from grpo.types import MicroBatch
@@ -35,6 +49,8 @@ WRITES = "ForCausalLM"
 SCORES = "ForSequenceClassification"
 # Kinds of rotary positions whose frequencies do not change with the length
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# What transformers calls the attention of a layer with a window
+WINDOWED = "sliding_attention"
 # Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
 # the first GPU: DTensor's random states take the GPU's index from the rank within the role.
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
@@ -79,22 +95,35 @@ def dense_block(
     )
 
 
-def unsupported_in_dense(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
-    """Yield each reason why a dense model cannot be trained. `raw` is its config.json as it stands."""
-    if window := getattr(config, "sliding_window", None):
+def unsupported_in_dense(
+    raw: dict[str, Any],
+    config: transformers.PretrainedConfig,
+    *,
+    windows: bool = False,
+    activation: str = "silu",
+) -> Iterator[str]:
+    """Yield each reason why a dense model cannot be trained. `raw` is its config.json as it stands.
+
+    windows: models of this family may have layers that attend within a window. activation: the family's only one.
+    """
+    window = getattr(config, "sliding_window", None)
+    if window and not windows:
         yield (
-            f"sliding_window={window} is not supported, since every layer attends to all tokens before; if no prompt "
-            f"with its completion is longer than {window} tokens, nothing differs: set it to null in config.json"
+            f"sliding_window={window} is not supported for model_type {config.model_type}; if no prompt with its "
+            f"completion is longer than {window} tokens, nothing differs: set it to null in config.json"
         )
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("use_mrope"):
-        yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
+    for kind in sorted({*layer_kinds(config)}):
+        rotary = rotary_parameters(config, kind)
+        rope_type = rotary.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
+        if rotary.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("use_mrope"):
+            yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
-    if config.hidden_act != "silu":
-        yield f"hidden_act {config.hidden_act} is not supported, only silu"
+    wanted = getattr(config, "hidden_activation", None) or config.hidden_act
+    if wanted != activation:
+        yield f"hidden_act {wanted} is not supported, only {activation}"
 
 
 DENSE_LINEARS = {
@@ -117,6 +146,88 @@ class DenseNames(Qwen3StateDictAdapter):
             self.from_hf_map[f"model.layers.{{}}.self_attn.{name}.bias"] = f"layers.{{}}.{DENSE_LINEARS[name]}.bias"
         if isinstance(model_config.lm_head, ScoreHead.Config):
             self.from_hf_map["score.weight"] = self.from_hf_map.pop("lm_head.weight")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dense decoders with norms behind attention and feed-forward layer
+
+
+def gemma3_block(
+    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+) -> NormedBlock.Config:
+    """Return torchtitan's config of a block of Gemma 3, whose layers have a norm before and a norm behind them."""
+    dense = dense_block(hf, rope, inner_attention, qk_norm=True)
+    linears = dense.feed_forward
+    return NormedBlock.Config(
+        attention_norm=dense.attention_norm,
+        attention=dense.attention,
+        attention_post_norm=_norm(hf, hf.hidden_size),
+        ffn_norm=dense.ffn_norm,
+        feed_forward=GeGLU.Config(w1=linears.w1, w2=linears.w2, w3=linears.w3),
+        ffn_post_norm=_norm(hf, hf.hidden_size),
+        scale=hf.query_pre_attn_scalar**-0.5,
+    )
+
+
+def unsupported_in_gemma3(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
+    """Yield each reason why a Gemma 3 cannot be trained. `raw` is its config.json as it stands."""
+    yield from unsupported_in_dense(raw, config, windows=True, activation="gelu_pytorch_tanh")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, name):
+            yield f"{name} is not supported"
+
+
+def olmo3_block(
+    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+) -> NormedBlock.Config:
+    """Return torchtitan's config of a block of OLMo 3, whose layers have no norm before and one behind them."""
+    dense = dense_block(hf, rope, inner_attention)
+    head_dim = head_dim_of(hf)
+    norms = [
+        AllHeadsNorm.Config(normalized_shape=num_heads * head_dim, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+        for num_heads in (hf.num_attention_heads, hf.num_key_value_heads)
+    ]
+    dense.attention.qk_norm = norms[0]
+    return NormedBlock.Config(
+        attention_norm=Identity.Config(),
+        attention=dense.attention,
+        attention_post_norm=dense.attention_norm,
+        ffn_norm=Identity.Config(),
+        feed_forward=dense.feed_forward,
+        ffn_post_norm=dense.ffn_norm,
+        key_norm=norms[1],
+        scale=head_dim**-0.5,
+    )
+
+
+def granite_block(
+    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+) -> NormedBlock.Config:
+    """Return torchtitan's config of a block of Granite, which multiplies what it adds by a number."""
+    dense = dense_block(hf, rope, inner_attention)
+    return NormedBlock.Config(
+        attention_norm=dense.attention_norm,
+        attention=dense.attention,
+        attention_post_norm=Multiplier.Config(factor=hf.residual_multiplier),
+        ffn_norm=dense.ffn_norm,
+        feed_forward=dense.feed_forward,
+        ffn_post_norm=Multiplier.Config(factor=hf.residual_multiplier),
+        scale=hf.attention_multiplier,
+    )
+
+
+class NormedNames(DenseNames):
+    """Names for models with norms behind attention and feed-forward layer."""
+
+    def __init__(self, model_config: "Policy.Config", hf_assets_path: str | None):
+        super().__init__(model_config, hf_assets_path)
+        norms = {
+            "post_attention_layernorm": "attention_post_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "ffn_post_norm",
+        }
+        for theirs, ours in norms.items():
+            self.from_hf_map[f"model.layers.{{}}.{theirs}.weight"] = f"layers.{{}}.{ours}.weight"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,6 +311,10 @@ class Family:
     """Torchtitan's names of tensors <-> Hugging Face's."""
     parallelize: Callable[..., nn.Module] = parallelize_qwen3
     """Torchtitan's function that applies tensor parallelism, activation checkpointing, compilation and FSDP."""
+    norm: type[RMSNorm] = RMSNorm
+    """The norm of hidden states, and of queries and keys per head."""
+    embedding_scale: Callable[[transformers.PretrainedConfig], float] | None = None
+    """Embeddings are multiplied by it."""
     linears: dict[str, str] = field(default_factory=lambda: DENSE_LINEARS)
     """The linear layers that take adapters, in the order in which a forward meets them: Hugging Face's name -> place in
     a block."""
@@ -210,7 +325,17 @@ FAMILIES = {
     "qwen3": Family(block=partial(dense_block, qk_norm=True)),
     "qwen2": Family(block=partial(dense_block, qkv_bias=True)),  # Qwen2, Qwen2.5, R1-Distill-Qwen
     "llama": Family(),  # Llama 3, R1-Distill-Llama
-    "mistral": Family(),
+    "smollm3": Family(),
+    "mistral": Family(unsupported=partial(unsupported_in_dense, windows=True)),
+    "gemma3_text": Family(
+        block=gemma3_block,
+        unsupported=unsupported_in_gemma3,
+        names=NormedNames,
+        norm=OffsetNorm,
+        embedding_scale=lambda hf: hf.hidden_size**0.5,
+    ),
+    "olmo3": Family(block=olmo3_block, unsupported=partial(unsupported_in_dense, windows=True), names=NormedNames),
+    "granite": Family(block=granite_block, embedding_scale=lambda hf: hf.embedding_multiplier),
     "qwen3_moe": Family(
         block=moe_block,
         unsupported=unsupported_in_moe,
@@ -244,26 +369,39 @@ class Policy(Qwen3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
-        pass
+        windows: tuple[int | None, ...]
+        """Of each layer, see `DocumentMasks.window`."""
+        logits_divisor: float = 1.0
+        """Logits are divided by it, besides the temperature."""
 
-    def masks(self, micro: MicroBatch):
-        """Return the `attention_masks` of a micro-batch, as this model's kind of attention takes them."""
+    def masks(self, micro: MicroBatch) -> dict[int | None, Any]:
+        """Return a micro-batch's masks for each window of the layers, as this model's kind of attention takes them."""
         attention = self.config.first_attention
+        windows = dict.fromkeys(self.config.windows)
         if not isinstance(attention.inner_attention, FlexAttention.Config):
-            return document_masks(micro)
-        if micro.shared is None:
-            return self.get_attention_masks(micro.positions_BT)
-        mask_mods = [get_causal_mask_mod(), shared_prompt_mask(micro)]
-        return self._create_flex_attention_mask(micro.positions_BT, attention, mask_mods)
+            return {window: document_masks(micro, window) for window in windows}
+        documents = get_efficient_causal_mask_mod_for_packed_document(micro.positions_BT)
+        if micro.shared is not None:
+            documents = shared_prompt_mask(micro)
+        masks = {}
+        for window in windows:
+            parts = [get_causal_mask_mod(), documents]
+            if window is not None:
+                parts.append(window_mask(micro.positions_BT, window))
+            masks[window] = self._create_flex_attention_mask(micro.positions_BT, attention, parts)
+        return masks
 
-    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
+    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M, kept=None):
         """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
-            attention_masks = for_compiler(attention_masks)  # here, behind FSDP, which moves tensors to the GPU
+            # here, behind FSDP, which moves tensors to the GPU
+            attention_masks = {window: for_compiler(masks) for window, masks in attention_masks.items()}
         h_BTD = settled(self.tok_embeddings(ids_BT))
-        for layer in self.layers.values():
-            h_BTD = layer(h_BTD, attention_masks, positions_BT)
-        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M)
+        for layer, window in zip(self.layers.values(), self.config.windows, strict=True):
+            h_BTD = layer(h_BTD, attention_masks[window], positions_BT)
+        if self.config.logits_divisor != 1:
+            temperatures_BT = temperatures_BT * self.config.logits_divisor
+        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M, kept)
 
 
 class HFRoPE(CosSinRoPE):
@@ -276,7 +414,7 @@ class HFRoPE(CosSinRoPE):
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
         inv_freq: tuple[float, ...] = ()
-        """Radians per position, one for each pair of dimensions."""
+        """Radians per position, one for each pair of dimensions; none in a layer without positions."""
         attention_factor: float = 1.0
         """Multiplies cos and sin (YaRN)."""
 
@@ -285,6 +423,14 @@ class HFRoPE(CosSinRoPE):
         angles = torch.outer(torch.arange(self.config.max_seq_len, dtype=torch.float32), inv_freq)
         angles = torch.cat([angles, angles], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.attention_factor
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys by their positions."""
+        if not self.config.inv_freq:
+            return query, key
+        return super().forward(query, key, positions)
 
 
 def titan_config(
@@ -298,7 +444,6 @@ def titan_config(
 
     `attention` is a kind that `attention_config` knows, the rest is as in `LogprobHead.Config`.
     """
-    rope = _rope(hf)
     block = family_of(hf).block
     head = LogprobHead.Config(
         in_features=hf.hidden_size,
@@ -314,11 +459,11 @@ def titan_config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
-        layers=[block(hf, rope, attention_config(attention)) for _ in range(hf.num_hidden_layers)],
+        windows=tuple(windows_of(hf)),
+        logits_divisor=getattr(hf, "logits_scaling", 1.0),
+        layers=[block(hf, _rope(hf, layer), attention_config(attention)) for layer in range(hf.num_hidden_layers)],
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
-        tok_embeddings=Embedding.Config(
-            num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_NO_INIT
-        ),
+        tok_embeddings=_embedding(hf),
         lm_head=head,
     )
 
@@ -330,25 +475,55 @@ def empty_policy(hf: transformers.PretrainedConfig) -> nn.Module:
         return config.build()
 
 
+def layer_kinds(hf: transformers.PretrainedConfig) -> list[str]:
+    """Return transformers' word for each layer's attention: sliding_attention with a window, else full_attention."""
+    kind = WINDOWED if getattr(hf, "sliding_window", None) else "full_attention"
+    return getattr(hf, "layer_types", None) or [kind] * hf.num_hidden_layers
+
+
+def windows_of(hf: transformers.PretrainedConfig) -> list[int | None]:
+    """Return the window of each layer: how many tokens a token attends to, itself included; None for all before it."""
+    return [hf.sliding_window if kind == WINDOWED else None for kind in layer_kinds(hf)]
+
+
 def head_dim_of(config: transformers.PretrainedConfig) -> int:
     """Return the width of one attention head. Where a config leaves it out, it follows from the other numbers."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def rotary_parameters(hf: transformers.PretrainedConfig, kind: str) -> dict[str, Any]:
+    """Return the rotary embedding's parameters in layers of a kind. Some models have the same ones in all."""
+    return hf.rope_parameters.get(kind, hf.rope_parameters)
+
+
 def _norm(hf: transformers.PretrainedConfig, size: int) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+    return family_of(hf).norm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
 
 
-def _rope(hf: transformers.PretrainedConfig) -> HFRoPE.Config:
-    """Return inverse frequencies [head_dim / 2] and the factor on cos and sin, as transformers' models compute them."""
+def _embedding(hf: transformers.PretrainedConfig) -> Embedding.Config:
+    fields = {"num_embeddings": hf.vocab_size, "embedding_dim": hf.hidden_size, "param_init": _NO_INIT}
+    scale = family_of(hf).embedding_scale
+    if scale is None:
+        return Embedding.Config(**fields)
+    return ScaledEmbedding.Config(**fields, scale=scale(hf))
+
+
+def _rope(hf: transformers.PretrainedConfig, layer: int) -> HFRoPE.Config:
+    """Return a layer's rotary embedding, with frequencies and factor as transformers' models compute them."""
     head_dim = head_dim_of(hf)
-    rope_type = hf.rope_parameters.get("rope_type", "default")
+    rotates = getattr(hf, "no_rope_layers", None)  # despite its name: 1 for layers that rotate, 0 for others
+    if rotates and not rotates[layer]:
+        return HFRoPE.Config(dim=head_dim, max_seq_len=hf.max_position_embeddings)
+    kind = layer_kinds(hf)[layer]
+    parameters = rotary_parameters(hf, kind)
+    rope_type = parameters.get("rope_type", "default")
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        inv_freq = hf.rope_parameters["rope_theta"] ** -exponents
+        inv_freq = parameters["rope_theta"] ** -exponents
         attention_factor = 1.0
     else:
-        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf, device="cpu")
+        of_kind = {"layer_type": kind} if kind in hf.rope_parameters else {}
+        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf, device="cpu", **of_kind)
     return HFRoPE.Config(
         dim=head_dim,
         max_seq_len=hf.max_position_embeddings,

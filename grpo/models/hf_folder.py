@@ -246,7 +246,10 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
     raw = read_table(path)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:  # first, since transformers' message is vaguer
-        raise ValueError(f"{folder} is a {model_type} model; only {', '.join(FAMILIES)} models are supported")
+        message = f"{folder} is a {model_type} model; only {', '.join(FAMILIES)} models are supported"
+        if "text_config" in raw:
+            message += "; its part that reads text may be one of them, if you save it as a folder (configs/DATA.md)"
+        raise ValueError(message)
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
         architectures = [architectures]

@@ -5,11 +5,17 @@ forward nor in the backward. Tensor parallelism may shard the vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
+
+from grpo.types import KeptIds
+
+# Logit of an id that was not kept: exp makes 0 of it, and 0 times it is 0, unlike 0 times -inf
+NOT_KEPT = -1e20
 
 
 class LogprobHead(Linear):
@@ -46,11 +52,13 @@ class LogprobHead(Linear):
         targets_BT: torch.Tensor,
         temperatures_BT: torch.Tensor,
         scored_M: torch.Tensor,
+        kept: KeptIds | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (logprobs_BT, entropy_BT) at the places b * T + t in `scored_M`, float32, and 0 elsewhere.
 
-        Prompts need no log-probs. Temperatures are float32 and must arrive unrounded; torchtitan's FSDP does not cast
-        a module's inputs.
+        Prompts need no log-probs. kept: the ids that have a probability at each place, if not all have; a place without
+        any gets some numbers. Temperatures are float32 and must arrive unrounded; torchtitan's FSDP does not cast a
+        module's inputs.
         """
         if isinstance(hidden_BTD, DTensor):
             hidden_BTD = hidden_BTD.to_local()
@@ -65,12 +73,13 @@ class LogprobHead(Linear):
         hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, scored_M)
         targets_M = targets_BT.flatten()[scored_M]
         temperatures_M = temperatures_BT.flatten()[scored_M]
-        if torch.is_grad_enabled() and not weight_VD.requires_grad and group is None:
+        if torch.is_grad_enabled() and not weight_VD.requires_grad and group is None and kept is None:
             logprobs_M, entropy_M = FrozenHeadLogprobs.apply(hidden_MD, weight_VD, targets_M, temperatures_M, self)
         else:
             keep_logits = self.keep_logits and torch.is_grad_enabled()
+            product = partial(chunk_product, weight_VD, first_row, self.chunk_tokens, kept)
             logprobs_M, entropy_M = ChunkedLogprobs.apply(
-                hidden_MD, weight_VD, targets_M, temperatures_M, self, group, first_row, keep_logits
+                hidden_MD, weight_VD, targets_M, temperatures_M, self, product, group, first_row, keep_logits
             )
         places = scored_M // targets_BT.shape[1], scored_M % targets_BT.shape[1]
         zeros_BT = torch.zeros_like(temperatures_BT)
@@ -90,6 +99,7 @@ class ScoreHead(Linear):
         targets_BT: torch.Tensor,
         temperatures_BT: torch.Tensor,
         scored_M: torch.Tensor,
+        kept: KeptIds | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (scores_BT, scores_BT), float32: each scored place's score of its sequence so far, and 0 elsewhere."""
         hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, scored_M)
@@ -108,12 +118,13 @@ class ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head, group, first_row, keep_logits):
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head, product, group, first_row, keep_logits):
         """Return (logprobs_N, entropy_N), float32."""
         outputs = []
         kept_products = []
-        for hidden, targets, temperatures in _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N):
-            product_NV = hidden @ weight_VD.T
+        chunks = _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N)
+        for index, (hidden, targets, temperatures) in enumerate(chunks):
+            product_NV = product(index, hidden)
             maximum, total, weighted, target = head.statistics(product_NV, targets, temperatures, first_row)
             if keep_logits:
                 kept_products.append(product_NV)
@@ -129,6 +140,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         logprobs_N, entropy_N, logsumexp_N = torch.cat(outputs, 1).unbind()
         ctx.save_for_backward(hidden_ND, targets_N, temperatures_N, entropy_N, logsumexp_N, weight_VD, *kept_products)
         ctx.head = head
+        ctx.product = product
         ctx.group = group
         ctx.first_row = first_row
         return logprobs_N, entropy_N
@@ -155,13 +167,13 @@ class ChunkedLogprobs(torch.autograd.Function):
             if kept_products:
                 gradients.append(backward_of_chunk(kept_products[index], hidden, *rest))
             else:
-                gradients.append(backward_of_chunk(hidden @ weight_VD.T, hidden, *rest))
+                gradients.append(backward_of_chunk(ctx.product(index, hidden), hidden, *rest))
         grad_hidden_ND = torch.cat(gradients)
         if ctx.group is not None:  # each rank saw only its rows of the vocabulary
             dist.all_reduce(grad_hidden_ND, group=ctx.group)
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, *[None] * 6
+        return grad_hidden_ND, grad_weight_VD, *[None] * 7
 
 
 class FrozenHeadLogprobs(torch.autograd.Function):
@@ -196,6 +208,33 @@ class FrozenHeadLogprobs(torch.autograd.Function):
         chunks = _chunks(ctx.head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N)
         grads = [ctx.head.gradients(hidden @ weight_VD.T, *rest, 0) @ weight_VD for hidden, *rest in chunks]
         return torch.cat(grads), None, None, None, None
+
+
+def chunk_product(
+    weight_VD: torch.Tensor,
+    first_row: int,
+    chunk_tokens: int,
+    kept: KeptIds | None,
+    index: int,
+    hidden_ND: torch.Tensor,
+) -> torch.Tensor:
+    """Return h W^T [N, V] of a chunk over a rank's rows of the vocabulary, and NOT_KEPT for ids that are not in `kept`.
+
+    index: the chunk's number. Does not wait for the device.
+    """
+    product_NV = hidden_ND @ weight_VD.T
+    if kept is None:
+        return product_NV
+    num_ids = len(weight_VD)
+    values = product_NV.view(-1)
+    id_C = kept.ids_C - first_row
+    wanted_C = (kept.place_C - index * chunk_tokens) * num_ids + id_C
+    index_C = wanted_C % len(values)
+    is_here_C = (index_C == wanted_C) & (id_C % num_ids == id_C)
+    # the others write NOT_KEPT somewhere, which changes no maximum
+    kept_C = values[index_C].where(is_here_C, NOT_KEPT)
+    values.fill_(NOT_KEPT).scatter_reduce_(0, index_C, kept_C, "amax")
+    return product_NV
 
 
 def chunk_statistics(product_NV, targets_N, temperatures_N, first_row: int):

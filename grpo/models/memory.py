@@ -14,7 +14,7 @@ from torch import nn
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import MAX_NUM_SEQS, MOST_NUM_SEQS, Config
-from grpo.models.families import empty_policy, family_of, has_experts
+from grpo.models.families import empty_policy, family_of, has_experts, windows_of
 
 # KV cache of an engine on a CPU
 CPU_KV_CACHE_GIB = 1 / 16
@@ -257,10 +257,9 @@ def _cache_of_a_sequence(sizes: Sizes, config: Config) -> float:
     """Return the bytes of the keys and values of one sequence of full length, on one rank of an engine."""
     generator = config.generator
     num_tokens = config.data.max_prompt_tokens + generator.max_completion_tokens
-    values_of_a_token = sizes.hf.num_hidden_layers * sum(
-        sizes.linears[name].out_features for name in ("k_proj", "v_proj")
-    )
-    return DTYPE_BYTES[config.model.dtype] * values_of_a_token * num_tokens / generator.tensor_parallel
+    values_of_a_token = sizes.linears["k_proj"].out_features + sizes.linears["v_proj"].out_features
+    num_kept = sum(min(num_tokens, window or num_tokens) for window in windows_of(sizes.hf))  # in all layers
+    return DTYPE_BYTES[config.model.dtype] * values_of_a_token * num_kept / generator.tensor_parallel
 
 
 def _engine_weights(sizes: Sizes, config: GRPOConfig | SFTConfig) -> float:

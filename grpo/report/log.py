@@ -18,7 +18,7 @@ from grpo.config import MetricsConfig
 from grpo.report.samples import completion_records, describe, finite_or_none, spread_by_reward
 from grpo.report.warnings import CurveReader
 from grpo.text import compact_duration, compact_number, reason_of
-from grpo.types import Rollout
+from grpo.types import Metrics, Record, Rollout
 
 # How the console line shows metrics, padded so that numbers of successive lines mostly line up
 CONSOLE_COLUMNS = {
@@ -60,32 +60,41 @@ class RunLog:
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
         self.curve_reader = CurveReader()
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
-            if (self.run_dir / name).exists():
-                drop_steps_after(self.run_dir / name, start_step)
-        if (self.run_dir / "metrics.jsonl").exists():
-            for line in (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-                self.curve_reader.look(json.loads(line))  # so that earlier warnings are not repeated
+            path = self.run_dir / name
+            if path.exists():
+                drop_steps_after(path, start_step)
+
+        # earlier warnings are not repeated
+        earlier_metrics = self.run_dir / "metrics.jsonl"
+        if earlier_metrics.exists():
+            for line in earlier_metrics.read_text(encoding="utf-8").splitlines():
+                self.curve_reader.look(json.loads(line))
+
         self.tensorboard = None
         if config.tensorboard:
             # TensorBoard hides what it has from this step on; at a fresh start that is everything
             purge_step = start_step + 1 if start_step else 0
-            self.tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step)
+            folder = self.run_dir / "tensorboard"
+            self.tensorboard = SummaryWriter(str(folder), purge_step=purge_step)
         self.wandb = open_wandb(config.wandb_project, self.run_dir, start_step, whole_config)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Record one finished step everywhere; one call per step."""
         if "time/step" in metrics:
             self.step_seconds.append(metrics["time/step"])
         parts = [f"step {self._progress(step)}"]
-        for name, text in CONSOLE_COLUMNS.items():
+        for name, column in CONSOLE_COLUMNS.items():
             if name in metrics:
-                parts.append(text.format(compact_number(metrics[name])))
+                number = compact_number(metrics[name])
+                parts.append(column.format(number))
         if self.step_seconds:
-            seconds_left = statistics.mean(self.step_seconds) * (self.num_steps - step)
+            steps_left = self.num_steps - step
+            seconds_left = statistics.mean(self.step_seconds) * steps_left
             parts.append(f"eta {compact_duration(seconds_left)}")
-        self._record(step, metrics, ["  ".join(parts)])
+        line = "  ".join(parts)
+        self._record(step, metrics, [line])
 
-    def log_held_out(self, step: int, metrics: dict[str, float]) -> None:
+    def log_held_out(self, step: int, metrics: Metrics) -> None:
         """Record what the weights after `step` steps do on held-out data: `eval/accuracy`, `validation/loss`.
 
         If there are several held-out sets (`eval/SET/accuracy`), each has its own line on the console.
@@ -94,11 +103,12 @@ class RunLog:
         for name, value in metrics.items():
             if name.endswith("_stderr"):
                 continue
-            group, *held_out_set, short = name.split("/")
+            group, *held_out_set, short_name = name.split("/")
             start = "  ".join([f"{group} {self._progress(step)}", *held_out_set])
-            part = f"  {short} {compact_number(value)}"
-            if f"{name}_stderr" in metrics:
-                part += f" ± {compact_number(metrics[f'{name}_stderr'])}"
+            part = f"  {short_name} {compact_number(value)}"
+            error = metrics.get(f"{name}_stderr")
+            if error is not None:
+                part += f" ± {compact_number(error)}"
             lines[start] = lines.get(start, start) + part
         self._record(step, metrics, list(lines.values()))
 
@@ -108,25 +118,35 @@ class RunLog:
         prompts[i] is the text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
         """
         records = completion_records(rollouts, prompts)
-        self._append_records("completions.jsonl", [{"step": step, **record} for record in records])
-        samples = [describe(record, short=True) for record in spread_by_reward(records, NUM_SAMPLES)]
-        self._append("samples.txt", "\n\n".join([f"===== step {step} ".ljust(120, "="), *samples]) + "\n\n")
-        if self.tensorboard:  # indented, because Markdown then shows it as it is
+        self._append_records("completions.jsonl", records, step=step)
+
+        chosen = spread_by_reward(records, NUM_SAMPLES)
+        samples = [describe(record, short=True) for record in chosen]
+        heading = f"===== step {step} ".ljust(120, "=")
+        text = "\n\n".join([heading, *samples])
+        self._append("samples.txt", f"{text}\n\n")
+        if self.tensorboard:
+            # indented, because Markdown then shows it as it is
             text = "\n\n".join(samples).replace("\n", "\n    ")
             self.tensorboard.add_text("samples", f"    {text}", step)
             self.tensorboard.flush()
         if self.wandb:
             import wandb
 
-            table = wandb.Table(columns=["sample"], data=[[sample] for sample in samples])
+            rows = [[sample] for sample in samples]
+            table = wandb.Table(columns=["sample"], data=rows)
             self.wandb.log({"step": step, "samples": table})
 
     def evaluation_completions(
-        self, step: int, kind: Literal["greedy", "sample"], rollouts: list[Rollout], prompts: list[str]
+        self,
+        step: int,
+        kind: Literal["greedy", "sample"],
+        rollouts: list[Rollout],
+        prompts: list[str],
     ) -> None:
         """Record completions of held-out prompts in evaluation.jsonl; the arguments are those of `completions`."""
         records = completion_records(rollouts, prompts)
-        self._append_records("evaluation.jsonl", [{"step": step, "kind": kind, **record} for record in records])
+        self._append_records("evaluation.jsonl", records, step=step, kind=kind)
 
     def close(self) -> None:
         """Flush and close TensorBoard's file and the run at Weights & Biases; the other files are closed already."""
@@ -135,11 +155,11 @@ class RunLog:
         if self.wandb:
             self.wandb.finish()
 
-    def _record(self, step: int, metrics: dict[str, float], lines: list[str]) -> None:
+    def _record(self, step: int, metrics: Metrics, lines: list[str]) -> None:
         """Write metrics and flush each file, so that a run that dies loses none; print lines and warnings."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: finite_or_none(value) for name, value in values.items()}
-        self._append_records("metrics.jsonl", [{"step": step, "time": time.time(), **finite}])
+        self._append_records("metrics.jsonl", [finite], step=step, time=time.time())
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -149,8 +169,13 @@ class RunLog:
         warnings = [f"warning: step {step}: {text}" for text in self.curve_reader.look(metrics)]
         print("\n".join([*lines, *warnings]), flush=True)
 
-    def _append_records(self, name: str, records: list[dict[str, Any]]) -> None:
-        self._append(name, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+    def _append_records(self, name: str, records: list[Record], **facts: Any) -> None:
+        """Append records to a .jsonl file. Each line begins with `facts`, such as the step."""
+        lines = []
+        for record in records:
+            line = json.dumps({**facts, **record}, allow_nan=False)
+            lines.append(f"{line}\n")
+        self._append(name, "".join(lines))
 
     def _append(self, name: str, text: str) -> None:
         with open(self.run_dir / name, "a", encoding="utf-8") as file:
@@ -174,7 +199,8 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
     with open(path, "rb") as old, open(new_path, "wb") as new:
         for line in old if step else ():
             try:
-                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                is_whole = line.endswith(b"\n")
+                if is_whole and json.loads(line)["step"] <= step:
                     new.write(line)
             except (ValueError, TypeError, LookupError, RecursionError):
                 num_damaged += 1
@@ -185,7 +211,12 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
         print(f"warning: {num_damaged} lines of {path} are damaged and left out", flush=True)
 
 
-def open_wandb(project: str, run_dir: pathlib.Path, start_step: int, config: dict[str, Any] | None) -> Any:
+def open_wandb(
+    project: str,
+    run_dir: pathlib.Path,
+    start_step: int,
+    config: dict[str, Any] | None,
+) -> Any:
     """Open a run of Weights & Biases, or the earlier one again if this run is resumed. Returns None without a project.
 
     With WANDB_MODE=offline everything stays in `RUN_DIR/wandb`, for `wandb sync` later. Raises ValueError if the login
@@ -210,8 +241,10 @@ def open_wandb(project: str, run_dir: pathlib.Path, start_step: int, config: dic
             settings=wandb.Settings(silent=True, console="off"),  # the console line is the log's own
         )
     except wandb.Error as error:
-        way_out = "log in with `wandb login`, set WANDB_MODE=offline to log into the run folder, or name no project"
-        raise ValueError(f"metrics.wandb_project={project!r}: {reason_of(error)}; {way_out}") from error
+        raise ValueError(
+            f"metrics.wandb_project={project!r}: {reason_of(error)}; log in with `wandb login`, set "
+            "WANDB_MODE=offline to log into the run folder, or name no project"
+        ) from error
     # not wandb's built-in axis, on which it drops what a resumed run repeats
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo.data.chat import open_tokenizer
 from grpo.data.recorded import batch_path, read_step
-from grpo.types import TrainBatch
+from grpo.types import Record, TrainBatch
 
 TEMPLATE = pathlib.Path(__file__).with_name("page.html")
 DATA = "<!-- data -->"  # where the data go in the template
@@ -26,7 +26,10 @@ CHARACTER_BYTES = 4  # most bytes of a character in UTF-8, and so most tokens
 
 
 def write_page(
-    run_dir: pathlib.Path, metrics: list[dict[str, Any]], rollouts: Iterable[dict[str, Any]], models: list[str]
+    run_dir: pathlib.Path,
+    metrics: list[Record],
+    rollouts: Iterable[Record],
+    models: list[str],
 ) -> pathlib.Path:
     """Write the page and return its path. Raises ValueError if a recorded batch cannot be read.
 
@@ -36,24 +39,43 @@ def write_page(
     steps = []
     pieces = []
     spell = functools.cache(lambda: speller(models))  # opens a tokenizer only if there is a batch
-    for (step, kind), group in itertools.groupby(rollouts, lambda record: (record["step"], record.get("kind", ""))):
+    for (step, kind), group in itertools.groupby(rollouts, _step_and_kind):
         records = list(group)
         if not kind and batch_path(run_dir, step).is_file() and spell():
-            add_tokens(records, read_step(run_dir, step).batch, spell())
-        steps.append({"step": step, "kind": kind or "trained on", "rollouts": len(records)})
+            batch = read_step(run_dir, step).batch
+            add_tokens(records, batch, spell())
+        steps.append(
+            {
+                "step": step,
+                "kind": kind or "trained on",
+                "rollouts": len(records),
+            }
+        )
         pieces.append(_packed(records))
-    pieces.insert(0, _packed({"name": str(run_dir), "metrics": metrics, "steps": steps}))
+    overview = {"name": str(run_dir), "metrics": metrics, "steps": steps}
+    pieces.insert(0, _packed(overview))
+
     tags = [f'<script type="text/plain" id="piece-{i}">{piece}</script>' for i, piece in enumerate(pieces)]
-    path = run_dir / "look.html"
+    template = TEMPLATE.read_text(encoding="utf-8")
+    page = template.replace(DATA, "\n".join(tags), 1)
+
     partial = run_dir / "look.html.tmp"
     partial.unlink(missing_ok=True)
     with open(partial, "x", encoding="utf-8") as file:  # "x" does not write through a link that somebody put there
-        file.write(TEMPLATE.read_text(encoding="utf-8").replace(DATA, "\n".join(tags), 1))
-    partial.replace(path)
-    return path
+        file.write(page)
+    return partial.replace(run_dir / "look.html")
 
 
-def add_tokens(records: list[dict[str, Any]], batch: TrainBatch, spell: Callable[[list[int]], list[str]]) -> None:
+def _step_and_kind(record: Record) -> tuple[int, str]:
+    """Return what the page groups records by. The kind is empty for completions that were trained on."""
+    return record["step"], record.get("kind", "")
+
+
+def add_tokens(
+    records: list[Record],
+    batch: TrainBatch,
+    spell: Callable[[list[int]], list[str]],
+) -> None:
     """Add `tokens` to each record of a step: texts after the prompt, what was sampled, loss mask, log-probs.
 
     The sequences of the batch are in the records' order. A record without an advantage is out of the loss; its batch
@@ -63,17 +85,21 @@ def add_tokens(records: list[dict[str, Any]], batch: TrainBatch, spell: Callable
     ends = (batch.starts_S + batch.lengths_S).tolist()
     # a sampled token is not in the mask if its log-prob is not finite
     sampled_N = batch.loss_mask_N | ~batch.generator_logprobs_N.isfinite()
+    logprobs_N = {"generator": batch.generator_logprobs_N}
+    if batch.ref_logprobs_N is not None:
+        logprobs_N["reference"] = batch.ref_logprobs_N
     for record, start, end in zip(records, starts, ends, strict=True):
-        mask_T = batch.loss_mask_N[start:end]
+        places = slice(start, end)
+        mask_T = batch.loss_mask_N[places]
+        in_loss_T = mask_T & (record["advantage"] is not None)
         logprobs = {}
-        for name, values_N in {"generator": batch.generator_logprobs_N, "reference": batch.ref_logprobs_N}.items():
-            if values_N is not None:
-                pairs = zip(values_N[start:end].tolist(), mask_T.tolist(), strict=True)
-                logprobs[name] = [round(value, 3) if is_in_loss else None for value, is_in_loss in pairs]
+        for name, values_N in logprobs_N.items():
+            pairs = zip(values_N[places].tolist(), mask_T.tolist(), strict=True)
+            logprobs[name] = [round(value, 3) if is_known else None for value, is_known in pairs]
         record["tokens"] = {
-            "texts": spell(batch.ids_N[start:end].tolist()),
-            "sampled": sampled_N[start:end].int().tolist(),
-            "in_loss": (mask_T & (record["advantage"] is not None)).int().tolist(),
+            "texts": spell(batch.ids_N[places].tolist()),
+            "sampled": sampled_N[places].int().tolist(),
+            "in_loss": in_loss_T.int().tolist(),
             "logprobs": logprobs,
         }
 
@@ -90,9 +116,18 @@ def speller(models: list[str]) -> Callable[[list[int]], list[str]] | None:
             tokenizer = tokenizer or open_tokenizer(model)
     if not tokenizer:
         return None
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    before = tokenizer.encode("a", add_special_tokens=False)  # some tokenizers drop a blank at the beginning
-    text_of = functools.cache(lambda ids: decode([*before, *ids])[len(decode(before)) :])
+    decode = functools.partial(
+        tokenizer.decode,
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+    )
+    # some tokenizers drop a blank at the beginning
+    before = tokenizer.encode("a", add_special_tokens=False)
+    text_before = decode(before)
+
+    @functools.cache
+    def text_of(ids: tuple[int, ...]) -> str:
+        return decode([*before, *ids])[len(text_before) :]
 
     def spell(ids: list[int]) -> list[str]:
         texts = []
@@ -112,4 +147,6 @@ def speller(models: list[str]) -> Callable[[list[int]], list[str]] | None:
 
 def _packed(value: Any) -> str:
     """Return a JSON value as base64 of its gzipped text."""
-    return base64.b64encode(gzip.compress(json.dumps(value).encode(), 6)).decode()
+    text = json.dumps(value)
+    zipped = gzip.compress(text.encode(), 6)
+    return base64.b64encode(zipped).decode()

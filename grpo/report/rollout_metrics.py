@@ -4,22 +4,28 @@ A completion passes if the first reward function gives it at least `reward.pass_
 never by clocks.
 """
 
+import collections
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.algorithm.importance import with_effective_sample_size
 from grpo.metrics import StepMetrics, peak_bytes
 from grpo.report.samples import finite_or_none
 from grpo.rewards.answers import extract_answer
-from grpo.types import Completion, Rollout, TrainBatch
+from grpo.types import Completion, Metrics, Rollout, TrainBatch
 
 
-def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str | None = None) -> dict[str, float]:
+def rollout_metrics(
+    rollouts: list[Rollout],
+    group_size: int,
+    answer_format: str | None = None,
+) -> Metrics:
     """Return the rewards and lengths (in tokens) of one step's completions, which lie group by group.
 
     Statistics of rewards are over the completions that have one, and NaN if none has; `reward/std` is the population's,
@@ -29,56 +35,86 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str
     """
     rewards = [r.reward for r in rollouts if r.reward is not None]
     lengths = [r.completion.num_tokens for r in rollouts]
-    rewards_S, has_reward_S = reward_tensors(rollouts)
+    prompt_lengths = [len(r.prompt_ids_T) for r in rollouts]
     metrics = {
         "reward/mean": _mean(rewards),
-        "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
+        "reward/std": math.nan,
         "reward/none_count": len(rollouts) - len(rewards),
         "reward/failed_count": sum(bool(r.failures) for r in rollouts),
         "completion/length_mean": _mean(lengths),
         "completion/length_max": max(lengths),
-        "completion/truncated_frac": _mean(r.completion.truncated for r in rollouts),
-        "prompt/length_mean": _mean(len(r.prompt_ids_T) for r in rollouts),
-        "groups/zero_variance_frac": _mean(equal_rewards(*by_group(rewards_S, has_reward_S, group_size)).tolist()),
+        "completion/truncated_frac": truncated_frac(rollouts),
+        "prompt/length_mean": _mean(prompt_lengths),
+        "groups/zero_variance_frac": zero_variance_frac(rollouts, group_size),
     }
-    functions = dict.fromkeys(function for r in rollouts for function in r.rewards)
-    for function, name in function_names(functions).items():
+    if rewards:
+        metrics["reward/std"] = statistics.pstdev(rewards)
+
+    names = function_names(function for r in rollouts for function in r.rewards)
+    for function, name in names.items():
         metrics[f"reward/{name}"] = _mean(r.rewards.get(function) for r in rollouts)
     if answer_format:
         metrics["completion/has_answer_frac"] = has_answer_frac(rollouts, answer_format)
     if rollouts[0].completion.episode is not None:
         metrics |= episode_metrics(rollouts)
+
     for source, from_source in by_source(rollouts).items():
         if source:
-            metrics[f"reward/source/{source}"] = _mean(r.reward for r in from_source)
+            metrics[f"reward/source/{source}"] = reward_mean(from_source)
             metrics[f"prompt/source/{source}"] = len(from_source) / len(rollouts)
     return metrics
 
 
-def episode_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+def reward_mean(rollouts: list[Rollout]) -> float:
+    """Average the rewards of the completions that have one; NaN if none has."""
+    return _mean(r.reward for r in rollouts)
+
+
+def truncated_frac(rollouts: list[Rollout]) -> float:
+    """Return the share of completions that ran out of tokens."""
+    return _mean(r.completion.truncated for r in rollouts)
+
+
+def zero_variance_frac(rollouts: list[Rollout], group_size: int) -> float:
+    """Return the share of groups whose rewards are all equal or missing."""
+    rewards_S, has_reward_S = reward_tensors(rollouts)
+    rewards_PG, has_reward_PG = by_group(rewards_S, has_reward_S, group_size)
+    return _mean(equal_rewards(rewards_PG, has_reward_PG).tolist())
+
+
+def episode_metrics(rollouts: list[Rollout]) -> Metrics:
     """Return means per episode of the conversations of a step, and how many were lost and so have no reward."""
     episodes = [r.completion.episode for r in rollouts]
+    num_turns = [len(e["turns"]) for e in episodes]
+    is_lost = [bool(e["failure"]) for e in episodes]
     metrics = {
-        "environment/turns": _mean(len(e["turns"]) for e in episodes),
-        "environment/calls": _mean(e["counts"].get("calls", 0) for e in episodes),
-        "environment/lost_count": sum(bool(e["failure"]) for e in episodes),
+        "environment/turns": _mean(num_turns),
+        "environment/lost_count": sum(is_lost),
         "time/environment": _mean(e["waited"] for e in episodes),
     }
-    for fault in ("bad_calls", "unread_calls", "tool_errors", "hung_calls", "cut_answers"):
-        metrics[f"environment/{fault}"] = _mean(e["counts"].get(fault, 0) for e in episodes)
+    for event in ("calls", "bad_calls", "unread_calls", "tool_errors", "hung_calls", "cut_answers"):
+        metrics[f"environment/{event}"] = _mean(e["counts"].get(event, 0) for e in episodes)
     for end in ("done", "tokens", "turns", "seconds", "hung", "lost"):
         metrics[f"environment/ended_by/{end}_frac"] = _mean(e["ended_by"] == end for e in episodes)
     return metrics
 
 
 def alone_frac(rollouts: list[Rollout], group_size: int) -> float:
-    """Return the share of turns that no other completion of the group reached; of completions with a reward alone."""
-    turns = [len(r.completion.episode["turns"]) * (r.reward is not None) for r in rollouts]
+    """Return the share of turns that no other completion of the group reached.
+
+    Completions without a reward are left out.
+    """
+    num_turns = 0
     num_alone = 0
-    for first in range(0, len(turns), group_size):
-        *_, second, most = sorted([0, *turns[first : first + group_size]])
+    for first in range(0, len(rollouts), group_size):
+        turns = [0, 0]
+        for rollout in rollouts[first : first + group_size]:
+            if rollout.reward is not None:
+                turns.append(len(rollout.completion.episode["turns"]))
+        second, most = sorted(turns)[-2:]
+        num_turns += sum(turns)
         num_alone += most - second
-    return num_alone / max(sum(turns), 1)
+    return num_alone / max(num_turns, 1)
 
 
 def has_answer_frac(rollouts: list[Rollout], answer_format: str) -> float:
@@ -88,17 +124,21 @@ def has_answer_frac(rollouts: list[Rollout], answer_format: str) -> float:
 
 def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
     """Return the rollouts of each source or held-out set, in the order in which they come."""
-    groups: dict[str, list[Rollout]] = {}
+    groups = collections.defaultdict(list)
     for rollout in rollouts:
-        groups.setdefault(rollout.prompt.source, []).append(rollout)
+        groups[rollout.prompt.source].append(rollout)
     return groups
 
 
 def function_names(functions: Iterable[str]) -> dict[str, str]:
     """Return each reward function's metric name: `path/file.py:function` gives `function`, unless that is ambiguous."""
-    short = {function: function.rsplit(":", 1)[-1] for function in functions}
-    names = [*short.values(), "mean", "std", "none_count", "failed_count", "kl_penalty"]
-    return {function: name if names.count(name) == 1 else function for function, name in short.items()}
+    names = {function: function.rsplit(":", 1)[-1] for function in functions}
+    in_use = list(names.values())
+    in_use += ["mean", "std", "none_count", "failed_count", "kl_penalty"]
+    for function, name in names.items():
+        if in_use.count(name) > 1:
+            names[function] = function
+    return names
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -117,7 +157,7 @@ def evaluation_metrics(
     function: str,
     answer_format: str | None = None,
     pass_value: float = 1.0,
-) -> dict[str, float]:
+) -> Metrics:
     """Return accuracy, reward and length (in tokens) of the greedy completions, and pass@k if there are samples.
 
     greedy: one completion per prompt. samples: `num_samples` per prompt, group after group, or none at all. Completions
@@ -129,38 +169,46 @@ def evaluation_metrics(
     if len(greedy_by_set) > 1:
         samples_by_set = by_source(samples)
         metrics = {}
-        for name, rollouts in greedy_by_set.items():
-            of_set = evaluation_metrics(
-                rollouts, samples_by_set.get(name, []), num_samples, function, answer_format, pass_value
+        for held_out_set, rollouts in greedy_by_set.items():
+            metrics_of_set = evaluation_metrics(
+                rollouts,
+                samples_by_set[held_out_set],
+                num_samples,
+                function,
+                answer_format,
+                pass_value,
             )
-            metrics |= {metric.replace("eval/", f"eval/{name}/"): value for metric, value in of_set.items()}
+            for name, value in metrics_of_set.items():
+                metrics[name.replace("eval/", f"eval/{held_out_set}/")] = value
         return metrics
 
     def num_passed(rollouts: list[Rollout]) -> int:
-        values = (r.rewards.get(function) for r in rollouts)
+        values = [r.rewards.get(function) for r in rollouts]
         return sum(value is not None and value >= pass_value for value in values)
 
     accuracy = num_passed(greedy) / len(greedy)
+    variance = accuracy * (1 - accuracy) / len(greedy)
     metrics = {
         "eval/accuracy": accuracy,
-        "eval/accuracy_stderr": math.sqrt(accuracy * (1 - accuracy) / len(greedy)),
-        "eval/reward_mean": _mean(r.reward for r in greedy),
+        "eval/accuracy_stderr": math.sqrt(variance),
+        "eval/reward_mean": reward_mean(greedy),
         "eval/completion_length_mean": _mean(r.completion.num_tokens for r in greedy),
-        "eval/truncated_frac": _mean(r.completion.truncated for r in greedy),
+        "eval/truncated_frac": truncated_frac(greedy),
         "eval/none_count": sum(r.reward is None for r in greedy),
     }
     if answer_format:
         metrics["eval/has_answer_frac"] = has_answer_frac(greedy, answer_format)
     if not samples:
         return metrics
+
     starts = range(0, len(samples), num_samples)
-    counts = [num_passed(samples[start : start + num_samples]) for start in starts]
+    num_passed_P = [num_passed(samples[start : start + num_samples]) for start in starts]
     for k in passes(num_samples):
-        metrics[f"eval/pass_at_{k}"] = statistics.fmean(pass_at_k(num_samples, count, k) for count in counts)
-    return metrics | {
-        "eval/sample_reward_mean": _mean(r.reward for r in samples),
-        "eval/sample_length_mean": _mean(r.completion.num_tokens for r in samples),
-    }
+        estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P]
+        metrics[f"eval/pass_at_{k}"] = statistics.fmean(estimates_P)
+    metrics["eval/sample_reward_mean"] = reward_mean(samples)
+    metrics["eval/sample_length_mean"] = _mean(r.completion.num_tokens for r in samples)
+    return metrics
 
 
 def pass_rate(rollouts: list[Rollout], function: str, pass_value: float) -> float | None:
@@ -170,13 +218,21 @@ def pass_rate(rollouts: list[Rollout], function: str, pass_value: float) -> floa
 
 
 def passes(num_samples: int) -> list[int]:
-    """Return every K of `eval/pass_at_K`."""
-    return sorted({2**i for i in range(num_samples.bit_length())} | {num_samples})
+    """Return every K of `eval/pass_at_K`: the powers of 2 up to `num_samples`, and `num_samples`."""
+    powers = {2**i for i in range(num_samples.bit_length())}
+    return sorted(powers | {num_samples})
 
 
 def evaluation_names(sets: Sequence[str], num_samples: int, has_answers: bool) -> list[str]:
     """Return the names of `evaluation_metrics`, without `eval/`. has_answers: there is an answer format."""
-    names = ["accuracy", "accuracy_stderr", "reward_mean", "completion_length_mean", "truncated_frac", "none_count"]
+    names = [
+        "accuracy",
+        "accuracy_stderr",
+        "reward_mean",
+        "completion_length_mean",
+        "truncated_frac",
+        "none_count",
+    ]
     if has_answers:
         names.append("has_answer_frac")
     if num_samples:
@@ -187,28 +243,35 @@ def evaluation_names(sets: Sequence[str], num_samples: int, has_answers: bool) -
     return names
 
 
-def reward_tensors(rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+def reward_tensors(rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:
     """Return the rewards (float32 [S], 0 for None), and which there are (bool [S])."""
     rewards_S = torch.tensor([r.reward or 0.0 for r in rollouts])
-    return rewards_S, torch.tensor([r.reward is not None for r in rollouts])
+    has_reward_S = torch.tensor([r.reward is not None for r in rollouts])
+    return rewards_S, has_reward_S
 
 
-def part_tensor(rollouts: list[Rollout], functions: Iterable[str]) -> torch.Tensor:
+def part_tensor(rollouts: list[Rollout], functions: Iterable[str]) -> Tensor:
     """Return float32 [F, S]: each reward function's unweighted values, which are finite, or NaN for None."""
-    values = [[r.rewards[function] for r in rollouts] for function in functions]
-    return torch.from_numpy(np.array(values, dtype=np.float32)).view(-1, len(rollouts))  # numpy makes NaN of None
+    values = []
+    for function in functions:
+        values.append([r.rewards[function] for r in rollouts])
+    values_FS = np.array(values, dtype=np.float32)  # numpy makes NaN of None
+    return torch.from_numpy(values_FS).view(-1, len(rollouts))
 
 
 def _mean(values: Iterable[float | None]) -> float:
     """Average the values that are not None; NaN if there are none."""
-    values = [value for value in values if value is not None]
-    return statistics.fmean(values) if values else math.nan
+    known = [value for value in values if value is not None]
+    if not known:
+        return math.nan
+    return statistics.fmean(known)
 
 
-def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens: int) -> dict[str, float]:
+def measured_metrics(measured: StepMetrics, times: Metrics, num_tokens: int) -> Metrics:
     """Return what the updates measured, the step's times, tokens per second and memory."""
-    metrics = with_effective_sample_size(measured.means()) | times
-    metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
+    metrics = with_effective_sample_size(measured.means())
+    metrics |= times
+    metrics["tokens_per_second"] = num_tokens / times["time/step"]
     if torch.cuda.is_available():
         metrics["memory/peak_gib"] = peak_bytes() / 2**30
     return metrics
@@ -217,19 +280,28 @@ def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens:
 def sequence_advantages(batch: TrainBatch) -> list[float | None]:
     """Return the mean advantage of each sequence's loss tokens; None for a sequence that is excluded."""
     values_N = batch.advantages_N.double().where(batch.loss_mask_N, 0)
-    sums_S = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.owner_N, values_N)
+    zeros_S = torch.zeros(batch.num_sequences, dtype=torch.float64)
+    sums_S = zeros_S.index_add(0, batch.owner_N, values_N)
     means_S = sums_S / batch.num_loss_tokens_S
     return [finite_or_none(mean) for mean in means_S.tolist()]
 
 
 def stale_frac(completions: Sequence[Completion], version: int) -> float:
     """Return the share of sampled tokens by weights older than `version`."""
-    pieces = [piece for completion in completions for piece in completion.sampled]
-    num_stale = sum(piece.num_tokens for piece in pieces if piece.version < version)
-    return num_stale / max(sum(piece.num_tokens for piece in pieces), 1)
+    num_tokens = 0
+    num_stale = 0
+    for completion in completions:
+        for piece in completion.sampled:
+            num_tokens += piece.num_tokens
+            if piece.version < version:
+                num_stale += piece.num_tokens
+    return num_stale / max(num_tokens, 1)
 
 
 def nonfinite_frac(completions: Sequence[Completion]) -> float:
     """Return the share of sampled tokens that are excluded from the loss because their log-prob is not finite."""
-    masks = [piece.loss_mask_T for completion in completions for piece in completion.sampled]
-    return 1 - torch.cat(masks).float().mean().item()
+    masks = []
+    for completion in completions:
+        masks += [piece.loss_mask_T for piece in completion.sampled]
+    is_finite_N = torch.cat(masks)
+    return 1 - is_finite_N.float().mean().item()

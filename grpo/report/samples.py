@@ -13,7 +13,7 @@ from rich.text import Text
 from grpo.environments.calls import TAGS
 from grpo.rewards.answers import extract_answer
 from grpo.text import compact_number, one_line, printable, shorten, without_surrogates
-from grpo.types import Rollout
+from grpo.types import Record, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ END_CHARACTERS = 40  # quoted from the end of a completion without an answer
 ANSWER_FORMS = {"answer_tag": "<answer>..</answer>", "boxed": "\\boxed{}", "hashes": "a line behind ####"}
 
 
-def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict[str, Any]]:
+def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Record]:
     """Return what the .jsonl files say about each completion, except step and kind; None for what is not finite.
 
     Texts are whole and unchanged (JSON escapes what acts on a terminal), except that JSON takes no lone surrogates.
@@ -37,39 +37,52 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
     records = []
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         completion = rollout.completion
+        rewards = {name: finite_or_none(value) for name, value in rollout.rewards.items()}
+        failures = {name: without_surrogates(reason) for name, reason in rollout.failures.items()}
         record = {
             "row": rollout.prompt.row,
             "prompt": without_surrogates(prompt),
             "columns": _strict_json(rollout.prompt.columns),
             "completion": without_surrogates(rollout.text),
-            "rewards": {name: finite_or_none(value) for name, value in rollout.rewards.items()},
+            "rewards": rewards,
             "reward": finite_or_none(rollout.reward),
             "advantage": finite_or_none(rollout.advantage),
             "mismatch": finite_or_none(rollout.mismatch),
             "finish_reason": "length" if completion.truncated else "stop",
             "num_tokens": completion.num_tokens,
             "version": completion.version,
-            "failures": {name: without_surrogates(reason) for name, reason in rollout.failures.items()},
+            "failures": failures,
         }
+
         if rollout.prompt.source:
             record["source"] = rollout.prompt.source
+        earlier = completion.pieces[:-1]
         if completion.episode:
-            episode = {name: value for name, value in completion.episode.items() if name != "waited"}
-            record["episode"] = _strict_json(episode)
-        elif completion.pieces[:-1]:
-            record["earlier"] = [(piece.version, piece.num_tokens) for piece in completion.pieces[:-1]]
+            episode = _strict_json(completion.episode)
+            del episode["waited"]
+            record["episode"] = episode
+        elif earlier:
+            record["earlier"] = [(piece.version, piece.num_tokens) for piece in earlier]
         records.append(record)
     return records
 
 
-def spread_by_reward(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def reward_rank(record: Record) -> tuple[bool, float]:
+    """Return the key that sorts records by reward. No reward is the lowest one."""
+    reward = record["reward"]
+    return reward is not None, reward or 0.0
+
+
+def spread_by_reward(records: list[Record], count: int) -> list[Record]:
     """Return up to `count` records at even distances in the ranking by reward, best first, worst (or None) last."""
-    ranked = sorted(records, key=lambda record: (record["reward"] is not None, record["reward"]), reverse=True)
+    ranked = sorted(records, key=reward_rank, reverse=True)
     count = min(count, len(ranked))
-    return [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
+    last = len(ranked) - 1
+    num_gaps = max(count - 1, 1)
+    return [ranked[round(i * last / num_gaps)] for i in range(count)]
 
 
-def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -> str:
+def describe(record: Record, turns: bool = False, short: bool = False) -> str:
     """Return a completion's record as printable text: a line of numbers, failures, prompt, columns, completion.
 
     turns: show the turns of an episode instead of its completion, with their tokens and the environment's answers.
@@ -77,25 +90,31 @@ def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -
     except `answer`.
     """
     prompt = record["prompt"]
+    numbers = {
+        "reward": record["reward"],
+        **record["rewards"],
+        "advantage": record["advantage"],
+        "mismatch": record["mismatch"],
+    }
     facts = []
-    numbers = {"reward": record["reward"], **record["rewards"]}
-    numbers |= {"advantage": record["advantage"], "mismatch": record["mismatch"]}
     for name, value in numbers.items():
-        facts.append(f"{name} none" if value is None else f"{name} {compact_number(value)}")
+        number = "none" if value is None else compact_number(value)
+        facts.append(f"{name} {number}")
     for name in ("row", "source", "kind"):
         if name in record:
             facts.append(f"{name} {record[name]}")
     facts.append(f"{record['num_tokens']} tokens, finish reason {record['finish_reason']}")
+
     lines = ["--- " + " | ".join(facts)]
     for name, reason in record["failures"].items():
         lines.append(f"{name} failed: {_one_line(reason)}")
-    if short:
-        lines.append(f"prompt: {shorten(prompt, SAMPLE_CHARACTERS)}")
-    else:
-        lines.append(f"prompt: {prompt}")
+    shown_prompt = shorten(prompt, SAMPLE_CHARACTERS) if short else prompt
+    lines.append(f"prompt: {shown_prompt}")
     for name, value in record["columns"].items():
         if name == "answer" or not _is_in(value, prompt):
-            lines.append(f"{name}: {shorten(str(value), SAMPLE_CHARACTERS)}")
+            text = shorten(str(value), SAMPLE_CHARACTERS)
+            lines.append(f"{name}: {text}")
+
     episode = record.get("episode")
     if turns and episode:
         for number, turn in enumerate(episode["turns"], start=1):
@@ -113,15 +132,20 @@ def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -
 def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     """Return a warning if no completion has an answer in the format: how three end, which formats they have instead."""
     texts = [rollout.answer for rollout in rollouts]
-    counts = {form: sum(extract_answer(text, form) is not None for text in texts) for form in ANSWER_FORMS}
+    counts = {}
+    for form in ANSWER_FORMS:
+        answers = [extract_answer(text, form) for text in texts]
+        counts[form] = len(texts) - answers.count(None)
     if counts[answer_format] or not texts:
         return ""
-    ends = ", ".join(repr(one_line(text)[-END_CHARACTERS:]) for text in texts[:: math.ceil(len(texts) / 3)])
-    line = f"none of {len(texts)} completions has an answer in {ANSWER_FORMS[answer_format]}; they end like {ends}"
+    every_third = texts[:: math.ceil(len(texts) / 3)]
+    ends = [repr(one_line(text)[-END_CHARACTERS:]) for text in every_third]
+    line = f"none of {len(texts)} completions has an answer in {ANSWER_FORMS[answer_format]}"
+    line += f"; they end like {', '.join(ends)}"
     for form, count in counts.items():
         if count:
             line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})"
-    num_truncated = sum(rollout.completion.truncated for rollout in rollouts)
+    num_truncated = sum(r.completion.truncated for r in rollouts)
     if num_truncated:
         line += f"; {num_truncated} run out of tokens"
     return line
@@ -129,28 +153,41 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
 
 def unread_calls_line(rollouts: list[Rollout]) -> str:
     """Return a warning if turns call tools in a style that is not read: how many, the style that reads most of them."""
-    episodes = [r.completion.episode for r in rollouts if r.completion.episode]
-    turns = [turn for episode in episodes for turn in episode["turns"]]
-    styles = collections.Counter(turn["unread"] for turn in turns if "unread" in turn)
-    if not styles:
+    num_turns = 0
+    num_read = 0
+    texts_by_style = collections.defaultdict(list)
+    for rollout in rollouts:
+        episode = rollout.completion.episode
+        if not episode:
+            continue
+        num_turns += len(episode["turns"])
+        num_read += episode["counts"].get("calls", 0)
+        for turn in episode["turns"]:
+            if "unread" in turn:
+                texts_by_style[turn["unread"]].append(turn["text"])
+    if not texts_by_style:
         return ""
-    ((style, count),) = styles.most_common(1)
-    text = next(turn["text"] for turn in turns if turn.get("unread") == style)
+    style, texts = max(texts_by_style.items(), key=lambda item: len(item[1]))
     opening = TAGS[style][0] if style in TAGS else "{"
+    text = texts[0]
     example = _one_line(text[text.find(opening) :])
-    num_read = sum(episode["counts"].get("calls", 0) for episode in episodes)
+    num_unread = sum(map(len, texts_by_style.values()))
     return (
-        f"{styles.total()} of {len(turns)} turns call a tool in a form that is not read, beside {num_read} calls that "
-        f"are; --environment.calls {style} reads {count} of them, such as {example!r}"
+        f"{num_unread} of {num_turns} turns call a tool in a form that is not read, beside {num_read} calls that "
+        f"are; --environment.calls {style} reads {len(texts)} of them, such as {example!r}"
     )
 
 
 def failure_lines(rollouts: list[Rollout]) -> list[str]:
     """Return a line for each reward function that failed: how often, its most frequent reasons, a completion."""
+    failed_by_function = collections.defaultdict(list)
+    for rollout in rollouts:
+        for function in rollout.failures:
+            failed_by_function[function].append(rollout)
     lines = []
-    for function in dict.fromkeys(name for r in rollouts for name in r.failures):
-        failed = [r for r in rollouts if function in r.failures]
-        counts = collections.Counter(_one_line(r.failures[function]) for r in failed)
+    for function, failed in failed_by_function.items():
+        texts = [_one_line(r.failures[function]) for r in failed]
+        counts = collections.Counter(texts)
         reasons = ", ".join(f"{reason} ({count})" for reason, count in counts.most_common(NUM_REASONS))
         lines.append(
             f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {reasons}; "
@@ -163,7 +200,8 @@ def show_examples(examples: "Iterable[Encoded]", tokenizer: "PreTrainedTokenizer
     """Print examples of SFT as the model sees them, each with its length and its labels in colour."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for number, example in enumerate(examples, start=1):
-        console.rule(f"example {number}: {len(example.ids)} tokens, {sum(example.mask)} of them labels", align="left")
+        sizes = f"{len(example.ids)} tokens, {sum(example.mask)} of them labels"
+        console.rule(f"example {number}: {sizes}", align="left")
         console.print(show_chat(example, tokenizer))
 
 
@@ -178,10 +216,15 @@ def show_chat(example: "Encoded", tokenizer: "PreTrainedTokenizerBase") -> Text:
     for is_label, run in itertools.groupby(example.mask):
         end += len(list(run))
         # from the first token each time, because some tokenizers drop a blank at the beginning of what they decode
-        decoded = tokenizer.decode(example.ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decoded = tokenizer.decode(
+            example.ids[:end],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
         piece = printable(decoded[len(before) :])
         if is_label:
-            colored.append(piece.replace("\n", "↵\n"), "bold green")
+            marked = piece.replace("\n", "↵\n")
+            colored.append(marked, "bold green")
         else:
             colored.append(piece, "dim")
         before = decoded
@@ -190,7 +233,9 @@ def show_chat(example: "Encoded", tokenizer: "PreTrainedTokenizerBase") -> Text:
 
 def finite_or_none(value: float | None) -> float | None:
     """Return the number, or None if it is not finite, which strict JSON cannot hold."""
-    return value if value is not None and math.isfinite(value) else None
+    if value is None or not math.isfinite(value):
+        return None
+    return value
 
 
 def _strict_json(value: Any) -> Any:
@@ -201,7 +246,8 @@ def _strict_json(value: Any) -> Any:
 def _is_in(value: Any, prompt: str) -> bool:
     """Return whether the prompt shows this value of a column, a text or messages, anyway."""
     if isinstance(value, list):
-        return bool(value) and all(isinstance(x, dict) and _is_in(x.get("content"), prompt) for x in value)
+        contents = [message.get("content") if isinstance(message, dict) else None for message in value]
+        return bool(value) and all(_is_in(content, prompt) for content in contents)
     return isinstance(value, str) and without_surrogates(value.strip()) in prompt
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from grpo.text import compact_number
+from grpo.types import Metrics
 
 History = dict[str, list[float]]
 
@@ -47,10 +48,14 @@ def not_moved(history: History, min_steps: int = MOVE_STEPS) -> str:
     """
     num_steps = len(history["reward/mean"])
     rates = history["learning_rate"]
-    kl = max(map(abs, history["kl"][-WINDOW:]), default=math.inf)  # without a reference it is not known
-    if min(num_steps, len(rates)) < min_steps or min(sum(rates), kl) >= MIN_MOVE:
+    if min(num_steps, len(rates)) < min_steps:
         return ""
-    numbers = f"the learning rates add up to {sum(rates):.2g}"
+    sum_of_rates = sum(rates)
+    last_kls = map(abs, history["kl"][-WINDOW:])
+    kl = max(last_kls, default=math.inf)  # without a reference it is not known
+    if min(sum_of_rates, kl) >= MIN_MOVE:
+        return ""
+    numbers = f"the learning rates add up to {sum_of_rates:.2g}"
     if math.isfinite(kl):
         numbers += f", kl is {kl:.2g}"
     return f"after {num_steps} steps the policy is where it began: {numbers}; raise trainer.learning_rate"
@@ -63,12 +68,15 @@ def collapse(history: History) -> str:
     now = _recent(rewards)
     if now is None or not spread or not_moved(history, WINDOW):
         return ""
-    starts = range(0, len(rewards) - WINDOW, WINDOW)
-    best = max([now, *(statistics.fmean(rewards[start : start + WINDOW]) for start in starts)])
+    best = now
+    for start in range(0, len(rewards) - WINDOW, WINDOW):
+        earlier = statistics.fmean(rewards[start : start + WINDOW])
+        best = max(best, earlier)
     # Large updates may spoil the policy within the first window. But the first step may be high by chance, if it has
     # few completions; the differences between neighbours say by how much, whatever the trend.
-    changes = [after - before for before, after in itertools.pairwise(rewards[-WINDOW:])]
-    error = math.sqrt(statistics.fmean(change**2 for change in changes) / 2)
+    neighbours = itertools.pairwise(rewards[-WINDOW:])
+    variance = statistics.fmean((after - before) ** 2 for before, after in neighbours) / 2
+    error = math.sqrt(variance)
     if rewards[0] - now > DROP_ERRORS * error:
         best = max(best, rewards[0])
     if best - now <= REWARD_DROP * spread:
@@ -86,8 +94,9 @@ def no_rise(history: History) -> str:
         return ""
     first = rewards[:WINDOW]
     last = rewards[-WINDOW:]
-    error = math.hypot(statistics.stdev(first), statistics.stdev(last)) / math.sqrt(WINDOW)
     rise = statistics.fmean(last) - statistics.fmean(first)
+    spread = math.hypot(statistics.stdev(first), statistics.stdev(last))
+    error = spread / math.sqrt(WINDOW)
     if rise > RISE_ERRORS * error:
         return ""
     return (
@@ -121,7 +130,14 @@ def truncation(history: History) -> str:
     )
 
 
-RULES: tuple[Callable[[History], str], ...] = (no_comparison, not_moved, collapse, no_rise, no_entropy, truncation)
+RULES: list[Callable[[History], str]] = [
+    no_comparison,
+    not_moved,
+    collapse,
+    no_rise,
+    no_entropy,
+    truncation,
+]
 
 
 class Evaluation(NamedTuple):
@@ -136,7 +152,8 @@ def lost_accuracy(evaluations: list[Evaluation]) -> str:
     """Warn that the last accuracy is below the best one by more than chance; the reward since then says why."""
     best = max(evaluations)
     now = evaluations[-1]
-    if best.accuracy - now.accuracy < max(ACCURACY_DROP, DROP_ERRORS * math.hypot(best.error, now.error)):
+    chance = DROP_ERRORS * math.hypot(best.error, now.error)
+    if best.accuracy - now.accuracy < max(ACCURACY_DROP, chance):
         return ""
     fell = f"is {compact_number(now.accuracy)} and was {compact_number(best.accuracy)}"
     if now.reward > best.reward:
@@ -162,24 +179,37 @@ class CurveReader:
         for name, value in finite.items():
             self.history[name].append(value)
         warnings = {rule.__name__: rule(self.history) for rule in RULES}
-        rewards = self.history["reward/mean"]
         for name in finite:
-            if not (name.startswith("eval/") and name.endswith("accuracy")):
-                continue
-            evaluations = self.evaluations[name]
-            if evaluations and rewards and math.isnan(evaluations[0].reward):  # made before the first step
-                evaluations[0] = evaluations[0]._replace(reward=statistics.fmean(rewards[:WINDOW]))
-            reward = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
-            evaluations.append(Evaluation(finite[name], finite.get(f"{name}_stderr", 0.0), reward))
-            lost = lost_accuracy(evaluations)
-            if lost and not_moved(self.history, WINDOW):  # then the two accuracies differ by chance
-                lost = ""
-            warnings[name] = lost and f"{name} {lost}"
-        new = [text for name, text in warnings.items() if text and name not in self._shown]
-        self._shown = (self._shown - warnings.keys()) | {name for name, text in warnings.items() if text}
+            if name.startswith("eval/") and name.endswith("accuracy"):
+                warnings[name] = self._accuracy_warning(name, finite)
+        new = []
+        for name, text in warnings.items():
+            if not text:
+                self._shown.discard(name)
+            elif name not in self._shown:
+                self._shown.add(name)
+                new.append(text)
         return new
+
+    def _accuracy_warning(self, name: str, metrics: Metrics) -> str:
+        """Take in the accuracy `name` of an evaluation. Returns a warning if it was lost."""
+        rewards = self.history["reward/mean"]
+        evaluations = self.evaluations[name]
+        if evaluations and rewards and math.isnan(evaluations[0].reward):  # made before the first step
+            reward_after = statistics.fmean(rewards[:WINDOW])
+            evaluations[0] = evaluations[0]._replace(reward=reward_after)
+        reward = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
+        error = metrics.get(f"{name}_stderr", 0.0)
+        evaluations.append(Evaluation(metrics[name], error, reward))
+        lost = lost_accuracy(evaluations)
+        # a policy that has not moved has accuracies that differ by chance
+        if not lost or not_moved(self.history, WINDOW):
+            return ""
+        return f"{name} {lost}"
 
 
 def _recent(values: list[float]) -> float | None:
     """Return the mean of the last window; None if there are fewer steps."""
-    return statistics.fmean(values[-WINDOW:]) if len(values) >= WINDOW else None
+    if len(values) < WINDOW:
+        return None
+    return statistics.fmean(values[-WINDOW:])

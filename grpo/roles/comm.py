@@ -199,7 +199,7 @@ def broadcast_tensors(
 
 
 def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
-    """Return completions as flat tensors: facts as bytes of JSON, then ids, loss mask and log-probs.
+    """Return completions as flat tensors: facts as bytes of JSON, then ids, loss mask, log-probs, kept ids.
 
     So they go over the wire quickly, and into a checkpoint without pickles.
     """
@@ -207,7 +207,9 @@ def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
     pieces = []
     for completion in completions:
         record = {field.name: getattr(completion, field.name) for field in fields(completion)}
-        record["pieces"] = [(p.num_tokens, p.version, p.logprobs_T is not None) for p in completion.pieces]
+        record["pieces"] = [
+            (p.num_tokens, p.version, p.logprobs_T is not None, len(p.kept_C)) for p in completion.pieces
+        ]
         facts.append(record)
         pieces += completion.pieces
     empty = torch.empty(0)
@@ -216,11 +218,12 @@ def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
         torch.cat([empty.long(), *(piece.ids_T for piece in pieces)]),
         torch.cat([empty.bool(), *(piece.loss_mask_T for piece in pieces)]),
         torch.cat([empty, *(completion.logprobs_T for completion in completions)]),
+        torch.cat([empty.int(), *(piece.kept_C for piece in pieces)]),
     ]
 
 
 def unflatten_completions(
-    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor
+    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor, kept: torch.Tensor
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
     records = json.loads(facts.numpy().tobytes())
@@ -229,9 +232,10 @@ def unflatten_completions(
     completions = []
     for record in records:
         pieces = []
-        for _, version, is_sampled in record["pieces"]:
+        for _, version, is_sampled, num_kept in record["pieces"]:
             ids_T, mask_T, logprobs_T = next(tokens)
-            pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version))
+            kept_C, kept = kept.tensor_split([num_kept])
+            pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version, kept_C))
         record["pieces"] = tuple(pieces)
         completions.append(Completion(**record))
     return completions

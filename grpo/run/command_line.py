@@ -36,12 +36,12 @@ CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention",
 }
-# Logger (None is the root, which torchtitan uses) -> parts of messages that are not shown
+# Logger (None is the root, which torchtitan uses) -> a part of messages that are not shown
 KNOWN_NOISE = {
-    None: ("model.safetensors.index.json not found",),  # torchtitan's own way of saving, which is not used
-    "torch.distributed.tensor._redistribute": ("_NormPartial",),  # the gradient's norm, a scalar, in two reductions
-    "torch._inductor.codecache": ("unable to serialize compiled graph",),  # tensor parallelism; it is compiled again
-    "vllm.triton_utils.importing": ("Triton is installed",),  # and finds no GPU on a CPU machine
+    None: "model.safetensors.index.json not found",  # torchtitan's own way of saving, which is not used
+    "torch.distributed.tensor._redistribute": "_NormPartial",  # the gradient's norm, a scalar, in two reductions
+    "torch._inductor.codecache": "unable to serialize compiled graph",  # tensor parallelism; it is compiled again
+    "vllm.triton_utils.importing": "Triton is installed",  # and finds no GPU on a CPU machine
 }
 
 
@@ -69,7 +69,13 @@ def check_folder_early(config: Config, script: str) -> None:
     Whether the run would replace its own inputs is checked later, with the data.
     """
     if os.environ.get("RANK", "0") == "0":
-        check_run_folder(config.run_dir, script, (), resume=config.resume, overwrite=config.overwrite)
+        check_run_folder(
+            config.run_dir,
+            script,
+            inputs=(),
+            resume=config.resume,
+            overwrite=config.overwrite,
+        )
 
 
 def checked_config(config_type: type[Config], words: list[str] | None = None) -> Config:
@@ -108,13 +114,15 @@ def subject_of(doc: str, words: list[str] | None = None) -> tuple[str, list[str]
 
     With --help, or if there is no such word, it prints the tool's docstring and ends the process.
     """
-    words = sys.argv[1:] if words is None else words
-    if not words or words[0].startswith("-"):
+    if words is None:
+        words = sys.argv[1:]
+    subject, *further_words = words or ["-"]
+    if subject.startswith("-"):
         print(doc)
-        raise SystemExit(0 if words[:1] in (["--help"], ["-h"]) else 2)
+        raise SystemExit(0 if subject in ("--help", "-h") else 2)
     quiet_libraries()
     keep_caches()
-    return words[0], words[1:]
+    return subject, further_words
 
 
 def tool_config(words: list[str]) -> GRPOConfig:
@@ -141,5 +149,9 @@ def quiet_libraries() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
     warnings.filterwarnings("ignore", message=r"Argument aux_data .* cannot be converted")  # flash-attn-4's compiler
-    for name, parts in KNOWN_NOISE.items():
-        logging.getLogger(name).addFilter(lambda record, parts=parts: not any(p in record.getMessage() for p in parts))
+    for name, noise in KNOWN_NOISE.items():
+        logging.getLogger(name).addFilter(partial(_is_no_noise, noise))
+
+
+def _is_no_noise(noise: str, record: logging.LogRecord) -> bool:
+    return noise not in record.getMessage()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
@@ -32,8 +32,11 @@ from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.groups import GroupBuffer
 from grpo.run.scorer import check_lost, check_version
 from grpo.run.session import Session, is_due
-from grpo.types import Completion, Prompt, Requests, Rollout, StepPlan, TrainBatch
+from grpo.types import Completion, Metrics, Prompt, Requests, Rollout, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
+
+RewardTensors = tuple[Tensor, Tensor, Tensor]
+"""Rewards, which there are, and the values of each reward function."""
 
 
 class Driver:
@@ -57,7 +60,10 @@ class Driver:
 
     @partial(from_driver, scores=True)
     def plan(
-        self, step: int, weights: Mapping[str, float], keep_prompt: Callable[[Prompt], bool] | None = None
+        self,
+        step: int,
+        weights: Mapping[str, float],
+        keep_prompt: Callable[[Prompt], bool] | None = None,
     ) -> StepPlan:
         """Decide everything about a step before it starts.
 
@@ -68,7 +74,7 @@ class Driver:
             return StepPlan(step=step, requests=None, save=False, evaluate=False, stop=True)
         config = self.config
         self.step = step
-        self.times_ahead: dict[str, float] = {}
+        self.times_ahead: Metrics = {}
         self.stream.set_weights(weights)
         self.stream.wanted = keep_prompt
         self.stream.begin_step(step + 1)
@@ -106,7 +112,12 @@ class Driver:
         return self.buffer.ask(self.config.prompts_per_step, self.stream.draw)
 
     @on_driver
-    def receive_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:
+    def receive_ahead(
+        self,
+        completions: list[Completion],
+        seconds: float,
+        overlap_seconds: float,
+    ) -> None:
         """Add what was sampled ahead to the buffer.
 
         seconds: how long that took. overlap_seconds: how long the driver was scoring and training meanwhile.
@@ -126,10 +137,10 @@ class Driver:
         is_full = num_informative >= self.config.prompts_per_step
         is_one_round = buffer.num_rounds == 1 and num_informative  # no further round was asked for
         if requests is None and not (is_full or is_one_round):
+            remaining = "these" if num_informative else "groups of equal rewards"
             print(
                 f"dynamic sampling: {num_informative} of {self.config.prompts_per_step} groups have different rewards "
-                f"after {buffer.num_rounds} rounds with {len(buffer.taken)} prompts; the step goes on with "
-                + ("these" if num_informative else "groups of equal rewards"),
+                f"after {buffer.num_rounds} rounds with {len(buffer.taken)} prompts; the step goes on with {remaining}",
                 flush=True,
             )
         return requests
@@ -144,7 +155,9 @@ class Driver:
 
     def rollouts(self) -> list[Rollout] | None:
         """Return what the step trains on, None on other ranks. Not collective."""
-        return self.buffer.rollouts() if self.roles.is_driver else None
+        if not self.roles.is_driver:
+            return None
+        return self.buffer.rollouts()
 
     @on_driver_for_learners
     def make_batch(self, rollouts: list[Rollout]) -> TrainBatch:
@@ -154,7 +167,11 @@ class Driver:
     @on_driver_for_learners
     def make_teacher_batch(self, rollouts: list[Rollout]) -> TrainBatch:
         """Lay the same completions end to end, each after the prompt that the teacher reads."""
-        return self._batch_of([replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts])
+        as_read = []
+        for rollout in rollouts:
+            prompt = replace(rollout.prompt, ids=rollout.prompt.teacher_ids)
+            as_read.append(replace(rollout, prompt=prompt))
+        return self._batch_of(as_read)
 
     def _batch_of(self, rollouts: list[Rollout]) -> TrainBatch:
         if not any(r.completion.loss_mask_T.any() for r in rollouts):
@@ -163,7 +180,8 @@ class Driver:
         turn_weight = None
         if self.config.turns_earn:
             turn_weight = self.config.environment.weight
-        return make_batch([sample_of(r.prompt, r.completion, turn_weight) for r in rollouts])
+        samples = [sample_of(r.prompt, r.completion, turn_weight) for r in rollouts]
+        return make_batch(samples)
 
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:
@@ -179,37 +197,71 @@ class Driver:
         return self.buffer.rollouts()
 
     @on_driver_for_learners
-    def reward_tensors(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def reward_tensors(self, rollouts: list[Rollout]) -> RewardTensors:
         """Return rewards (float32 [S]), which there are (bool [S]), and each function's values (float32 [F, S])."""
-        return *reward_tensors(rollouts), part_tensor(rollouts, self.config.reward_weights)
+        rewards_S, has_reward_S = reward_tensors(rollouts)
+        parts_FS = part_tensor(rollouts, self.config.reward_weights)
+        return rewards_S, has_reward_S, parts_FS
 
     @on_driver_for_learners
-    def record(self, rollouts: list[Rollout], batch: TrainBatch, rewards: tuple[torch.Tensor, ...]) -> None:
+    def record(self, rollouts: list[Rollout], batch: TrainBatch, rewards: RewardTensors) -> None:
         """Write what the trainers get in this step, for a replay; `rewards` as `reward_tensors` returns them."""
-        metrics = self._sampling_metrics(rollouts, batch)
-        save_step(self.config.run_dir, self.step + 1, RecordedStep(batch, *rewards, self.config.group_size, metrics))
+        rewards_S, has_reward_S, parts_FS = rewards
+        recorded_step = RecordedStep(
+            batch,
+            rewards_S,
+            has_reward_S,
+            parts_FS,
+            self.config.group_size,
+            metrics=self._sampling_metrics(rollouts, batch),
+        )
+        save_step(self.config.run_dir, self.step + 1, recorded_step)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the driver. On rank 0."""
-        return {"data": self.stream.state_dict(), "flight": self.buffer.state()}
+        return {
+            "data": self.stream.state_dict(),
+            "flight": self.buffer.state(),
+        }
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
     @on_driver
-    def log(self, step: int, rollouts: list[Rollout], batch: TrainBatch, measured: StepMetrics) -> dict[str, float]:
+    def log(
+        self,
+        step: int,
+        rollouts: list[Rollout],
+        batch: TrainBatch,
+        measured: StepMetrics,
+    ) -> Metrics:
         """Log step number `step`. Returns its metrics by name."""
         num_tokens = sum(rollout.num_tokens for rollout in self.buffer.everything)
         times = self.timer.close_step() | self.times_ahead
-        metrics = self._sampling_metrics(rollouts, batch) | measured_metrics(measured, times, num_tokens)
+        metrics = self._sampling_metrics(rollouts, batch)
+        metrics |= measured_metrics(measured, times, num_tokens)
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
-            values = zip(rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
-            rollouts = [replace(r, advantage=advantage, mismatch=mismatch) for r, advantage, mismatch in values]
-            self.session.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
+            self._log_completions(step, rollouts, batch, measured)
         self.session.log(step, metrics)
         return metrics
 
-    def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> dict[str, float]:
+    def _log_completions(
+        self,
+        step: int,
+        rollouts: list[Rollout],
+        batch: TrainBatch,
+        measured: StepMetrics,
+    ) -> None:
+        """Log the completions of step number `step`, each with its advantage and mismatch."""
+        measured_rollouts = []
+        advantages = sequence_advantages(batch)
+        mismatches = measured.sequence_means()
+        for rollout, advantage, mismatch in zip(rollouts, advantages, mismatches, strict=True):
+            measured_rollouts.append(replace(rollout, advantage=advantage, mismatch=mismatch))
+        prompts = self.scorer.prompt_texts(measured_rollouts)
+        self.session.run_log.completions(step, measured_rollouts, prompts)
+
+    def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Metrics:
         config = self.config
         completions = [rollout.completion for rollout in rollouts]
         metrics = rollout_metrics(self.buffer.everything, config.group_size, self.scorer.answer_format)

@@ -57,9 +57,10 @@ class GroupBuffer:
             if requests:
                 return requests
             self.take(num_groups, score)
-        if self.sampling.carry_over:  # informative groups too many go back; the next step scores them again
+        if self.sampling.carry_over:
             informative = list(itertools.compress(self.taken, self.is_informative))
-            self.groups = informative[self.prompts_per_step :] + self.groups
+            too_many = informative[self.prompts_per_step :]
+            self.groups = too_many + self.groups  # the next step scores them again
         self.num_carried = len(self.groups)
         return None
 
@@ -69,18 +70,27 @@ class GroupBuffer:
         if num_fresh > 0:
             self.groups += [Group(prompt) for prompt in draw(num_fresh)]
         unfinished = [group for group in self.groups if not group.is_complete]
-        if len(self.groups) - len(unfinished) >= num_groups:
+        num_complete = len(self.groups) - len(unfinished)
+        if num_complete >= num_groups:
             return None
-        begun = {c.index: None if c.ended else c.ids_T.tolist() for group in unfinished for c in group.completions}
-        return Requests([group.prompt for group in unfinished], begun, num_left=len(self.groups) - num_groups)
+        begun = {}
+        for completion in completions_of(unfinished):
+            begun[completion.index] = None if completion.ended else completion.ids_T.tolist()
+        return Requests(
+            prompts=[group.prompt for group in unfinished],
+            begun=begun,
+            num_left=len(self.groups) - num_groups,
+        )
 
     def add(self, completions: Sequence[Completion]) -> None:
         """Add what was sampled for `ask`: new completions, and further tokens of those that were begun."""
         sampled = {completion.index: completion for completion in completions}
         for place, group in enumerate(self.groups):
             first_index = group.prompt.index * self.group_size
-            earlier = group.completions or [None] * self.group_size
-            joined = [join(begun, sampled.get(index), index) for index, begun in enumerate(earlier, first_index)]
+            begun = group.completions or [None] * self.group_size
+            joined = []
+            for index, completion in enumerate(begun, start=first_index):
+                joined.append(join(completion, sampled.get(index), index))
             self.groups[place] = Group(group.prompt, tuple(joined))
 
     # ---- what a step trains on ----------------------------------------------------------------------------------
@@ -107,19 +117,25 @@ class GroupBuffer:
         informative_frac = 1.0
         if self.taken:
             informative_frac = self.num_informative / len(self.taken)
-        return min(math.ceil(num_lacking / max(informative_frac, LEAST_INFORMATIVE_FRAC)), self.prompts_per_step)
+        informative_frac = max(informative_frac, LEAST_INFORMATIVE_FRAC)
+        num_groups = math.ceil(num_lacking / informative_frac)
+        return min(num_groups, self.prompts_per_step)
 
     def take(self, num_groups: int, score: Score) -> None:
         """Move the oldest `num_groups` complete groups into the step, and begin to score them."""
-        taken = [group for group in self.groups if group.is_complete][:num_groups]
+        complete = [group for group in self.groups if group.is_complete]
+        taken = complete[:num_groups]
         self.groups = [group for group in self.groups if group not in taken]
         self.taken += taken
         self.num_rounds += 1
-        rollouts = score([group.prompt for group in taken], completions_of(taken))
+        prompts = [group.prompt for group in taken]
+        rollouts = score(prompts, completions_of(taken))
         self.everything += rollouts
         is_informative = [True] * len(taken)
         if self.sampling.dynamic:
-            has_equal_P = equal_rewards(*by_group(*reward_tensors(rollouts), self.group_size))
+            rewards_S, has_reward_S = reward_tensors(rollouts)
+            rewards_PG, has_reward_PG = by_group(rewards_S, has_reward_S, self.group_size)
+            has_equal_P = equal_rewards(rewards_PG, has_reward_PG)
             is_informative = (~has_equal_P).tolist()
         self.is_informative += is_informative
 
@@ -163,8 +179,10 @@ class GroupBuffer:
     def restore(self, state: dict[str, Any]) -> None:
         """Take the groups out of what `state` returned."""
         completions = iter(unflatten_completions(*state["completions"]))
-        for prompt, count in zip(state["prompts"], state["counts"], strict=True):
-            self.groups.append(Group(Prompt(**prompt), tuple(itertools.islice(completions, count))))
+        for facts, count in zip(state["prompts"], state["counts"], strict=True):
+            prompt = Prompt(**facts)
+            own_completions = tuple(itertools.islice(completions, count))
+            self.groups.append(Group(prompt, own_completions))
 
 
 def completions_of(groups: Iterable[Group]) -> list[Completion]:
@@ -175,7 +193,8 @@ def completions_of(groups: Iterable[Group]) -> list[Completion]:
 def join(begun: Completion | None, further: Completion | None, index: int) -> Completion:
     """Append the tokens that were sampled now to a completion. Either part may be missing or without tokens."""
     if further is None or not (further.num_tokens or further.ended):
-        return begun or further or Completion((Piece.nothing(),), truncated=False, index=index, ended=False)
+        nothing = Completion((Piece.nothing(),), truncated=False, index=index, ended=False)
+        return begun or further or nothing
     if begun is None or not begun.num_tokens:
         return further
     *earlier, last = begun.pieces

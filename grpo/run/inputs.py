@@ -28,6 +28,7 @@ from grpo.data.prepare import (
     usable_chats,
     usable_prompts,
 )
+from grpo.data.rows import Tools
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import end_of_turn
 from grpo.environments.serving import serving_template
@@ -87,7 +88,14 @@ class Inputs:
 
     def for_all_ranks(self) -> "Inputs":
         """Return the part that every rank needs, which is small and can be pickled."""
-        return replace(self, tokenizer=None, saved_state={}, stream=None, scorer=None, validation={})
+        return replace(
+            self,
+            tokenizer=None,
+            saved_state={},
+            stream=None,
+            scorer=None,
+            validation={},
+        )
 
 
 # ---- The inputs of each script. Its name stands in run.json; `build_dir` is the only place where a dry run may write.
@@ -104,15 +112,22 @@ def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
     # all rows of a source have columns of the same types, which the encoder checks
     first_rows = [next(rows.examples(), None) for rows in sources]
     try_rewards(config, [row.columns for row in first_rows if row])
+
     paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
     inputs = open_run(config, script, build_dir, paths, texts_of(sources))
     if config.needs_reference:
-        inputs = replace(inputs, reference_folder=reference_folder(config, inputs))
-    rows = usable_prompts(sources, config, inputs.tokenizer, tool_schemas(config), inputs.vocab_size)
-    stream = resumed_stream(partial(PromptStream, rows, config), inputs.saved_state, config.allow_changes)
-    inputs = replace(inputs, stream=stream, form=learned_form(config, inputs.tokenizer))
+        folder = reference_folder(config, inputs)
+        inputs = replace(inputs, reference_folder=folder)
+
+    tools = tool_schemas(config)
+    rows = usable_prompts(sources, config, inputs.tokenizer, tools, inputs.vocab_size)
+    new_stream = partial(PromptStream, rows, config)
+    stream = resumed_stream(new_stream, inputs.saved_state, config.allow_changes)
+    form = learned_form(config, inputs.tokenizer)
+    inputs = replace(inputs, stream=stream, form=form)
     if config.evaluation.interval:
-        inputs = replace(inputs, eval_prompts=held_out_prompts(config, inputs))
+        prompts = held_out_prompts(config, inputs)
+        inputs = replace(inputs, eval_prompts=prompts)
     return with_scorer(config, inputs)
 
 
@@ -125,12 +140,15 @@ def read_sft(config: SFTConfig, script: str, build_dir: str = "") -> Inputs:
     inputs = open_run(config, script, build_dir, paths, texts_of(sources))
     form = learned_form(config, inputs.tokenizer)
     rows = usable_chats(sources, config, inputs.tokenizer, inputs.vocab_size)
-    stream = resumed_stream(partial(ChatStream, rows, config), inputs.saved_state, config.allow_changes)
+    new_stream = partial(ChatStream, rows, config)
+    stream = resumed_stream(new_stream, inputs.saved_state, config.allow_changes)
     if config.show:
-        show_examples(ChatStream(rows, config).draw(config.show), inputs.tokenizer)
+        first_examples = new_stream().draw(config.show)
+        show_examples(first_examples, inputs.tokenizer)
     inputs = replace(inputs, stream=stream, form=form)
     if config.validation.interval:
-        inputs = replace(inputs, validation=load_validation(config, inputs.tokenizer, inputs.vocab_size))
+        validation = load_validation(config, inputs.tokenizer, inputs.vocab_size)
+        inputs = replace(inputs, validation=validation)
     if config.evaluation.interval:
         inputs = read_evaluation(config, inputs)
     return inputs
@@ -163,19 +181,29 @@ def data_paths(config: RunConfig, *sections: EvaluationConfig | ValidationConfig
     return [source.path for source in sources]
 
 
-def open_run(config: RunConfig, script: str, build_dir: str, paths: Sequence[str], texts: Iterable[str] = ()) -> Inputs:
+def open_run(
+    config: RunConfig,
+    script: str,
+    build_dir: str,
+    paths: Sequence[str],
+    texts: Iterable[str] = (),
+) -> Inputs:
     """Check the run folder, find the checkpoint to continue from, and open the model's folder and tokenizer.
 
     paths: folders, files and hub names that the run reads besides its model and reward model. For the other arguments
     and for what raises ValueError see `open_run_folder` and `open_model_folder`.
     """
-    checkpoint, saved_state = open_run_folder(config, script, [config.model.path, config.reward.model, *paths])
+    paths = [config.model.path, config.reward.model, *paths]
+    checkpoint, saved_state = open_run_folder(config, script, paths)
     folder, tokenizer = open_model_folder(config, texts, build_dir)
-    return Inputs(folder, tokenizer, checkpoint, saved_state, step=saved_state.get("step", 0))
+    step = saved_state.get("step", 0)
+    return Inputs(folder, tokenizer, checkpoint, saved_state, step)
 
 
 def open_model_folder(
-    config: RunConfig, texts: Iterable[str] = (), build_dir: str = ""
+    config: RunConfig,
+    texts: Iterable[str] = (),
+    build_dir: str = "",
 ) -> tuple[str, "PreTrainedTokenizerBase"]:
     """Return the folder of `model.path` and its tokenizer, after trying its chat template.
 
@@ -205,7 +233,11 @@ def reference_folder(config: GRPOConfig, inputs: Inputs) -> str:
     return config.model.reference_path
 
 
-def resumed_stream(new_stream: Callable[[], Stream], state: Mapping[str, Any], allow_changes: bool) -> Stream:
+def resumed_stream(
+    new_stream: Callable[[], Stream],
+    state: Mapping[str, Any],
+    allow_changes: bool,
+) -> Stream:
     """Return a new stream of data, at the place that the `state` of a checkpoint names, if there is one.
 
     Raises ValueError if the place is one in other data; with `allow_changes` these begin at their beginning.
@@ -217,7 +249,8 @@ def resumed_stream(new_stream: Callable[[], Stream], state: Mapping[str, Any], a
     except ValueError as error:
         if not allow_changes:
             raise
-        print(f"the data begin again: {str(error).partition(';')[0]}", flush=True)
+        reason, _, _ = str(error).partition(";")
+        print(f"the data begin again: {reason}", flush=True)
         stream = new_stream()  # some sources of the first one may have their place already
     return stream
 
@@ -228,7 +261,13 @@ def resumed_stream(new_stream: Callable[[], Stream], state: Mapping[str, Any], a
 def held_out_prompts(config: RunConfig, inputs: Inputs) -> list[Prompt]:
     """Read the prompts that evaluation completes, with all columns that the reward functions need."""
     tools = tool_schemas(config)
-    prompts = load_eval_prompts(config.data, config.evaluation, inputs.tokenizer, tools, inputs.vocab_size)
+    prompts = load_eval_prompts(
+        config.data,
+        config.evaluation,
+        inputs.tokenizer,
+        tools,
+        inputs.vocab_size,
+    )
     if config.data.row:
         check_functions(config, list(prompts[0].columns))
     try_rewards(config, [prompt.columns for prompt in prompts])
@@ -242,7 +281,12 @@ def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
     if config.environment.enabled:
         check_environment(config, inputs.tokenizer, scorer.stop_token_ids)
     check_best(config, inputs.eval_prompts, scorer)
-    return replace(inputs, scorer=scorer, stop_token_ids=scorer.stop_token_ids, reward_model=config.reward.model)
+    return replace(
+        inputs,
+        scorer=scorer,
+        stop_token_ids=scorer.stop_token_ids,
+        reward_model=config.reward.model,
+    )
 
 
 def check_functions(config: RunConfig, columns: Iterable[str] | None = None) -> None:
@@ -271,22 +315,26 @@ def check_best(config: RunConfig, prompts: Iterable[Prompt], scorer: Scorer) -> 
     sets = list(dict.fromkeys(prompt.source for prompt in prompts))
     names = evaluation_names(sets, config.evaluation.num_samples, bool(scorer.answer_format))
     if best and best not in names:
-        raise ValueError(
-            f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, names)}: {', '.join(names)}"
-        )
+        hint = near_miss(best, names)
+        raise ValueError(f"checkpoint.keep_best={best} is not among the held-out metrics{hint}: {', '.join(names)}")
 
 
 # ---- Environments, tools and the exported chat template
 
 
-def tool_schemas(config: RunConfig) -> dict[str, list[dict[str, Any]]]:
+def tool_schemas(config: RunConfig) -> dict[str, Tools]:
     """Return the JSON schemas of each environment's tools, as the chat template gets them, by its name."""
     if not config.environment.enabled:
         return {}
-    return {name: toolbox.schemas for name, toolbox in load_toolboxes(config.environment).items()}
+    toolboxes = load_toolboxes(config.environment)
+    return {name: toolbox.schemas for name, toolbox in toolboxes.items()}
 
 
-def check_environment(config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int]) -> None:
+def check_environment(
+    config: GRPOConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    stop_token_ids: Sequence[int],
+) -> None:
     """Refuse an environment whose class, functions or chat template cannot be used, and print what it is."""
     toolboxes = load_toolboxes(config.environment)
     style = call_style(tokenizer, config.environment, toolboxes)
@@ -300,7 +348,8 @@ def check_environment(config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase", 
             toolbox.check_columns(config.data.reward_columns)
         line = f"environment {name or toolbox.name}"
         if toolbox.tools:
-            line += f" with the tools {', '.join(toolbox.tools)}, called as {style}"
+            tools = ", ".join(toolbox.tools)
+            line += f" with the tools {tools}, called as {style}"
         if turns[name].line:
             line += f"; {turns[name].line}"
         print(line, flush=True)
@@ -312,15 +361,17 @@ def learned_form(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> Cha
     A template that reads `question` is not exported, because nobody else passes that. With an environment the exported
     template keeps all of the earlier turns, as training did; a line says if it cannot be made to.
     """
+    data = config.data
     template = ""
-    if config.data.prompt_template and not config.data.is_text_template and "question" not in tokenizer.chat_template:
+    if data.prompt_template and not data.is_text_template and "question" not in tokenizer.chat_template:
         template = tokenizer.chat_template
     if isinstance(config, SFTConfig):
-        end = end_of_turn(tokenizer, config.data)
-        return ChatForm(template) if end is None else ChatForm(template, (end,))
+        end = end_of_turn(tokenizer, data)
+        end_token_ids = () if end is None else (end,)
+        return ChatForm(template, end_token_ids)
     serving = ""
     if config.environment.enabled:
-        serving = serving_template(tokenizer, config.data)
+        serving = serving_template(tokenizer, data)
     if serving != "":
         template = serving or ""
         result = "keeps them too" if serving else "cannot be made to keep them: serve it with another one"

@@ -38,7 +38,10 @@ class Verdict:
 
     def __str__(self) -> str:
         """Return the verdict as one line. It has the remedy only if there is a problem."""
-        return f"{self.check}: {self.found}" + ("" if self.fits else f"; {self.to_do}")
+        line = f"{self.check}: {self.found}"
+        if not self.fits:
+            line += f"; {self.to_do}"
+        return line
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,17 @@ def look_at_device() -> Device:
     if num_gpus:
         gpu = torch.cuda.get_device_properties(0)
         return Device(num_gpus, gpu.name, gpu.total_memory / 2**30)
-    free_kib = re.search(r"MemAvailable: +(\d+)", pathlib.Path("/proc/meminfo").read_text())[1]
+    facts = pathlib.Path("/proc/meminfo").read_text()
+    free_kib = re.search(r"MemAvailable: +(\d+)", facts)[1]
     return Device(0, f"{os.cpu_count()} CPU cores", int(free_kib) / 2**20)
 
 
-def fit_to_machine(config: Config, layout: RolesConfig, folder: str, reward_model: str = "") -> Config:
+def fit_to_machine(
+    config: Config,
+    layout: RolesConfig,
+    folder: str,
+    reward_model: str = "",
+) -> Config:
     """Decide what the config leaves to the machine, and warn of versions, memory and disk that do not fit.
 
     layout: which ranks do what; without trainers only the engines are decided. folder: the model's. reward_model: the
@@ -84,19 +93,25 @@ def print_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_model: s
     _, verdicts = _judge(config, config.roles, folder, reward_model, device)
     verdicts.insert(0, check_gpus(config, device))
     for verdict in verdicts:
-        print(f"{'fits' if verdict.fits else 'PROBLEM'}  {verdict}")
+        answer = "fits" if verdict.fits else "PROBLEM"
+        print(f"{answer}  {verdict}")
     num_problems = sum(not verdict.fits for verdict in verdicts)
     print(f"dry run: nothing was written; problems: {num_problems}", flush=True)
     return not num_problems
 
 
 def _judge(
-    config: Config, layout: RolesConfig, folder: str, reward_model: str, device: Device
+    config: Config,
+    layout: RolesConfig,
+    folder: str,
+    reward_model: str,
+    device: Device,
 ) -> tuple[Config, list[Verdict]]:
     """Return the config without any "auto", and the verdicts. Prints what was decided."""
     hf_reward = None
     if reward_model:
-        hf_reward = read_hf_config(resolve_folder(reward_model, scores=True), scores=True)
+        reward_folder = resolve_folder(reward_model, scores=True)
+        hf_reward = read_hf_config(reward_folder, scores=True)
     sizes = memory.sizes_of(read_hf_config(folder), hf_reward)
     gpu_gib = device.gib if device.num_gpus else None
     if layout.num_engine_ranks:
@@ -107,10 +122,18 @@ def _judge(
     if device.num_gpus and decided != config:
         kind = decided.trainer.activation_checkpointing
         print(f"trainer.activation_checkpointing: {kind}, by arithmetic", flush=True)
-    return decided, [check_versions(), *check_memory(decided, sizes, device), check_disk(decided, sizes)]
+    verdicts = [check_versions()]
+    verdicts += check_memory(decided, sizes, device)
+    verdicts.append(check_disk(decided, sizes))
+    return decided, verdicts
 
 
-def _fit_engine(sizes: memory.Sizes, config: Config, trains: bool, gpu_gib: float | None) -> Config:
+def _fit_engine(
+    sizes: memory.Sizes,
+    config: Config,
+    trains: bool,
+    gpu_gib: float | None,
+) -> Config:
     """Decide and print `max_num_seqs`. trains: the engines sample for steps and not only for evaluations."""
     num_completions = config.evaluation_completions
     if trains:
@@ -125,7 +148,9 @@ def _fit_engine(sizes: memory.Sizes, config: Config, trains: bool, gpu_gib: floa
 
 def check_versions() -> Verdict:
     """Compare the packages that move only together with the pins of requirements*.txt."""
-    pins = dict(PINNED.findall("".join(path.read_text() for path in sorted(ROOT.glob("requirements*.txt")))))
+    pins = {}
+    for path in sorted(ROOT.glob("requirements*.txt")):
+        pins |= PINNED.findall(path.read_text())
     packages = []
     fits = True
     for name, pinned in pins.items():
@@ -144,29 +169,40 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
     needed = config.num_ranks
     if not count:
         built_for_gpus = torch.version.cuda is not None
-        found = "torch is built for CUDA and sees no GPU" if built_for_gpus else f"none: {device.name}"
+        found = f"none: {device.name}"
+        if built_for_gpus:
+            found = "torch is built for CUDA and sees no GPU"
         to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
         return Verdict("GPUs", not built_for_gpus, found, to_do)
-    found = f"{count} x {device.name} of {device.gib:.1f} GiB, {needed} needed ({describe_roles(config.roles)})"
-    to_do = f"for {count}: {suggest_roles(config, count)}; --gpus counts those of all nodes"
+    roles = describe_roles(config.roles)
+    found = f"{count} x {device.name} of {device.gib:.1f} GiB, {needed} needed ({roles})"
+    suggestion = suggest_roles(config, count)
+    to_do = f"for {count}: {suggestion}; --gpus counts those of all nodes"
     return Verdict("GPUs", needed <= count, found, to_do)
 
 
-def check_memory(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device) -> list[Verdict]:
+def check_memory(
+    config: GRPOConfig | SFTConfig,
+    sizes: memory.Sizes,
+    device: Device,
+) -> list[Verdict]:
     """Compare the memory of each role with a GPU; without GPUs, that of all ranks with the host's free memory."""
     roles = config.roles
-    generator = reference = {}
+    generator = {}
+    reference = {}
     if isinstance(config, GRPOConfig):
         generator = memory.generator_gib(sizes, config)
     if roles.num_reference_ranks and (config.needs_reference or sizes.reward_model):
         reference = memory.reference_gib(sizes, config)
     if not device.num_gpus:
-        total = roles.num_trainers * sum(memory.trainer_gib(sizes, config).values())
+        trainer = memory.trainer_gib(sizes, config)
+        total = roles.num_trainers * sum(trainer.values())
         total += roles.num_engine_ranks * sum(generator.values())
         total += roles.num_reference_ranks * sum(reference.values())
         total += checkpoint_gib(config, sizes)
         found = f"all ranks {total:.1f} GiB with the copy of a checkpoint, free on this host {device.gib:.1f}"
         return [Verdict("memory", total <= device.gib, found, "a smaller model or --trainer.micro-batch-tokens")]
+
     verdicts = _check_trainer(config, sizes, device)
     if generator:  # the cache gets what the weights leave of the engine's share
         weights = generator.pop("weights")
@@ -181,24 +217,37 @@ def check_memory(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: De
     return verdicts
 
 
-def _check_trainer(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device) -> list[Verdict]:
+def _check_trainer(
+    config: GRPOConfig | SFTConfig,
+    sizes: memory.Sizes,
+    device: Device,
+) -> list[Verdict]:
     """Compare each moment of a trainer rank, with an engine that shares its GPU, with the GPU."""
     moments = memory.trainer_moments(sizes, config, device.gib)
     verdicts = []
     for moment, parts in moments.items():
-        check = "memory of a trainer" + (f" {moment}" if len(moments) > 1 else "")
+        check = "memory of a trainer"
+        if len(moments) > 1:
+            check += f" {moment}"
         verdict = _check_parts(check, parts, device, "")
         if not verdict.fits:
-            verdict = replace(verdict, to_do=_ways_out(config, sizes, device))
+            to_do = _ways_out(config, sizes, device)
+            verdict = replace(verdict, to_do=to_do)
         verdicts.append(verdict)
     return verdicts
 
 
-def _check_parts(check: str, parts: dict[str, float], device: Device, to_do: str) -> Verdict:
+def _check_parts(
+    check: str,
+    parts: dict[str, float],
+    device: Device,
+    to_do: str,
+) -> Verdict:
     """Compare the sum of the parts, GiB, with a GPU."""
     total = sum(parts.values())
     listed = ", ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
-    return Verdict(check, total < device.gib, f"{total:.1f} of {device.gib:.1f} GiB ({listed})", to_do)
+    found = f"{total:.1f} of {device.gib:.1f} GiB ({listed})"
+    return Verdict(check, total < device.gib, found, to_do)
 
 
 def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device) -> str:
@@ -214,13 +263,18 @@ def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Devic
         lowest["trainer.lora_rank"] = LORA_RANK
     enough = []
     lowering = []
+    peak_now = memory.trainer_peak(sizes, config, device.gib)
     for path, value in lowest.items():
-        peak = memory.trainer_peak(sizes, change(config, {path: value}), device.gib)
-        flag = f"--{path.replace('_', '-')}" + ("" if value is True else f" {value}")
+        changed = change(config, {path: value})
+        peak = memory.trainer_peak(sizes, changed, device.gib)
+        flag = f"--{path.replace('_', '-')}"
+        if value is not True:
+            flag += f" {value}"
         if peak < device.gib:
             enough.append(flag)
-        elif peak < (1 - LEAST_RELIEF_FRAC) * memory.trainer_peak(sizes, config, device.gib):
+        elif peak < (1 - LEAST_RELIEF_FRAC) * peak_now:
             lowering.append(flag)
+
     ways = []
     if enough:
         ways.append("it fits with " + " or ".join(enough))
@@ -249,16 +303,21 @@ def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
     count = 0
     if options.interval:
         num_saves = math.ceil(config.num_steps / options.interval)
-        count = min(options.keep + 1 + bool(options.keep_best), num_saves)
+        num_kept = options.keep + bool(options.keep_best)
+        count = min(num_kept + 1, num_saves)
     export = 0.0
     if options.export:
         export = memory.DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30
     run_dir = pathlib.Path(config.run_dir).absolute()
-    place = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
-    replaced = 0  # bytes of the files that make room when the run resumes or overwrites
+    place = run_dir
+    while not place.exists():
+        place = place.parent
+    replaced_bytes = 0  # of the files that make room when the run resumes or overwrites
     for folder in (CHECKPOINTS, "model"):
-        replaced += sum(path.stat().st_size for path in (run_dir / folder).rglob("*") if path.is_file())
-    needed = max(size * count + export - replaced / 2**30, 0)
+        for path in (run_dir / folder).rglob("*"):
+            if path.is_file():
+                replaced_bytes += path.stat().st_size
+    needed = max(size * count + export - replaced_bytes / 2**30, 0)
     free = shutil.disk_usage(place).free / 2**30
     found = f"{count} checkpoints of {size:.2f} GiB and an export of {export:.2f}, free in {place}: {free:.1f} GiB"
     to_do = "another --run-dir, a lower --checkpoint.keep, or --checkpoint.no-export"

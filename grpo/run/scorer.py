@@ -20,23 +20,35 @@ from grpo.workers.programs import check_programs
 
 def check_version(completions: list[Completion], version: int) -> None:
     """Raise RuntimeError if a completion was sampled with other weights than those after `version` steps."""
-    versions = {completion.version for completion in completions} - {version}
-    if versions:
+    other_versions = {completion.version for completion in completions} - {version}
+    if other_versions:
         raise RuntimeError(
-            f"completions of version {version} were sampled with weights of versions {sorted(versions)}: a weight "
-            "sync was skipped or repeated"
+            f"completions of version {version} were sampled with weights of versions {sorted(other_versions)}: a "
+            "weight sync was skipped or repeated"
         )
 
 
 def check_lost(rollouts: list[Rollout]) -> None:
     """Raise RewardError if more than half of the episodes were lost: something is wrong with their environment."""
-    episodes = [rollout.completion.episode for rollout in rollouts if rollout.completion.episode]
-    lost = [episode["failure"] for episode in episodes if episode["failure"]]
-    if 2 * len(lost) > len(episodes):
-        raise RewardError(f"{len(lost)} of {len(episodes)} episodes were lost; the first: {lost[0]}")
+    num_episodes = 0
+    failures = []
+    for rollout in rollouts:
+        episode = rollout.completion.episode
+        if episode:
+            num_episodes += 1
+            if episode["failure"]:
+                failures.append(episode["failure"])
+    if 2 * len(failures) > num_episodes:
+        raise RewardError(f"{len(failures)} of {num_episodes} episodes were lost; the first: {failures[0]}")
 
 
-def with_value(rollout: Rollout, name: str, weight: float, value: float | None, failure: str = "") -> Rollout:
+def with_value(
+    rollout: Rollout,
+    name: str,
+    weight: float,
+    value: float | None,
+    failure: str = "",
+) -> Rollout:
     """Add a value that is not a reward function's, or the reason why there is none."""
     failures = dict(rollout.failures)
     if failure:
@@ -46,7 +58,8 @@ def with_value(rollout: Rollout, name: str, weight: float, value: float | None, 
         reward = weight * value + (reward or 0.0)
     if failures:
         reward = None
-    return replace(rollout, rewards={name: value} | rollout.rewards, reward=reward, failures=failures)
+    rewards = {name: value} | rollout.rewards
+    return replace(rollout, rewards=rewards, reward=reward, failures=failures)
 
 
 class Scorer:
@@ -56,7 +69,11 @@ class Scorer:
     """The session's, once it is loaded."""
 
     def __init__(
-        self, config: RunConfig, folder: str, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int] = ()
+        self,
+        config: RunConfig,
+        folder: str,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: Sequence[int] = (),
     ):
         """Start the reward processes; prints what ends a completion, and how programs are locked down, if any are run.
 
@@ -70,14 +87,19 @@ class Scorer:
         self.tokenizer = tokenizer
         if "code_reward" in reward.functions or "python" in self.environment.tools:
             print(check_programs(reward.allow_without_landlock), flush=True)
-        self.reader = open_reward_model(reward.model, config.trainer) if reward.model else None
-        further = (*generator.stop_token_ids, *end_token_ids)
-        self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, further)
+        self.reader = None
+        if reward.model:
+            self.reader = open_reward_model(reward.model, config.trainer)
+
+        more_stop_ids = (*generator.stop_token_ids, *end_token_ids)
+        self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, more_stop_ids)
         ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
         ends += [f"the text {text!r}" for text in generator.stop]
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
         # A completion passes by the value of this one: the environment, or the first function; empty if there is none
-        self.pass_function = self.environment.reward_name or next(iter(reward.weights), "")
+        first_function = next(iter(reward.weights), "")
+        self.pass_function = self.environment.reward_name or first_function
+
         opening, notes = look_at_prompt(tokenizer, config.data)
         for note in notes:
             print(printable(note), flush=True)
@@ -86,14 +108,20 @@ class Scorer:
         self.collected_before = False
         self.warned_of_unread_calls = False
 
-    def submit(self, prompts: Sequence[Prompt], completions: list[Completion], step: int) -> list[Rollout]:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        completions: list[Completion],
+        step: int,
+    ) -> list[Rollout]:
         """Join prompts and their completions, group after group, decode, begin to score; returns at once.
 
         step: the number of the step that reward functions get, as the log counts it.
         """
         group_size = len(completions) // len(prompts)
         prompts = [prompts[i // group_size] for i in range(len(completions))]
-        texts = detokenize(self.tokenizer, list(map(self._ids_to_show, prompts, completions)))
+        ids = list(map(self._ids_to_show, prompts, completions))
+        texts = detokenize(self.tokenizer, ids)
         self.submitted = list(map(Rollout, prompts, completions, texts))
         self.pool.submit(self.submitted, group_size, step)
         return self.submitted
@@ -104,19 +132,23 @@ class Scorer:
         where: how a warning begins. If other ranks hold a part of the reward model, they compute it meanwhile, see
         `scores` of `comm.on_driver`.
         """
-        model_scores = self._ask_reward_model() if self.reward_model else []  # while worker processes score
+        model_scores = []
+        if self.reward_model:
+            model_scores = self._ask_reward_model()  # while worker processes score
         rollouts = [self._with_environment(rollout) for rollout in self.pool.collect()]
+        weight = self.pool.config.model_weight
         for place, (score, failure) in enumerate(model_scores):
-            weight = self.pool.config.model_weight
             rollouts[place] = with_value(rollouts[place], REWARD_MODEL, weight, score, failure)
         check_lost(rollouts)
+
         warnings = failure_lines(rollouts)
         if self.answer_format and not self.collected_before:
-            warnings.append(no_answer_line(rollouts, self.answer_format))
+            line = no_answer_line(rollouts, self.answer_format)
+            warnings.append(line)
         if not self.warned_of_unread_calls:
             line = unread_calls_line(rollouts)
-            self.warned_of_unread_calls = bool(line)
             warnings.append(line)
+            self.warned_of_unread_calls = bool(line)
         self.collected_before = True
         for line in filter(None, warnings):
             print(printable(f"warning: {where}{line}"), flush=True)
@@ -124,20 +156,28 @@ class Scorer:
 
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:
         """Return the prompts as the model saw them, special tokens included."""
-        return detokenize(self.tokenizer, [rollout.prompt_ids_T.tolist() for rollout in rollouts])
+        ids = [rollout.prompt_ids_T.tolist() for rollout in rollouts]
+        return detokenize(self.tokenizer, ids)
 
     def _with_environment(self, rollout: Rollout) -> Rollout:
         """Add the environment's value to the reward. An episode that was lost has no reward."""
         episode = rollout.completion.episode
         if episode is None or not self.environment.all_classes:
             return rollout
-        name = self.environment.reward_name
-        return with_value(rollout, name, self.environment.weight, episode["reward"], episode["failure"])
+        return with_value(
+            rollout,
+            self.environment.reward_name,
+            self.environment.weight,
+            episode["reward"],
+            episode["failure"],
+        )
 
     def _ask_reward_model(self) -> list[tuple[float | None, str]]:
         """Return for each rollout that was submitted its score, or None and the reason."""
-        conversations = self.reader.read([conversation(rollout, self.pool.opening) for rollout in self.submitted])
-        scores = iter(self.reward_model.scores([ids for ids in conversations if isinstance(ids, list)]))
+        messages = [conversation(rollout, self.pool.opening) for rollout in self.submitted]
+        conversations = self.reader.read(messages)
+        readable = [ids for ids in conversations if isinstance(ids, list)]
+        scores = iter(self.reward_model.scores(readable))
         results = []
         for ids in conversations:
             if isinstance(ids, str):  # not ids, but the reason why it cannot be read
@@ -153,5 +193,9 @@ class Scorer:
     def _ids_to_show(self, prompt: Prompt, completion: Completion) -> list[int]:
         """Return the ids of a completion without the stop token at the end."""
         _, pieces = completion.behind(prompt)
-        ids = [token for piece in pieces for token in piece.ids_T.tolist()]
-        return ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
+        ids = []
+        for piece in pieces:
+            ids += piece.ids_T.tolist()
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        return ids

@@ -35,7 +35,7 @@ from grpo.run.inputs import Inputs
 from grpo.run.machine import fit_to_machine, print_what_fits
 from grpo.run.scorer import check_version
 from grpo.run.step_timer import StepTimer, profile_step
-from grpo.types import Completion
+from grpo.types import Completion, Metrics
 from grpo.watch.failures import BadInput, refuse_bad_input, set_place
 from grpo.watch.stopping import forget_old_stop, obey_stop, repeat_behind_launcher, stop_reason
 from grpo.watch.watchdog import watched
@@ -68,12 +68,14 @@ def run(
     """
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            raise SystemExit(0 if dry_run(config, script, read_inputs) else 1)
+            fits = dry_run(config, script, read_inputs)
+            raise SystemExit(0 if fits else 1)
         return
     with refuse_bad_input():  # a notebook's config has met no check yet
         validate(config)
         if layout is None:
-            check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            check_world_size(config, world_size)
     gc.collect()  # a notebook's run before may have left cycles with groups, in whose end a fork of this one would hang
     roles = setup_roles(
         layout or config.roles,
@@ -84,7 +86,8 @@ def run(
     )
     set_place(role=roles.name)
     with watched(roles, config.deadline_minutes):
-        train(config, Session(config, script, read_inputs, layout, roles))
+        session = Session(config, script, read_inputs, layout, roles)
+        train(config, session)
 
 
 def dry_run(config: Config, script: str, read_inputs: ReadInputs) -> bool:
@@ -146,10 +149,16 @@ class Session:
         num_steps = 0
         if self.layout.num_trainers:
             num_steps = config.num_steps
-        logged = config
+        logged_config = config
         if isinstance(config, GRPOConfig):
-            logged = replace(config, algorithm=config.algorithm.resolved)
-        return RunLog(config.metrics, config.run_dir, num_steps, step, asdict(logged))
+            logged_config = replace(config, algorithm=config.algorithm.resolved)
+        return RunLog(
+            config.metrics,
+            config.run_dir,
+            num_steps,
+            start_step=step,
+            whole_config=asdict(logged_config),
+        )
 
     def start_up(self) -> tuple[Trainer | None, Reference | None, Generator | None]:
         """Check everything on rank 0, then load the models of this rank's roles and the checkpoint.
@@ -158,10 +167,13 @@ class Session:
         """
         roles = self.roles
         timer = self.timer
-        trainer = reference = generator = None
+        trainer = None
+        reference = None
+        generator = None
         if roles.generates and not roles.is_driver:  # rank 0 is busy with the checks that follow
             with timer.startup("importing vLLM"):
                 import_vllm(roles)
+
         rewards = ", starting the reward processes" if roles.replicas else ""
         with timer.startup(f"checking data, tokenizer and model{rewards}"):
             start = self.ask_driver(self.start)
@@ -173,14 +185,23 @@ class Session:
                 reference_folder = fetch_folder(inputs.reference_folder, roles.control)
             if inputs.reward_model:
                 reward_folder = fetch_folder(inputs.reward_model, roles.control, scores=True)
+
         self.saved_step = inputs.step
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             with timer.startup("starting vLLM"):
                 generator = self._start_engine(start.config, folder, inputs.stop_token_ids)
+
         with timer.startup("loading the models"):
             config = self.config
             if roles.trains:
-                trainer = Trainer(config.model, start.config.trainer, folder, config.num_steps, roles, config.seed)
+                trainer = Trainer(
+                    config.model,
+                    start.config.trainer,
+                    folder,
+                    config.num_steps,
+                    roles,
+                    config.seed,
+                )
                 self.saver = checkpoint.CheckpointSaver(config)
             if roles.references and roles.has_reference:
                 reference = Reference(
@@ -202,6 +223,7 @@ class Session:
                     inputs.scorer.reward_model = self.reward_model
         with timer.startup("waiting for the other ranks"):
             wait_for_all(roles)
+
         if inputs.checkpoint is not None:
             with timer.startup("loading the checkpoint"):
                 if trainer:
@@ -209,11 +231,19 @@ class Session:
                 if roles.replicas:
                     sync_weights(trainer, generator, inputs.step, roles)
         if inputs.eval_prompts and inputs.step == 0:
-            with timer.startup("evaluating before the first step" if roles.trainer_ranks else "evaluating"):
+            what = "evaluating"
+            if roles.trainer_ranks:
+                what += " before the first step"
+            with timer.startup(what):
                 self.evaluate(generator, 0)
         return trainer, reference, generator
 
-    def _start_engine(self, config: Config, folder: str, stop_token_ids: Sequence[int]) -> Generator:
+    def _start_engine(
+        self,
+        config: Config,
+        folder: str,
+        stop_token_ids: Sequence[int],
+    ) -> Generator:
         episodes = None
         if config.environment.enabled:
             episodes = Episodes(
@@ -247,7 +277,8 @@ class Session:
     def steps(self) -> Iterator[int]:
         """Yield for each step the number of steps before it. The step that `profile` names leaves a trace."""
         steps = range(self.inputs.step, self.config.num_steps)
-        for step in profile_step(steps, self.config.profile, self.config.run_dir, self.roles):
+        profiled = profile_step(steps, self.config.profile, self.config.run_dir, self.roles)
+        for step in profiled:
             if self.saver and self.roles.is_driver:  # if it raises, torchrun ends the other ranks
                 self.saver.raise_failure()
             yield step
@@ -260,7 +291,12 @@ class Session:
             self.last_line = obey_stop(reason, step, self.config.run_dir)
         return bool(reason)
 
-    def save(self, step: int, trainer: Trainer | None, driver_state: Callable[[], dict[str, Any]] = dict) -> None:
+    def save(
+        self,
+        step: int,
+        trainer: Trainer | None,
+        driver_state: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
         """Begin to save what `step` steps made, unless that was done. Training goes on meanwhile.
 
         driver_state: returns what else to save, called on rank 0. Every rank calls `save`, last in a step: if the run
@@ -268,7 +304,9 @@ class Session:
         """
         if trainer and step > self.saved_step:
             with self.timer.phase("save"):
-                state = {"step": step, **driver_state()} if self.roles.is_driver else None
+                state = None
+                if self.roles.is_driver:
+                    state = {"step": step, **driver_state()}
                 self.saver.save(step, trainer, state)
         self.saved_step = step
 
@@ -277,19 +315,20 @@ class Session:
 
         Collective over `roles.control`.
         """
-        greedy, sampled = None, None
+        greedy = None
+        sampled = None
         if generator:
             greedy, sampled = generator.evaluate(self.inputs.eval_prompts, self.config.evaluation)
         greedy = gather_completions(greedy, self.roles)
         sampled = gather_completions(sampled, self.roles)
-        self._log_evaluation(greedy, sampled, step)
+        self._log_evaluation({"greedy": greedy, "sample": sampled}, step)
 
     @partial(on_driver, scores=True)
-    def _log_evaluation(self, greedy: list[Completion], sampled: list[Completion], step: int) -> None:
+    def _log_evaluation(self, completions_by_kind: dict[str, list[Completion]], step: int) -> None:
         """Score and write the completions of the held-out prompts by the weights after `step` steps."""
         scorer = self.inputs.scorer
-        rollouts = {"greedy": [], "sample": []}
-        for kind, completions in {"greedy": greedy, "sample": sampled}.items():
+        rollouts = {"sample": []}
+        for kind, completions in completions_by_kind.items():
             if completions:  # perhaps no samples were asked for
                 check_version(completions, step)
                 scorer.submit(self.inputs.eval_prompts, completions, step)
@@ -306,18 +345,19 @@ class Session:
         )
         self.run_log.log_held_out(step, metrics)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Log step number `step`, and warn if its update was skipped. On rank 0.
 
         Raises BadInput after MOST_SKIPPED skipped updates in a row.
         """
         self.run_log.log(step, metrics)
-        causes = ", ".join(name.removeprefix("skipped/") for name in metrics if name.startswith("skipped/"))
+        causes = [name.removeprefix("skipped/") for name in metrics if name.startswith("skipped/")]
         if not causes:
             self.num_skipped = 0
             return
         self.num_skipped += 1
-        message = f"step {step} skipped {metrics['skipped_frac']:.0%} of its update, because not finite: {causes}"
+        skipped_frac = metrics["skipped_frac"]
+        message = f"step {step} skipped {skipped_frac:.0%} of its update, because not finite: {', '.join(causes)}"
         if self.num_skipped == MOST_SKIPPED:
             raise BadInput(
                 f"{message}; so did the {MOST_SKIPPED - 1} before it. The weights are those before them: lower "
@@ -330,7 +370,8 @@ class Session:
     def export(self, trainer: Trainer | None) -> None:
         """Write the model's folder, unless `checkpoint.export` is off. Collective over the trainers."""
         if self.config.checkpoint.export and trainer:
-            export_hf(trainer.model, pathlib.Path(self.config.run_dir) / "model", trainer.dtype, self.inputs.form)
+            model_dir = pathlib.Path(self.config.run_dir) / "model"
+            export_hf(trainer.model, model_dir, trainer.dtype, self.inputs.form)
 
     def end(self, generator: Generator | None) -> None:
         """Wait for the last checkpoint, close the log and leave the groups. Collective over `roles.control`."""
@@ -338,7 +379,8 @@ class Session:
             if self.saver:
                 self.saver.finish()
         self._finish()
-        close_roles(self.roles, generator.close if generator else None)
+        close_engine = generator.close if generator else None
+        close_roles(self.roles, close_engine)
 
     @on_driver
     def _finish(self) -> None:

@@ -12,7 +12,7 @@ from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
 from grpo.run.session import Session, is_due
-from grpo.types import Sample, TrainBatch
+from grpo.types import Metrics, Sample, TrainBatch
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
 
@@ -49,7 +49,9 @@ class SFTDriver:
         """Return why the run ends after `step` steps: a low loss, or a request to stop. Empty if it goes on."""
         if self._is_learned():
             return "learned"
-        return "stopped" if self.session.is_stopped(step) else ""
+        if self.session.is_stopped(step):
+            return "stopped"
+        return ""
 
     @on_driver
     def next_batch(self, num_sequences: int) -> TrainBatch:
@@ -71,22 +73,28 @@ class SFTDriver:
     def _is_learned(self) -> bool:
         """Return whether the mean loss of the last STOP_WINDOW steps is below `stop_at_loss`."""
         losses = self.recent_losses
-        return len(losses) == STOP_WINDOW and sum(losses) / STOP_WINDOW < self.config.stop_at_loss
+        if len(losses) < STOP_WINDOW:
+            return False
+        return sum(losses) / STOP_WINDOW < self.config.stop_at_loss
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the driver. On rank 0."""
-        return {"data": self.stream.state_dict(), "recent_losses": list(self.recent_losses)}
+        return {
+            "data": self.stream.state_dict(),
+            "recent_losses": list(self.recent_losses),
+        }
 
     @on_driver
     def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:
         """Log step number `step`. A metric of examples belongs here."""
-        metrics = measured_metrics(measured, self.timer.close_step(), batch.num_tokens)
+        times = self.timer.close_step()
+        metrics = measured_metrics(measured, times, batch.num_tokens)
         if self.config.too_long == "truncate":
             metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
         self.session.log(step, metrics)
 
     @on_driver
-    def log_validation(self, step: int, losses: dict[str, float]) -> None:
+    def log_validation(self, step: int, losses: Metrics) -> None:
         """Log the loss of each validation set and, if there are several, their plain mean."""
         metrics = {f"validation/{name}/loss": loss for name, loss in losses.items() if name}
         metrics["validation/loss"] = sum(losses.values()) / len(losses)
@@ -95,4 +103,12 @@ class SFTDriver:
 
 def batch_of(examples: list[Encoded]) -> TrainBatch:
     """Lay examples end to end."""
-    return make_batch([Sample(torch.tensor(e.ids), torch.tensor(e.mask), truncated=e.truncated) for e in examples])
+    samples = []
+    for example in examples:
+        sample = Sample(
+            ids_T=torch.tensor(example.ids),
+            loss_mask_T=torch.tensor(example.mask),
+            truncated=example.truncated,
+        )
+        samples.append(sample)
+    return make_batch(samples)

@@ -13,12 +13,18 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from grpo.roles.process_groups import Roles
+from grpo.types import Metrics
 from grpo.watch.failures import BEGAN, set_place
 
 PROFILE = "profile"  # the folder of traces, within the run folder
 
 
-def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) -> Iterator[int]:
+def profile_step(
+    steps: Iterable[int],
+    chosen: int,
+    run_dir: str,
+    roles: Roles,
+) -> Iterator[int]:
     """Yield the `steps`, each the number of steps before it, and trace step number `chosen`; 0 traces none.
 
     Each rank writes its own trace to `RUN_DIR/profile`, with the phases as ranges.
@@ -32,7 +38,8 @@ def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) 
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as trace:
             yield step
-        path = pathlib.Path(run_dir) / PROFILE / f"step-{chosen:08d}-rank-{roles.rank:03d}-{roles.name}.json.gz"
+        name = f"step-{chosen:08d}-rank-{roles.rank:03d}-{roles.name}.json.gz"
+        path = pathlib.Path(run_dir) / PROFILE / name
         path.parent.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(path))
 
@@ -54,7 +61,8 @@ class StepTimer:
     def enter(self, name: str) -> None:
         """Begin phase `name`, which lasts until the next one begins. Errors in it are reported with its name."""
         now = time.perf_counter()
-        self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self.last_change
+        seconds_before = self.seconds.get(self.current, 0.0)
+        self.seconds[self.current] = seconds_before + now - self.last_change
         self.current = name
         self.last_change = now
         set_place(phase=name)
@@ -79,14 +87,15 @@ class StepTimer:
         with self.phase("startup"):
             yield
 
-    def close_step(self) -> dict[str, float]:
+    def close_step(self) -> Metrics:
         """Return the seconds since the last call: `time/PHASE` of each phase that ran, `time/other`, `time/step`.
 
         `time/step` is the sum of the others without `time/startup`. The next step starts here.
         """
         self.enter("other")
         times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-        times["time/step"] = self.last_change - self.step_start - times.get("time/startup", 0.0)
+        startup = times.get("time/startup", 0.0)
+        times["time/step"] = self.last_change - self.step_start - startup
         self.seconds = {}
         self.step_start = self.last_change
         return times

@@ -34,6 +34,15 @@ SHAPES = {
     "small": COMMON | FEW | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4},
     "qwen3-0.6b": COMMON | {"hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": COMMON | {"hidden_size": 2048, "intermediate_size": 6144},
+    "qwen2.5-0.5b": COMMON
+    | {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 24,
+    },
     "qwen2.5-1.5b": COMMON
     | {
         "model_type": "qwen2",

@@ -1,5 +1,7 @@
 """Trainer, reference and vLLM log-probs of the same completions within 1e-4 in float32, after every sync."""
 
+import json
+
 import pytest
 
 from tests.tiny_models import KINDS, make_tiny
@@ -9,6 +11,7 @@ from tests.torchrun import torchrun
 CASES = [  # model, trainers, trainer tensor_parallel, generators, generator tensor_parallel
     ("llama3", 2, 2, 2, 1),  # two replicas
     ("moe", 1, 1, 2, 2),
+    ("olmo3", 2, 2, 1, 1),  # windows, and vLLM's backend for models of transformers
     pytest.param("qwen2-untied", 2, 1, 2, 2, marks=pytest.mark.slow),
     pytest.param("qwen3-tied", 1, 1, 1, 1, marks=pytest.mark.slow),
     pytest.param("mistral", 1, 1, 2, 2, marks=pytest.mark.slow),
@@ -21,6 +24,21 @@ def test_all_roles_agree_after_every_sync(tmp_path, kind, trainers, trainer_tp, 
     agree(tmp_path, kind, trainers, trainer_tp, generators, generator_tp)
 
 
+SAMPLING = {"top_p": {"top_p": 0.8}, "top_k": {"top_k": 20}, "min_p": {"min_p": 0.05}}
+
+
+@pytest.mark.parametrize("layout, option", [*zip(TRAINERS, SAMPLING, strict=True)])
+def test_all_roles_agree_on_the_ids_that_were_kept(tmp_path, layout, option):
+    agree(tmp_path, "qwen3-tied", *TRAINERS[layout], 1, 1, json.dumps(SAMPLING[option]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TRAINERS)
+@pytest.mark.parametrize("option", SAMPLING)
+def test_every_option_agrees_in_every_layout(tmp_path, layout, option):
+    agree(tmp_path, "llama3", *TRAINERS[layout], 2, 2, json.dumps(SAMPLING[option]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("generator_tp", [1, 2])
 @pytest.mark.parametrize("layout", TRAINERS)
@@ -29,7 +47,7 @@ def test_every_model_agrees_in_every_layout(tmp_path, kind, layout, generator_tp
     agree(tmp_path, kind, *TRAINERS[layout], generator_tp, generator_tp)
 
 
-def agree(folder, kind, trainers, trainer_tp, generators, generator_tp):
-    arguments = (make_tiny(folder, kind), trainers, trainer_tp, generators, generator_tp)
+def agree(folder, kind, trainers, trainer_tp, generators, generator_tp, *sampling):
+    arguments = (make_tiny(folder, kind), trainers, trainer_tp, generators, generator_tp, *sampling)
     nproc = trainers + 1 + generators
     print(torchrun("tests/dist/programs/agreement.py", *arguments, nproc=nproc, deadline=240))

@@ -119,6 +119,8 @@ def run(scheduler, seed: int, is_short: bool):
         if not is_short:
             patch.setattr(PlainSteps, "fit", lambda scheduler: False)
         sampled = SampledTokens(SimpleNamespace(llm_engine=core), whole=True)
+    sampled.sampler = SimpleNamespace()
+    sampled.keep_ids(seed > 0)
     draw, depth = random.Random(seed), 1 + scheduler.scheduler_config.async_scheduling
     plans, taken, preempted, in_flight, live, number = [], {}, [], [], [], 0
     preempt = scheduler._preempt_request
@@ -152,6 +154,8 @@ def run(scheduler, seed: int, is_short: bool):
                 live.remove(ended.request_id)
                 own = sampled.take(ended.request_id)
                 taken[ended.request_id] = ended.new_token_ids, own.ids, own.logprobs, str(ended.finish_reason)
+                assert [int(ids[0]) for ids in own.kept] == own.ids * (seed > 0)
+                assert all(ids[1:].tolist() == [*range(100, 100 + ids[0] % 3), -1] for ids in own.kept)
     assert not scheduler.has_unfinished_requests()
     assert scheduler.reset_prefix_cache()  # which it does only if every block was given back
     return plans, taken, preempted
@@ -187,8 +191,11 @@ def facts_of(plan) -> dict:
 
 
 def sample(scheduler, plan, computed: dict[str, int], seed: int):
-    """A model's output for a step: tokens and log-probs that depend on the request and its place alone."""
-    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+    """A model's output for a step: tokens and log-probs that depend on the request and its place alone.
+
+    Each token is chosen from itself and up to two other ids, if they are asked for.
+    """
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 
     names, tokens, logprobs = list(plan.num_scheduled_tokens), [], []
     for name in names:
@@ -197,4 +204,9 @@ def sample(scheduler, plan, computed: dict[str, int], seed: int):
         tokens.append([rng.randint(STOP, 29)] if samples else [])
         logprobs.append([rng.random()])
     lists = LogprobsLists(np.zeros((len(names), 1)), np.array(logprobs), np.zeros(len(names)))
-    return ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, tokens, lists)
+    output = ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, tokens, lists)
+    if seed > 0:
+        kept = [np.array([*ids, *range(100, 100 + sum(ids) % 3)], dtype=np.int32) for ids in tokens]
+        offsets = np.cumsum([0, *map(len, kept)])
+        output.sampling_masks = SamplingMaskLists(np.concatenate(kept), offsets)
+    return output

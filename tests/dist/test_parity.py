@@ -13,6 +13,8 @@ CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpoin
         ("llama3", 1, 2, "logits", 0),  # replicas
         ("qwen2-untied", 2, 1, "none", 1),  # the biases sharded
         ("mistral", 1, 1, "none", 1),
+        ("gemma3", 1, 1, "selective", 1),  # windows
+        ("olmo3", 2, 1, "none", 1),  # norms over the heads of both ranks
         ("moe", 1, 1, "selective", 1),
         ("moe-tied", 2, 1, "full", 1),  # each expert sharded
     ],

@@ -73,7 +73,6 @@ def test_with_one_update_methods_differ_by_advantages_and_averages_alone(recordi
     cosines = {name: first[f"{name}/cosine"] for name in SAME_AT_RATIO_1}
     assert [name for name, value in cosines.items() if value > 1 - 1e-6] == ["grpo", "gspo", "sapo"]
     assert all(first[f"{name}/clipped"] == 0 for name in ("grpo", "dapo", "gspo"))
-    assert (tmp_path / "one" / "comparison.svg").read_text().count("<polyline") == 6 * len(METHODS)
 
 
 def test_with_several_updates_each_method_is_another(recording, tmp_path):

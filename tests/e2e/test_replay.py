@@ -15,15 +15,19 @@ from tests.torchrun import run_python, torchrun
 
 # Three updates' worth of clipping: two mini-batches, and a reference whose log-probs are recorded too
 FLAGS = ("--algorithm.loss", "dapo", "--algorithm.num-mini-batches", 2, "--num-steps", 3)
+TRUNCATED = ("--generator.sampling", "top_p", 0.8)
 SAVED = ("--checkpoint.interval", 2)
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Folder of a run of 2 trainers that hold the reference, and 1 generator, recorded: of a mixture of experts."""
+    """Folder of a run of 2 trainers that hold the reference, and 1 generator, recorded: of a mixture of experts.
+
+    Its batches have the ids that top_p kept.
+    """
     run_dir = tmp_path_factory.mktemp("live") / "run"
     model = make_tiny(run_dir.parent, "moe")
-    flags = (*FLAGS, "--roles.num-references", 0, "--record", "--profile", 2)
+    flags = (*FLAGS, *TRUNCATED, "--roles.num-references", 0, "--record", "--profile", 2)
     torchrun("train_grpo.py", TINY, "--model.path", model, "--run-dir", run_dir, *flags, nproc=3, deadline=240)
     return run_dir
 

@@ -29,6 +29,7 @@ SCHEDULE = ("--trainer.schedule", "cosine", "--trainer.warmup-steps", 3)
 EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)
 LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
 TEACHER = ("--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5)
+OWN_FAMILY = ("--model.reference-path", "{gemma3}", "--algorithm.distill-coef", 0.5)
 HINT = ("--algorithm.distill-coef", 0.5, "--algorithm.teacher-template", "{{answer}};{{question}}")
 NO_KL = ("--algorithm.kl-coef", 0)
 MOVING = ("--algorithm.reference-interval", 2, "--algorithm.reference-mixture")
@@ -38,9 +39,10 @@ TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environ
 TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-tokens", 48)
 TURNS += ("--algorithm.advantages", "return_to_go")
 SAVED = ("--checkpoint.interval", 3)
+TRUNCATED = ("--generator.sampling", "top_p", 0.9, "min_p", 0.02)
 ROUNDED = ("--trainer.moments", "bfloat16", "--trainer.adam-beta2", 0.95)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
-# Of the tests' own: {a}, {b} are files of rows, {teacher}, {judge} and {moe} are folders
+# Of the tests' own: {a}, {b} are files of rows, {teacher}, {judge}, {moe}, {gemma3} and {olmo3} are folders
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
 CURRICULUM = ("--data.curriculum", "configs/examples/curriculum.py:medium_first")
 PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
@@ -96,6 +98,12 @@ MODES = {
     "groups carried over, overlap, a mixture of experts": Mode(
         3, (*split(1, 0, 2), "--model.path", "{moe}", *CARRIED, *OVERLAP, *NO_KL), rank=2
     ),
+    "groups carried over, overlap, top_p and min_p": Mode(
+        3, (*split(1, 0, 2), *CARRIED, *OVERLAP, *NO_KL, *TRUNCATED), rank=2
+    ),
+    "turns, a teacher, several updates, top_p and min_p": Mode(
+        3, (*split(1, 1, 1), *TURNS, *TEACHER, *UPDATES, *TRUNCATED), rank=1
+    ),
     "turns, overlap, two engines": Mode(3, (*split(1, 0, 2), *TURNS, *OVERLAP, *EVALUATION, *NO_KL), rank=2),
     "turns, TP 2": Mode(
         2,
@@ -124,6 +132,10 @@ MODES = {
     "SFT of a mixture of experts, mixed, packed": Mode(
         2, ("--model.path", "{moe}", *MIXED, *PACKED), rank=1, recipe=SFT
     ),
+    "windows, a teacher with them, LoRA, evaluation": Mode(
+        3, (*split(1, 1, 1), "--model.path", "{gemma3}", *OWN_FAMILY, *LORA, *EVALUATION), rank=1
+    ),
+    "SFT of OLMo 3, TP 2": Mode(2, ("--model.path", "{olmo3}", *PACKED, "--trainer.tensor-parallel", 2), recipe=SFT),
     "SFT, LoRA, packed": Mode(1, (*PACKED, *LORA, "--num-trainers", 1), recipe=SFT),
 }
 
@@ -140,7 +152,7 @@ def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     toy.make_model(folder / "teacher", toys.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
     make_reward_model(folder / "judge", "llama3", toy.trained_tokenizer(["1 + 1 = 2"], 300))
     found = {name: folder / name for name in ("teacher", "judge")}
-    found["moe"] = make_tiny(folder, "moe")
+    found |= {kind: make_tiny(folder, kind) for kind in ("moe", "gemma3", "olmo3")}
     return found | {"a": folder / "a.jsonl", "b": folder / "b.jsonl", "model": model}
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import zipfile
 
 import pytest
@@ -38,15 +39,16 @@ def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path
     assert code_reward(programs, tests=[test[1]["tests"]] * 2) == [1.0, 0.0]
 
 
-def test_sums_are_held_out_and_paid_by_their_last_number():
-    rows = load_function(f"{EXAMPLES}/sums.py:rows", "test")
-    last_number = load_function(f"{EXAMPLES}/sums.py:last_number", "test")
+def test_the_smallest_number_is_held_out_and_paid_by_the_last_number():
+    rows = load_function(f"{EXAMPLES}/smallest.py:rows", "test")
+    last_number = load_function(f"{EXAMPLES}/smallest.py:last_number", "test")
     train = rows("train")
     test = rows("test")
-    assert len(test) == 256 and len({row["question"] for row in train + test}) == 90 * 90
-    row = {"question": "Reply with the number only. What is 23 + 45?", "answer": "68"}
-    assert row in train + test
-    completions = ["68", "23 + 45 = 68.", "68 is 23 + 45", "I do not know.", "168"]
+    assert len(test) == 256
+    numbers = [{int(number) for number in re.findall(r"\d+", row["question"])} for row in test + train]
+    assert [str(min(three)) for three in numbers] == [row["answer"] for row in test + train]
+    assert len({frozenset(three) for three in numbers}) == len(numbers)
+    completions = ["68", "Of 23 and 68 it is 68.", "68 is not 23", "I do not know.", "168"]
     assert last_number(completions, ["68"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 

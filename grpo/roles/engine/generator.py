@@ -16,12 +16,14 @@ import torch
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
+from grpo.config.engine_options import truncates
 from grpo.metrics import set_given_back
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import read_hf_config
 from grpo.roles.engine import vllm_engine
 from grpo.roles.engine.episodes import Episodes, completion_of
 from grpo.roles.engine.loop import EngineLoop, Stretch, no_collection
+from grpo.roles.engine.shortcuts import sampler_of
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt, Requests
 
@@ -80,6 +82,8 @@ class Generator:
         options = vllm_engine.options_of_model(hf, config.engine, roles.device)
         self.llm = vllm_engine.start_engine(config, model, data, seed, folder, roles, options)
         self.loop = EngineLoop(self.llm, vllm_engine.needs_texts(config))
+        if truncates(config.sampling):
+            self.loop.sampled_tokens.sampler = sampler_of(self.llm)
 
     def generate(
         self,
@@ -121,6 +125,7 @@ class Generator:
             self.loop.add(number, ids, self._parameters(temperature_of(request), seed, max_tokens))
 
         completions = []
+        self.loop.sampled_tokens.keep_ids(not held_out)
         with no_collection():
             if self.episodes and max_tokens is None:
                 rollouts = [(request.prompt, request.index % group_size) for request in mine]
@@ -175,6 +180,7 @@ class Generator:
             torch.tensor(stretch.logprobs, dtype=torch.float32),
             truncated=stretch.reason == "length",
             version=self.version,
+            kept=stretch.kept,
             temperature=temperature,
             index=index,
             ended=stretch.reason != "abort",

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from grpo.roles.engine.shortcuts import SampledTokens
 
 
@@ -24,6 +26,8 @@ class Stretch:
     logprobs: list[float] = field(default_factory=list)
     reason: str = "abort"
     """vLLM's finish reason: `stop`, `length`, or `abort` if `EngineLoop.end` ended it."""
+    kept: list[np.ndarray] = field(default_factory=list)
+    """As in `Piece.sampled`."""
 
 
 class EngineLoop:
@@ -65,7 +69,7 @@ class EngineLoop:
             logprobs = tokens.logprobs[: len(ids)]  # it may have more, behind a stop text
             if tokens.ids[: len(ids)] != ids or len(logprobs) != len(ids):
                 raise RuntimeError("log-probs and tokens do not belong together: SampledTokens is wrong")
-            ended.append(Stretch(request, ids, logprobs, sample.finish_reason))
+            ended.append(Stretch(request, ids, logprobs, sample.finish_reason, tokens.kept[: len(ids)]))
         return ended
 
     def end(self) -> list[Stretch]:
@@ -77,7 +81,7 @@ class EngineLoop:
         stretches = []
         for vllms_name, request in self._running.values():
             tokens = self.sampled_tokens.take(vllms_name)
-            stretches.append(Stretch(request, tokens.ids, tokens.logprobs))
+            stretches.append(Stretch(request, tokens.ids, tokens.logprobs, kept=tokens.kept))
         self._running.clear()
         return stretches
 

@@ -17,6 +17,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+# Most ids that all tokens of a call may be chosen from: half a GiB, which the driver and every learner hold too
+MAX_KEPT = 2**27
 # The only head size for which another number of keys was measured, and that number
 WIDE_HEAD_DIM = 128
 WIDE_TILE = 64
@@ -28,6 +32,8 @@ class RequestTokens:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[np.ndarray] = field(default_factory=list)
+    """As in `Piece.sampled`."""
 
 
 class SampledTokens:
@@ -46,6 +52,7 @@ class SampledTokens:
         whole: a completion has one output, when it has ended, and not one a token.
         """
         self._by_request: dict[str, RequestTokens] = defaultdict(RequestTokens)
+        self.sampler: Any = None
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         update_from_output = scheduler.update_from_output
         plain = PlainSteps(scheduler) if PlainSteps.fit(scheduler) else None
@@ -61,6 +68,8 @@ class SampledTokens:
                 scheduled = plain.take(scheduled, model_output, column, self._by_request)
             outputs = update_from_output(scheduled, model_output)
             self._take(outputs, model_output.req_id_to_index, column, starts)
+            if self.sampler and self.sampler.return_sampling_mask:
+                self._take_kept(model_output)
             if whole:
                 self._hold_back(outputs)
             return outputs
@@ -80,6 +89,33 @@ class SampledTokens:
                 tokens.ids += output.new_token_ids
                 tokens.logprobs += column[row : row + len(output.new_token_ids)]
 
+    def keep_ids(self, wanted: bool) -> None:
+        """Say whether tokens from now on get the ids that they are chosen from, if there is a `sampler` that knows."""
+        self._num_kept = 0
+        if self.sampler:
+            self.sampler.return_sampling_mask = wanted
+
+    def _take_kept(self, model_output: Any) -> None:
+        """Keep the ids that the accepted tokens were chosen from. Raises RuntimeError if they are too many to carry."""
+        if model_output.sampling_masks:
+            ids_C, offsets, _ = model_output.sampling_masks
+            ends_R = offsets[1:]
+        else:
+            is_kept_RV = self.sampler.logprobs_RV.isfinite()
+            ids_C = is_kept_RV.nonzero()[:, 1].int().numpy()
+            ends_R = is_kept_RV.sum(1).cumsum(0).numpy()
+        self._num_kept += len(ids_C)
+        if self._num_kept > MAX_KEPT:
+            raise RuntimeError(
+                f"top_p, top_k and min_p in generator.sampling keep more than {MAX_KEPT:,} ids for the tokens of a "
+                "step, which are too many to send; add top_k, such as top_k 256"
+            )
+        kept = np.split(np.insert(ids_C, ends_R, -1), (ends_R + np.arange(len(ends_R)) + 1)[:-1])
+        for name, row in model_output.req_id_to_index.items():
+            if name in self._by_request:
+                tokens = self._by_request[name]
+                tokens.kept += kept[row : row + len(tokens.ids) - len(tokens.kept)]
+
     def _hold_back(self, outputs: Any) -> None:
         """Keep only the outputs of completions that have ended, with all of their tokens."""
         for of_client in outputs.values():
@@ -93,6 +129,26 @@ class SampledTokens:
         It may have more tokens than the completion: those behind a stop text.
         """
         return self._by_request.pop(request, RequestTokens())
+
+
+def sampler_of(llm: Any) -> Any:
+    """Return the sampler of `llm`, which can say what tokens are chosen from.
+
+    That of model runner V2, on GPUs, does so while its `return_sampling_mask` is True. The engine option of that name
+    cannot be used: with it vLLM refuses greedy requests and those without top_k. V1, on CPUs, has no such thing. What
+    its `sample` (vllm/v1/sample/sampler.py) returns is noted: log-probs, which are -inf for all other ids.
+    """
+    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+    sampler = runner.sampler
+    if not hasattr(sampler, "return_sampling_mask"):
+        sample = sampler.sample
+
+        def sample_and_note(*arguments: Any, **options: Any) -> Any:
+            sampled, sampler.logprobs_RV = sample(*arguments, **options)
+            return sampled, sampler.logprobs_RV
+
+        sampler.sample = sample_and_note
+    return sampler
 
 
 class PlainSteps:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
-from grpo.models.families import has_experts, head_dim_of
+from grpo.models.families import has_experts, head_dim_of, windows_of
 from grpo.models.memory import CPU_KV_CACHE_GIB
 from grpo.roles.engine.shortcuts import WIDE_HEAD_DIM, widen_attention, widen_logprobs
 from grpo.roles.process_groups import Roles, engine_steps
@@ -158,6 +158,8 @@ def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: to
     if has_experts(hf):  # these kernels read weights as a folder has them, so a sync can write them in place
         options["moe_backend"] = "triton"
     chosen = any(name in engine for name in CHOOSE_ATTENTION)
+    if any(windows_of(hf)):  # triton's attention was measured without windows
+        return options
     if not chosen and head_dim_of(hf) == WIDE_HEAD_DIM and torch.cuda.get_device_capability(device) == HOPPER:
         options["attention_config"] = {"backend": "TRITON_ATTN"}
     return options

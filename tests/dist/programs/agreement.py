@@ -1,10 +1,11 @@
 """Trainer, reference and vLLM on the same completions, before and after weight syncs; and the sync check.
 
-Arguments: FOLDER NUM_TRAINERS TRAINER_TENSOR_PARALLEL NUM_GENERATORS GENERATOR_TENSOR_PARALLEL.
+Arguments: FOLDER NUM_TRAINERS TRAINER_TENSOR_PARALLEL NUM_GENERATORS GENERATOR_TENSOR_PARALLEL [SAMPLING as JSON].
 Ranks: trainers, one reference, generators. Prints the largest differences of each round.
 """
 
 import dataclasses
+import json
 import sys
 
 import torch
@@ -19,6 +20,7 @@ from grpo.config import (
     ModelConfig,
     RolesConfig,
     TrainerConfig,
+    change,
 )
 from grpo.data.batches import make_batch, sample_of
 from grpo.metrics import StepMetrics
@@ -43,7 +45,9 @@ LEARNING_RATE = 0.05
 
 
 def main() -> None:
-    config = make_config(sys.argv[1], *map(int, sys.argv[2:]))
+    config = make_config(sys.argv[1], *map(int, sys.argv[2:6]))
+    if len(sys.argv) > 6:
+        config = change(config, {"generator.sampling": json.loads(sys.argv[6])})
     roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
     folder = config.model.path
     generator = (
@@ -55,7 +59,9 @@ def main() -> None:
     reference = None
     if roles.references:
         reference = Reference(config.model, config.trainer, folder, config.reference_tensor_parallel, roles)
-    start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = None
+    if roles.trains:  # not where vLLM runs, which changes transformers' classes in place
+        start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     for version in range(NUM_ROUNDS):
         batch = sample(config, generator, version, roles)
@@ -64,6 +70,12 @@ def main() -> None:
             # the reference stays what it was, however far the policy went
             generator_error = difference(batch, trainer, roles)
             reference_error = largest(batch.ref_logprobs_N - start_logprobs(start, batch), batch)
+            assert (batch.kept_C is None) == (not config.generator.sampling)
+            if batch.kept_C is not None:  # log-probs of the whole distribution are others
+                num_kept_N = batch.token_C[batch.kept_C >= 0].bincount(minlength=batch.num_tokens)
+                assert (batch.loss_mask_N == (num_kept_N > 0)).all()
+                whole_error = difference(dataclasses.replace(batch, kept_C=None), trainer, roles)
+                assert whole_error > 100 * TOLERANCE, f"the whole distribution is off by {whole_error} only"
             assert generator_error < TOLERANCE, f"version {version}: trainer and generator differ by {generator_error}"
             assert reference_error < TOLERANCE, f"version {version}: the reference is off by {reference_error}"
             if version == 0:
@@ -181,9 +193,16 @@ def start_logprobs(start: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
     """Log-probs [N] by transformers with the weights of the start."""
     logprobs = []
     sequences = batch.ids_N.split(batch.lengths_S.tolist())
+    first = 0
     for ids, temperature in zip(sequences, batch.temperatures_S.tolist(), strict=True):
-        log_p_TV = (start(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
-        logprobs.append(F.pad(log_p_TV.gather(1, ids[1:, None])[:, 0], (1, 0)))
+        logits_TV = start(ids[None]).logits[0, :-1] / temperature
+        for t, logits_V in enumerate(logits_TV, start=1):
+            if batch.kept_C is not None and batch.loss_mask_N[first + t]:
+                is_kept_V = torch.zeros_like(logits_V, dtype=torch.bool)
+                is_kept_V[batch.kept_C[(batch.token_C == first + t) & (batch.kept_C >= 0)].long()] = True
+                logits_V[~is_kept_V] = -torch.inf
+        first += len(ids)
+        logprobs.append(F.pad(logits_TV.log_softmax(-1).gather(1, ids[1:, None])[:, 0], (1, 0)))
     return torch.cat(logprobs)
 
 

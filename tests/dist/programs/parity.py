@@ -78,8 +78,9 @@ def check_case(case: str, roles: Roles) -> None:
         print(f"{case}: {nats}, gradients {errors[worst]:.1e} ({worst})", flush=True)
     assert value_error < TOLERANCE, f"{case}: values {value_error}"
     assert errors[worst] < TOLERANCE, f"{case}: gradient of {worst} {errors[worst]}"
-    tables = {rope_table(layer.attention.rope.cache) for layer in model.module.layers.values()}
-    assert len(tables) == 1, f"{case}: {len(tables)} tables of positions for one model"
+    ropes = [layer.attention.rope for layer in model.module.layers.values()]
+    tables = {(rope.config.inv_freq, rope_table(rope.cache)) for rope in ropes}
+    assert len(tables) == len({inv_freq for inv_freq, _ in tables}), f"{case}: several tables of the same positions"
     check_temperatures(build(folder, "bfloat16", trainer, roles), trainer, batch, case)
 
 
@@ -106,7 +107,7 @@ def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: Train
 
     def spy(product, targets, temperatures, first_row):
         assert (product.dtype, temperatures.dtype) == (torch.bfloat16, torch.float32), case
-        seen.update(temperatures.tolist())
+        seen.update((temperatures / model.module.config.logits_divisor).tolist())
         return statistics(product, targets, temperatures, first_row)
 
     head.statistics = spy

@@ -18,7 +18,7 @@ from grpo.data.shared_prompts import repeated_prompts
 from grpo.metrics import StepMetrics
 from grpo.models.attention import document_masks
 from grpo.models.families import titan_config
-from grpo.types import MicroBatch, Sample, SharedPrompts, TrainBatch
+from grpo.types import KeptIds, MicroBatch, Sample, TrainBatch
 from train_grpo import grpo_objective
 
 LENGTHS = [5, 9, 3]
@@ -44,8 +44,8 @@ def micro_batch(rows=((0, 1), (2,)), row_length=16, shares=False) -> MicroBatch:
 
 def on_fake_device(micro: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
     def faked(value):
-        if isinstance(value, SharedPrompts):
-            return SharedPrompts(*map(faked, value))
+        if isinstance(value, tuple):
+            return type(value)(*map(faked, value))
         return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
     return MicroBatch(**{name: faked(value) for name, value in vars(micro).items()})
@@ -80,17 +80,21 @@ def test_documents_are_those_that_torchtitan_finds_in_positions(rows, row_length
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("keep_logits", [False, True])
-def test_the_model_does_not_wait_for_the_device(keep_logits, shares):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_model_does_not_wait_for_the_device(keep_logits, shares, keeps):
     """With flash attention, whose kernels have a fake form; without it, flex attention's masks are torchtitan's."""
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     hf = transformers.AutoConfig.for_model("qwen3", **sizes, num_attention_heads=2, num_key_value_heads=1)
     config, micro = titan_config(hf, "flash", 4, keep_logits=keep_logits), micro_batch(shares=shares)
     assert (micro.shared is not None) == shares
+    if keeps:
+        places_M = torch.arange(len(micro.scored_M))
+        micro = dataclasses.replace(micro, kept=KeptIds(places_M.int(), places_M))
     with FakeTensorMode() as mode:
         model = config.build()
         model.init_weights(buffer_device=None)
         micro = on_fake_device(micro, mode)
         inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, model.masks(micro), micro.temperatures_BT
-        logprobs_BT, entropy_BT = model(*inputs, micro.scored_M)
+        logprobs_BT, entropy_BT = model(*inputs, micro.scored_M, micro.kept)
         (logprobs_BT.sum() + entropy_BT.sum()).backward()
         assert logprobs_BT.shape == (2, 16) and all(p.grad is not None for p in model.parameters())

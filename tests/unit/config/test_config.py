@@ -228,9 +228,9 @@ def test_a_coarse_engine_without_a_correction_is_said(coarse):
 @pytest.mark.parametrize(
     "sampling, named",
     [
-        ({"top_p": 0.9, "top_k": 0}, "top_p"),
-        ({"min_p": 0.1, "top_k": 50, "seed": 1}, "min_p, top_k"),
+        ({"top_p": 0.9, "min_p": 0.1, "top_k": 50}, ""),
         ({"min_tokens": 8}, "min_tokens"),
+        ({"top_p": 0.9, "repetition_penalty": 1.1, "seed": 1}, "repetition_penalty"),
         ({"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}, ""),
     ],
 )

@@ -64,6 +64,7 @@ def test_what_vllm_would_silently_ignore_is_refused():
     for changes in (
         speculating | {"generator.sampling": {"logit_bias": {"5": 1.0}}},
         {"generator.engine": {"spec_method": "ngram"}, "generator.sampling": {"min_p": 0.1}},
+        speculating | {"generator.sampling": {"top_p": 0.9}},
     ):
         with pytest.raises(ValueError, match="vLLM ignores min_p and logit_bias"):
             validate(change(GRPOConfig(), changes))

@@ -12,7 +12,14 @@ from grpo.data.batches import build_micro_batch, make_batch, split_groups, take_
 from grpo.data.packing import pack
 from grpo.data.shared_prompts import repeated_prompts, row_tokens
 from grpo.models import attention
-from grpo.models.attention import DocumentAttention, FlashAttention, document_masks, for_compiler, shared_prompt_mask
+from grpo.models.attention import (
+    DocumentAttention,
+    FlashAttention,
+    document_masks,
+    for_compiler,
+    shared_prompt_mask,
+    window_mask,
+)
 from grpo.models.families import titan_config
 from grpo.types import MicroBatch, Sample, TrainBatch
 from tests import plain_attention
@@ -142,13 +149,16 @@ def check_keys(micro: MicroBatch, batch: TrainBatch) -> None:
         assert all(shared.keys_K[row[row >= 0]] == place)
 
 
-@pytest.fixture(params=["documents", "flash"])
+@pytest.fixture(params=[("documents", None), ("documents", 9), ("flash", None), ("flash", 9)])
 def model(request, monkeypatch):
+    """A model of two layers with a kind of attention, and a window."""
+    kind, window = request.param
     monkeypatch.setattr(attention, "kernels", lambda: (plain_attention.forward, plain_attention.backward))
     sizes = {"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    hf = transformers.AutoConfig.for_model("qwen3", **sizes, num_attention_heads=4, num_key_value_heads=2)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    hf = transformers.AutoConfig.for_model("mistral", **sizes, **heads, sliding_window=window)
     torch.manual_seed(0)
-    model = titan_config(hf, request.param, 64).build()
+    model = titan_config(hf, kind, 64).build()
     model.init_weights(buffer_device=None)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
@@ -183,8 +193,9 @@ def test_sharing_changes_no_number(model):
         torch.testing.assert_close(found_gradients[name], wanted, atol=1e-5 * float(wanted.abs().max()), rtol=0)
 
 
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("shares", [False, True])
-def test_flash_attention_is_compiled_once_and_right(monkeypatch, shares):
+def test_flash_attention_is_compiled_once_and_right(monkeypatch, shares, window):
     """Not the number of documents, prompts or completions is compiled in, nor a length, nor if a row has any to share.
 
     Its kernels, plain ones here, get documents and give gradients back as plain attention does.
@@ -201,8 +212,8 @@ def test_flash_attention_is_compiled_once_and_right(monkeypatch, shares):
         found, wanted = (
             [out, *torch.autograd.grad(out.sin().sum(), values)]
             for out in (
-                compiled(*values, attention_masks=for_compiler(document_masks(micro))),
-                plain(*values, attention_masks=document_masks(micro), enable_gqa=True),
+                compiled(*values, attention_masks=for_compiler(document_masks(micro, window))),
+                plain(*values, attention_masks=document_masks(micro, window), enable_gqa=True),
             )
         )
         for one, other in zip(found, wanted, strict=True):
@@ -216,8 +227,11 @@ def test_what_flex_attention_sees():
     micro = build_micro_batch(batch, [[0, 1, 2, 3, 4, 5]], row_length=40, prompts=repeated_prompts(batch))
     places = torch.arange(40)
     seen = shared_prompt_mask(micro)(None, None, places[:, None], places) & (places <= places[:, None])
+    near = seen & window_mask(micro.positions_BT, 2)(0, None, places[:, None], places)
     starts, key_starts, keys = micro.document_starts.tolist(), micro.shared.key_starts.tolist(), micro.shared.keys_K
     for d, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         own = keys[key_starts[d] : key_starts[d + 1]]
         for query in range(start, end):
-            assert seen[query].nonzero().flatten().tolist() == [key for key in own.tolist() if key <= query]
+            before = [key for key in own.tolist() if key <= query]
+            assert seen[query].nonzero().flatten().tolist() == before
+            assert near[query].nonzero().flatten().tolist() == before[-2:]

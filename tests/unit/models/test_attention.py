@@ -43,10 +43,10 @@ def test_the_longest_length_becomes_a_tensor_behind_fsdp():
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
     masks, given = masks_of([[3, 4, 1]]), []
     assert type(masks.max_q) is int and masks.max_q == 4
-    layers = {"0": lambda hidden, masks, positions: given.append(masks)}
+    layers = dict.fromkeys("01", lambda hidden, masks, positions: given.append(masks))
     parts = dict.fromkeys(("tok_embeddings", "norm", "lm_head"), lambda *of: None) | {"layers": layers}
     model._modules.update(parts)
-    model(None, None, positions, masks, None, None)
+    model(None, None, positions, {None: masks}, None, None)
     assert given[0].max_q.device.type == "cpu" and given[0].max_q == 4
 
 
@@ -64,6 +64,20 @@ def test_documents_are_apart():
         *(x[1:, :5].transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
     )
     torch.testing.assert_close(after[1:, :5], whole.transpose(1, 2), atol=2e-6, rtol=0)
+
+
+def test_a_window_hides_what_lies_further_away():
+    """A key moves the outputs of its own token and of the next one, within its document; a first token's own, none."""
+    attention = DocumentAttention(DocumentAttention.Config())
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 8, heads, 16) for heads in (4, 2, 2))
+    masks = masks_of(LENGTHS)._replace(window=2)
+    before = attention(q, k, v, attention_masks=masks, enable_gqa=True)
+    k[0, [1, 6]] += 1
+    k[1, [0, 3]] += 1
+    after = attention(q, k, v, attention_masks=masks, enable_gqa=True)
+    moved = (before != after).any(-1).any(-1)
+    assert moved.nonzero().tolist() == [[0, 1], [0, 2], [0, 6], [1, 1], [1, 3], [1, 4]]
 
 
 def test_a_cpu_takes_documents_and_refuses_flash():

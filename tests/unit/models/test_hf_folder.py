@@ -6,6 +6,7 @@ import huggingface_hub
 import pytest
 
 from configs.examples.toys import addition_tokenizer
+from grpo.models.families import rotary_parameters, windows_of
 from grpo.models.hf_folder import FAMILIES, read_hf_config, resolve_folder, stop_token_ids
 
 
@@ -31,6 +32,14 @@ LLAMA3_1_8B = model(
     **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 500000.0},
     **{"attention_bias": False, "mlp_bias": False, "rope_scaling": ROPE | {"rope_type": "llama3"}},
 )
+SMOLLM3_3B = model(
+    "smollm3",
+    (2048, 11008, 36, 16, 4, 128256),
+    **{"max_position_embeddings": 65536, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "rope_scaling": None},
+    **{"no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
+    **{"attention_bias": False, "mlp_bias": False, "sliding_window": None, "use_sliding_window": False},
+    **{"layer_types": ["full_attention"] * 36},
+)
 MISTRAL_7B_V0_3 = model(
     "mistral",
     (4096, 14336, 32, 32, 8, 32768),
@@ -51,12 +60,40 @@ QWEN3_30B_A3B = model(
     **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
     **{"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
 )
+GEMMA3_1B = model(
+    "gemma3_text",
+    (1152, 6912, 26, 4, 1, 262144),
+    **{"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256},
+    **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "query_pre_attn_scalar": 256, "sliding_window": 512},
+    **{"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window_pattern": 6},
+    **{"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": True},
+)
+GRANITE3_2B = model(
+    "granite",
+    (2048, 8192, 40, 32, 8, 49155),
+    **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 5000000.0, "rope_scaling": None},
+    **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "attention_multiplier": 0.015625},
+    **{"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
+)
+OLMO3_7B = model(
+    "olmo3",
+    (4096, 11008, 32, 32, 32, 100278),
+    **{"max_position_embeddings": 65536, "rms_norm_eps": 1e-06, "rope_theta": 500000, "sliding_window": 4096},
+    **{"attention_bias": False, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8},
+    **{"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}},
+)
+MISTRAL_7B_V0_1 = MISTRAL_7B_V0_3 | {"vocab_size": 32000, "rope_theta": 10000.0, "sliding_window": 4096}
 YARN = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
-ACCEPTED = {  # config.json, (rope type, rope theta)
+ACCEPTED = {  # config.json, (rope type, rope theta) of layers without a window
     "Qwen2.5-7B": (QWEN2_5_7B, ("default", 1e6)),
     "Qwen2.5-7B, YaRN": (QWEN2_5_7B | YARN, ("yarn", 1e6)),
     "R1-Distill-Qwen-7B": (R1_DISTILL_QWEN_7B, ("default", 1e4)),
     "Llama-3.1-8B": (LLAMA3_1_8B, ("llama3", 5e5)),
+    "Gemma-3-1B": (GEMMA3_1B, ("default", 1e6)),
+    "OLMo-3-7B": (OLMO3_7B, ("yarn", 5e5)),
+    "Granite-3.1-2B": (GRANITE3_2B, ("default", 5e6)),
+    "SmolLM3-3B": (SMOLLM3_3B, ("default", 5e6)),
+    "Mistral-7B-v0.1": (MISTRAL_7B_V0_1, ("default", 1e4)),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, ("default", 1e6)),
     "Qwen3-1.7B": (QWEN3_1_7B, ("default", 1e6)),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, ("default", 1e6)),
@@ -73,24 +110,51 @@ def test_accepted(name, tmp_path):
     raw, rope = ACCEPTED[name]
     config = read_hf_config(folder_of(tmp_path, raw))
     assert config.model_type in FAMILIES
-    assert (config.rope_parameters["rope_type"], config.rope_parameters["rope_theta"]) == rope
+    parameters = rotary_parameters(config, "full_attention")
+    assert (parameters["rope_type"], parameters["rope_theta"]) == rope
     assert (config.hidden_size, config.num_key_value_heads) == (raw["hidden_size"], raw["num_key_value_heads"])
 
 
+WINDOWS = {  # config.json, windows of its first layers
+    "Gemma-3-1B": (GEMMA3_1B, [512, 512, 512, 512, 512, None, 512]),
+    "OLMo-3-7B": (OLMO3_7B, [4096, 4096, 4096, None, 4096]),
+    "Mistral-7B-v0.1": (MISTRAL_7B_V0_1, [4096, 4096]),
+    "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, [None, None]),
+    "R1-Distill-Qwen-7B": (R1_DISTILL_QWEN_7B, [None, None]),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_of_layers(name, tmp_path):
+    raw, windows = WINDOWS[name]
+    found = windows_of(read_hf_config(folder_of(tmp_path, raw)))
+    assert len(found) == raw["num_hidden_layers"] and found[: len(windows)] == windows
+
+
 REFUSED = {  # what is wrong: (config.json, the reason)
-    "Mistral, window by default": (
-        {name: value for name, value in MISTRAL_7B_V0_3.items() if name != "sliding_window"},
-        "sliding_window=4096 is not supported",
-    ),
     "Qwen2, window": (
         QWEN2_5_7B | {"use_sliding_window": True, "max_window_layers": 14},
         "longer than 131072 tokens, nothing differs: set it to null",
     ),
     "Mixtral": (
         MISTRAL_7B_V0_3 | {"model_type": "mixtral", "num_local_experts": 8},
-        "is a mixtral model; only qwen3, qwen2, llama, mistral, qwen3_moe ",
+        "is a mixtral model; only qwen3, qwen2, llama, ",
     ),
     "unknown to transformers": ({"model_type": "my_model", "auto_map": {}}, "is a my_model model; only qwen3"),
+    "images": (
+        {"model_type": "gemma3", "text_config": GEMMA3_1B},
+        "is a gemma3 model; only qwen3",
+    ),
+    "soft cap": (GEMMA3_1B | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+    "another GELU": (GEMMA3_1B | {"hidden_activation": "gelu"}, "only gelu_pytorch_tanh"),
+    "dynamic rope in some layers": (
+        OLMO3_7B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type dynamic",
+    ),
+    "window of SmolLM3": (
+        SMOLLM3_3B | {"sliding_window": 512, "use_sliding_window": True},
+        "sliding_window=512 is not",
+    ),
     "no model_type": ({"hidden_size": 64}, "is a None model; only qwen3"),
     "GPTQ": (QWEN2_5_7B | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized weights"),
     "dynamic rope": (LLAMA3_1_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from grpo.models.logprob_head import LogprobHead
+from grpo.types import KeptIds
 
 TOKENS, WIDTH, VOCABULARY = 13, 8, 37
 ALL = torch.arange(TOKENS)
@@ -23,13 +24,21 @@ def new_head(**options) -> LogprobHead:
 @pytest.mark.parametrize("trains_head", [True, False])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
 @pytest.mark.parametrize("logprob_coef", [0.0, 1.0])
-def test_equals_log_softmax_where_it_is_wanted(chunk_tokens, trains_head, entropy_coef, logprob_coef):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_equals_log_softmax_where_it_is_wanted(chunk_tokens, trains_head, entropy_coef, logprob_coef, keeps):
+    """Over all ids, or over those that were kept."""
     head, places = new_head(chunk_tokens=chunk_tokens), torch.tensor([0, 1, 4, 5, 6, 9, 12, 13])
     head.weight.requires_grad_(trains_head)
     hidden = torch.randn(2, 7, WIDTH, requires_grad=True)
     targets = torch.randint(VOCABULARY, (2, 7))
     temperatures = torch.rand(2, 7) + 0.5
     coefs = torch.randn(2, 7)
+    is_kept, kept = torch.ones(2, 7, VOCABULARY, dtype=torch.bool), None
+    if keeps:  # 1 to 37 of 37 ids, the sampled one among them
+        is_kept = torch.rand(2, 7, VOCABULARY) < torch.rand(2, 7, 1)
+        is_kept.scatter_(2, targets[..., None], True)
+        place, ids = is_kept.view(14, -1)[places].nonzero()[torch.randperm(int(is_kept.view(14, -1)[places].sum()))].T
+        kept = KeptIds(ids.int(), place)
 
     def outcome(logprobs, entropy):
         head.weight.grad = hidden.grad = None
@@ -40,10 +49,11 @@ def test_equals_log_softmax_where_it_is_wanted(chunk_tokens, trains_head, entrop
         return [logprobs, entropy, hidden.grad, head.weight.grad]
 
     wanted = torch.zeros(14, dtype=torch.bool).index_fill(0, places, True).view(2, 7)
-    logp = (hidden @ head.weight.T / temperatures[..., None]).log_softmax(-1)
-    logprobs, entropy = logp.gather(-1, targets[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
+    logits = (hidden @ head.weight.T / temperatures[..., None]).masked_fill(~is_kept, -torch.inf)
+    logp = logits.log_softmax(-1).where(is_kept, 0)
+    logprobs, entropy = logp.gather(-1, targets[..., None])[..., 0], -(logp.exp() * logp).where(is_kept, 0).sum(-1)
     expected = outcome(logprobs.where(wanted, 0), entropy.where(wanted, 0))
-    for found, right in zip(outcome(*head(hidden, targets, temperatures, places)), expected, strict=True):
+    for found, right in zip(outcome(*head(hidden, targets, temperatures, places, kept)), expected, strict=True):
         assert (found is None) == (right is None)
         if right is not None:
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)

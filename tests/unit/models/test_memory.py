@@ -29,7 +29,17 @@ from grpo.models.memory import (
 )
 from grpo.run.command_line import DEFAULT_RECIPES
 from tests.tiny_models import QWEN3_MOE, SMALL
-from tests.unit.models.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B
+from tests.unit.models.test_hf_folder import (
+    GEMMA3_1B,
+    GRANITE3_2B,
+    LLAMA3_1_8B,
+    MISTRAL_7B_V0_1,
+    MISTRAL_7B_V0_3,
+    OLMO3_7B,
+    QWEN2_5_7B,
+    QWEN3_1_7B,
+    SMOLLM3_3B,
+)
 from tests.unit.test_readme import table
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -60,6 +70,10 @@ PUBLISHED = {  # number of parameters as the hub counts them
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
     "Qwen2.5-7B": (QWEN2_5_7B, 7_615_616_512),
     "Llama-3.1-8B": (LLAMA3_1_8B, 8_030_261_248),
+    "SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624),
+    "Gemma-3-1B": (GEMMA3_1B, 999_885_952),
+    "OLMo-3-7B": (OLMO3_7B, 7_298_011_136),
+    "Granite-3.1-2B": (GRANITE3_2B, 2_533_531_648),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, 7_248_023_552),
 }
 
@@ -234,6 +248,16 @@ def test_generator_by_hand():
     assert halves["weights"] == parts["weights"] / 2
     # two engines have 256 completions each, and share their cache
     assert halves["KV cache, if all run at full length"] == parts["KV cache, if all run at full length"]
+
+
+def test_the_cache_of_a_window_holds_no_more_than_the_window():
+    """Mistral-7B-v0.1: 128 KiB a token as Llama-3.1-8B, 4,096 tokens of 6,144. Gemma-3-1B: 1 KiB a token and layer,
+    512 tokens in 22 layers and 6,144 in 4. 128 sequences each.
+    """
+    lengths = "--data.max-prompt-tokens", 4096, "--generator.max-completion-tokens", 2048
+    for raw, kib_of_a_sequence in (MISTRAL_7B_V0_1, 128 * 4096), (GEMMA3_1B, 22 * 512 + 4 * 6144):
+        parts = generator_gib(sizes(raw), config_of(*lengths))
+        assert parts["KV cache, if all run at full length"] == pytest.approx(128 * kib_of_a_sequence / 2**20)
 
 
 # Flags, sequences that an engine gets, GiB of the GPU -> how many it decodes at once. Qwen3-1.7B: a token's cache is

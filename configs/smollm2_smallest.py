@@ -1,0 +1,35 @@
+"""A real model on two CPU cores: SmolLM2-135M-Instruct learns to name the smallest of three numbers.
+
+    bash launch/quickstart.sh
+
+gets the model and runs this, which is also
+
+    torchrun --nproc_per_node=1 train_grpo.py configs/smollm2_smallest.py
+
+What to expect on two CPU cores, weights from a 4-bit file: greedy accuracy on 256 held-out questions 0.24 at the start,
+0.86 after 20 steps, 0.94 after 40, 0.97 to 0.98 after 60 (three seeds, standard error 0.01 to 0.03); 6 GB of memory.
+Completions become the number alone, so that steps become shorter.
+"""
+
+from grpo import config as c
+
+config = c.GRPOConfig(
+    model=c.ModelConfig(path="runs/smollm2-135m", dtype="float32"),
+    roles=c.RolesConfig(colocated=True, num_trainers=1),
+    data=c.DataConfig(path="configs/examples/smallest.py:rows", system_prompt="", max_prompt_tokens=64),
+    reward=c.RewardConfig(functions={"configs/examples/smallest.py:last_number": 1.0}),
+    generator=c.GeneratorConfig(max_completion_tokens=14),
+    trainer=c.TrainerConfig(
+        micro_batch_tokens=512,
+        logprob_chunk_tokens=256,
+        learning_rate=1e-5,
+        schedule="linear",
+        min_lr_ratio=0.1,
+    ),
+    sampling=c.SamplingConfig(dynamic=True, max_rounds=1),  # trains on no group that has nothing to compare
+    evaluation=c.EvaluationConfig(path="configs/examples/smallest.py:rows:test", interval=20),
+    run_dir="runs/smollm2_smallest",
+    num_steps=60,
+    prompts_per_step=8,
+    group_size=8,
+)

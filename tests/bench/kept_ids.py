@@ -1,0 +1,62 @@
+"""Ratios of trainer to generator of the same completions, over the ids that were kept and over all ids.
+
+    python tests/bench/kept_ids.py FOLDER float32 '{"top_p": 0.8}' [NUM_PROMPTS]
+
+Samples 4 completions of at most 64 tokens for each prompt (16 sums in the model's chat template) at temperature 1 with
+our generator, and computes their log-probs with our trainer. Prints the mean ratio, the share of tokens whose ratio is
+off by more than a tenth, the largest difference in nats, and how many ids were kept for a token.
+"""
+
+import dataclasses
+import json
+import sys
+
+from transformers import AutoTokenizer
+
+from grpo.config import DataConfig, GeneratorConfig, ModelConfig, RolesConfig, TrainerConfig
+from grpo.data.batches import make_batch, sample_of
+from grpo.roles.engine.generator import Generator
+from grpo.roles.process_groups import close_roles, setup_roles
+from grpo.roles.trainer import Trainer
+from grpo.types import Prompt, Requests
+
+GROUP_SIZE = 4
+
+
+def main(folder: str, dtype: str, sampling: str, num_prompts: str = "16") -> None:
+    roles = setup_roles(RolesConfig(colocated=True, num_trainers=1))
+    config = GeneratorConfig(
+        max_completion_tokens=64, sampling=json.loads(sampling), gpu_memory_utilization=0.4, engine={"max_num_seqs": 64}
+    )
+    model = ModelConfig(path=folder, dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    data = DataConfig(max_prompt_tokens=128)
+    generator = Generator(config, model, data, 0, folder, [tokenizer.eos_token_id], roles)
+    trainer = Trainer(model, TrainerConfig(compile=False), folder, 1, roles)
+    prompts = []
+    for index in range(int(num_prompts)):
+        question = [{"role": "user", "content": f"What is {17 * index + 12} + {29 * index + 31}? Explain it."}]
+        text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        prompts.append(Prompt(index, tokenizer(text)["input_ids"]))
+    completions = generator.generate(Requests(prompts), GROUP_SIZE)
+    samples = [sample_of(prompts[i // GROUP_SIZE], completion) for i, completion in enumerate(completions)]
+    batch = make_batch(samples)
+    counts_N = batch.loss_mask_N
+    if batch.kept_C is not None:
+        num_kept_N = batch.token_C[batch.kept_C >= 0].bincount(minlength=batch.num_tokens)[counts_N].double()
+        size = 4 * len(batch.kept_C) / int(counts_N.sum())
+        print(f"kept: mean {num_kept_N.mean():.1f}, largest {num_kept_N.max():.0f}, {size:.0f} bytes a token")
+    for name, measured in {"kept ids": batch, "all ids": dataclasses.replace(batch, kept_C=None)}.items():
+        difference_N = (trainer.logprobs(measured) - batch.generator_logprobs_N)[counts_N]
+        ratio_N = difference_N.exp()
+        off = ((ratio_N - 1).abs() > 0.1).double().mean()
+        print(
+            f"{sampling} {dtype}, {name}: {len(ratio_N)} tokens, mean ratio {ratio_N.mean():.4f}, off by a tenth "
+            f"{off:.4f}, largest {difference_N.abs().max():.1e} nats, mean {difference_N.abs().mean():.1e}",
+            flush=True,
+        )
+    close_roles(roles, generator.close)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
