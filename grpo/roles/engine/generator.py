@@ -150,7 +150,7 @@ class Generator:
         num_left = collections.Counter(request.prompt.index for request in requests)
         ended = []
         is_silent = self.roles.rank != self.roles.heads[0]
-        progress = tqdm(total=len(requests), delay=SILENT_SECONDS, mininterval=5, leave=False, disable=is_silent)
+        progress = tqdm(total=len(requests), delay=SILENT_SECONDS, mininterval=5, leave=False, disable=is_silent or None)
         with progress:
             while self.loop.num_running:
                 stretches = self.loop.step()
