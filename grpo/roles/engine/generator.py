@@ -149,8 +149,13 @@ class Generator:
         """Run the engine until the requests of `enough` groups have ended; then end the remaining ones."""
         num_left = collections.Counter(request.prompt.index for request in requests)
         ended = []
-        is_silent = self.roles.rank != self.roles.heads[0]
-        progress = tqdm(total=len(requests), delay=SILENT_SECONDS, mininterval=5, leave=False, disable=is_silent or None)
+        progress = tqdm(
+            total=len(requests),
+            delay=SILENT_SECONDS,
+            mininterval=5,
+            leave=False,
+            disable=True if self.roles.rank != self.roles.heads[0] else None,  # None: unless a terminal shows it
+        )
         with progress:
             while self.loop.num_running:
                 stretches = self.loop.step()
