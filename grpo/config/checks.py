@@ -99,6 +99,11 @@ def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
             "update, which trainer.moments=bfloat16 may round away, so that it never falls; use an adam_beta2 of at "
             "most 0.996, or float32"
         )
+    if trainer.optimizer == "muon" and trainer.lora_rank:
+        raise ValueError(
+            f"trainer.optimizer=muon does not go with trainer.lora_rank={trainer.lora_rank}: it makes the update of a "
+            "whole matrix orthogonal, and adapters are two factors of one; set --trainer.optimizer adamw"
+        )
     num_data_ranks = num_trainers // trainer.tensor_parallel
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
         multiple = num_data_ranks // math.gcd(num_data_ranks, config.group_size)
