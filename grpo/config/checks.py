@@ -324,11 +324,13 @@ def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
 
 
 def _check_steps(config: GRPOConfig | SFTConfig) -> None:
-    """Refuse a profile of a step that does not come, and checkpoints to be compared without an evaluation each."""
+    """Refuse a profile of a step that does not come, an upload without an export, and a best checkpoint of none."""
     saved = config.checkpoint.interval
     evaluated = config.evaluation.interval
     if config.profile > config.num_steps:
         raise ValueError(f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it")
+    if config.checkpoint.push_to_hub and not config.checkpoint.export:
+        raise ValueError("checkpoint.push_to_hub uploads what checkpoint.export writes; set that, or drop the first")
     if config.checkpoint.keep_best and (not evaluated or saved % evaluated):
         raise ValueError(
             f"checkpoint.keep_best={config.checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "

@@ -530,6 +530,9 @@ class CheckpointConfig:
     """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
     export: bool = True
     """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
+    push_to_hub: str = ""
+    """Repository at the hub, such as `owner/name`, that gets this folder and a model card with results and recipe; if
+    it is made for that, it is private. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

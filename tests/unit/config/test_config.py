@@ -120,6 +120,10 @@ REFUSED_IN_GRPO = [
         {"algorithm.loss": "dppo", "algorithm.old_logprobs": "policy", CORRECTION: "none", "overlap_steps": 1},
         "none with old_logprobs=policy",
     ),
+    (
+        {"checkpoint.push_to_hub": "a/b", "checkpoint.export": False},
+        "push_to_hub uploads what checkpoint.export writes",
+    ),
     ({"profile": 201}, "profile=201 is no step of a run of num_steps=200"),
 ]
 BEST = {"checkpoint.interval": 4, "checkpoint.keep_best": "accuracy"}
