@@ -99,6 +99,11 @@ def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
             "update, which trainer.moments=bfloat16 may round away, so that it never falls; use an adam_beta2 of at "
             "most 0.996, or float32"
         )
+    if trainer.optimizer == "muon" and trainer.lora_rank:
+        raise ValueError(
+            f"trainer.optimizer=muon does not go with trainer.lora_rank={trainer.lora_rank}: it makes the update of a "
+            "whole matrix orthogonal, and adapters are two factors of one; set --trainer.optimizer adamw"
+        )
     num_data_ranks = num_trainers // trainer.tensor_parallel
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
         multiple = num_data_ranks // math.gcd(num_data_ranks, config.group_size)
@@ -319,11 +324,13 @@ def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
 
 
 def _check_steps(config: GRPOConfig | SFTConfig) -> None:
-    """Refuse a profile of a step that does not come, and checkpoints to be compared without an evaluation each."""
+    """Refuse a profile of a step that does not come, an upload without an export, and a best checkpoint of none."""
     saved = config.checkpoint.interval
     evaluated = config.evaluation.interval
     if config.profile > config.num_steps:
         raise ValueError(f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it")
+    if config.checkpoint.push_to_hub and not config.checkpoint.export:
+        raise ValueError("checkpoint.push_to_hub uploads what checkpoint.export writes; set that, or drop the first")
     if config.checkpoint.keep_best and (not evaluated or saved % evaluated):
         raise ValueError(
             f"checkpoint.keep_best={config.checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "

@@ -130,8 +130,11 @@ class TrainerConfig:
     """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
     logprob_chunk_tokens: Annotated[Positive, ResumeSafe] = 4096
     """Tokens whose logits the LM head computes at one time."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What updates the weights. adamw: AdamW; muon: the matrices of the blocks by Muon, scaled to the size of AdamW's
+    updates (arXiv:2502.16982), and embeddings, LM head, norms and biases by AdamW."""
     learning_rate: Annotated[NotNegative, Below(math.inf)] = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     adam_beta1: Annotated[NotNegative, Below(1)] = 0.9
     """AdamW's first-moment decay."""
     adam_beta2: Annotated[NotNegative, Below(1)] = 0.95
@@ -142,7 +145,7 @@ class TrainerConfig:
     """What AdamW's two moments are held in; bfloat16 saves 4 of 16 bytes per parameter (arXiv:2412.19437). An update is
     computed in float32 either way."""
     weight_decay: NotNegative = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay: each update takes learning rate x weight_decay x weight off."""
     warmup_steps: Count = 0
     """Steps of linear warm-up: the n-th of them has n / warmup_steps of the peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -527,6 +530,9 @@ class CheckpointConfig:
     """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
     export: bool = True
     """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
+    push_to_hub: str = ""
+    """Repository at the hub, such as `owner/name`, that gets this folder and a model card with results and recipe; if
+    it is made for that, it is private. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from grpo.models.blocks import NormedBlock, set_norm_shardings
 from grpo.models.families import Policy, family_of, has_experts, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
+from grpo.models.muon import Optimizers, muon_group
 from grpo.types import MicroBatch, TrainBatch
 
 # A run decides what is "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
@@ -311,15 +312,15 @@ def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, devic
 
 def _cast_moments(dtype: torch.dtype, optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for state in optimizer.state.values():
-        state.update({name: state[name].to(dtype) for name in ("exp_avg", "exp_avg_sq")})
+        state.update({name: state[name].to(dtype) for name in ("exp_avg", "exp_avg_sq") if name in state})
 
 
 def build_optimizer(
     model: ShardedModel, trainer: TrainerConfig, num_steps: int
 ) -> tuple[OptimizersContainer, LRSchedulersContainer]:
-    """Build AdamW over the parameters that have a gradient, and the learning rate over `num_steps` steps.
+    """Build `trainer.optimizer` over the parameters that have a gradient, and the learning rate over `num_steps` steps.
 
-    Between updates its moments are in `trainer.moments`; an update computes in float32.
+    Between updates AdamW's moments are in `trainer.moments`; its updates compute in float32.
     """
     adamw = default_adamw(
         lr=trainer.learning_rate,
@@ -330,7 +331,9 @@ def build_optimizer(
     adamw.implementation = "fused"  # foreach takes five times as long on a CPU, and memory for its temporaries
     if trainer.moments == "bfloat16":
         adamw.implementation = "fused_opt_states_bf16"
-    optimizer = adamw.build(model_parts=[model.module])
+    if trainer.optimizer == "muon":
+        adamw.param_groups.insert(0, muon_group(trainer))
+    optimizer = Optimizers(adamw, model_parts=[model.module])
     if trainer.moments == "bfloat16":
         for part in optimizer:
             # torch loads moments in the dtype of the weights, and its CPU kernel takes no other dtype

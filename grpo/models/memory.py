@@ -66,7 +66,10 @@ def _count(module: nn.Module) -> int:
 
 
 def state_bytes(trainer: TrainerConfig) -> int:
-    """Return the bytes of a trained parameter: float32 weight and gradient, and AdamW's two moments."""
+    """Return the bytes of a trained parameter: float32 weight and gradient, and AdamW's two moments.
+
+    Muon's single one is counted as two.
+    """
     return 4 + 4 + 2 * DTYPE_BYTES[trainer.moments]
 
 

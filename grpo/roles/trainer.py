@@ -31,7 +31,7 @@ class Trainer:
     def __init__(
         self, model: ModelConfig, trainer: TrainerConfig, folder: str, num_steps: int, roles: Roles, seed: int = 0
     ):
-        """Load `folder`, shard it, build AdamW and the schedule over `num_steps`. Collective over the trainer ranks.
+        """Load `folder`, shard it, build optimizer and schedule over `num_steps`. Collective over the trainer ranks.
 
         With LoRA, the adapters start from `seed`.
         """

@@ -35,6 +35,7 @@ from grpo.environments.serving import serving_template
 from grpo.environments.tools import load_toolboxes
 from grpo.folder.checkpoint import open_run_folder
 from grpo.models import hf_folder
+from grpo.models.families import has_experts
 from grpo.models.hf_folder import ChatForm
 from grpo.models.lora import adapted_places
 from grpo.report.rollout_metrics import evaluation_names
@@ -209,14 +210,20 @@ def open_model_folder(
 
     If `model.path` names a function that builds a model, it builds in `build_dir`, by default the run folder, and gets
     `texts`, those of the data, for its tokenizer. Raises ValueError if the folder, the model, its number of positions,
-    the tokenizer or the template cannot be used, if the tensor_parallel degrees do not divide the model, or if a layer
-    that should get an adapter is missing.
+    the tokenizer or the template cannot be used, if the tensor_parallel degrees do not divide the model, if a layer
+    that should get an adapter is missing, or if Muon should update experts.
     """
     folder = toy.build_model(config.model.path, build_dir or config.run_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
     tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
     hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)
-    adapted_places(hf_folder.read_hf_config(folder), config.trainer)
+    hf = hf_folder.read_hf_config(folder)
+    adapted_places(hf, config.trainer)
+    if config.trainer.optimizer == "muon" and has_experts(hf):
+        raise ValueError(
+            f"trainer.optimizer=muon does not go with {folder}, a mixture of {hf.num_experts} experts: it updates "
+            "single matrices, and experts are stacked; set --trainer.optimizer adamw"
+        )
     tokenizer = load_tokenizer(folder, config.data)
     hf_folder.check_vocabulary(folder, tokenizer)
     check_template(tokenizer, config.data)

@@ -259,7 +259,7 @@ def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Devic
         "generator.sleep": True,
         "generator.gpu_memory_utilization": SHARED_GPU,
     }
-    if not config.trainer.lora_rank:
+    if not config.trainer.lora_rank and config.trainer.optimizer == "adamw":
         lowest["trainer.lora_rank"] = LORA_RANK
     enough = []
     lowering = []

@@ -16,6 +16,7 @@ from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.checks import check_world_size, describe_roles, validate
 from grpo.config.fields import MAX_NUM_SEQS, Config, RunConfig
 from grpo.folder import checkpoint
+from grpo.folder.hub import open_repository, push
 from grpo.folder.run_folder import begin_run
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
@@ -88,6 +89,8 @@ def run(
     with watched(roles, config.deadline_minutes):
         session = Session(config, script, read_inputs, layout, roles)
         train(config, session)
+    if session.repository and session.is_exported:  # here no rank waits, however long it takes
+        print(push(config, session.repository), flush=True)
 
 
 def dry_run(config: Config, script: str, read_inputs: ReadInputs) -> bool:
@@ -122,6 +125,8 @@ class Session:
         self.layout = layout or config.roles
         self.roles = roles
         self.timer = StepTimer(roles is not None and roles.is_driver)
+        self.repository = ""  # on rank 0: the one at the hub that gets the exported model
+        self.is_exported = False
         self.inputs: Inputs | None = None  # what rank 0 has read; on other ranks `for_all_ranks` of it
         self.saver: checkpoint.CheckpointSaver | None = None  # on trainers, once their model is loaded
         self.reward_model: RewardModel | None = None  # on learners, once it is loaded
@@ -133,6 +138,8 @@ class Session:
         config = self.config
         with refuse_bad_input():
             inputs = self.read_inputs(config, self.script, "")
+            if config.checkpoint.push_to_hub and self.layout.num_trainers:
+                self.repository = open_repository(config.checkpoint.push_to_hub)
             self.lock = begin_run(config, self.script, inputs.step)  # another run may have begun there meanwhile
             forget_old_stop(config.run_dir)
             self.run_log = self._open_log(inputs.step)  # W&B may refuse
@@ -372,6 +379,7 @@ class Session:
         if self.config.checkpoint.export and trainer:
             model_dir = pathlib.Path(self.config.run_dir) / "model"
             export_hf(trainer.model, model_dir, trainer.dtype, self.inputs.form)
+            self.is_exported = True
 
     def end(self, generator: Generator | None) -> None:
         """Wait for the last checkpoint, close the log and leave the groups. Collective over `roles.control`."""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from grpo.models.families import family_of, titan_config
 from grpo.models.hf_folder import read_hf_config
 from tests.e2e.runs import TINY, read_metrics
+from tests.hub import OWNER, hub_server  # noqa: F401
 from tests.tiny_models import KINDS, make_tiny
 from tests.torchrun import run_python, torchrun
 
@@ -125,3 +126,28 @@ def test_rows_that_do_not_divide_by_the_ranks_are_exported(model, tmp_path):
     assert one.keys() == three.keys()
     for name, weight in one.items():
         torch.testing.assert_close(three[name], weight, rtol=0, atol=TOLERANCE)
+
+
+def test_a_run_uploads_what_it_exported(hub, model: pathlib.Path, tmp_path: pathlib.Path):
+    """Two steps of SFT, with the hub's client in the run's own process."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        f"""
+import os
+
+from huggingface_hub import constants
+
+from configs.toy_sft import config
+
+os.environ["HF_TOKEN"] = "hf_test"
+constants.ENDPOINT = {hub.url!r}
+constants.HF_HUB_OFFLINE = False
+"""
+    )
+    flags = ["--model.path", model, "--num-trainers", 1, "--num-steps", 2, "--run-dir", tmp_path / "run"]
+    output = run_python("train_sft.py", recipe, *flags, "--checkpoint.push-to-hub", "sums")
+    assert f"uploaded {tmp_path}/run/model: {hub.url}/{OWNER}/sums" in output
+    exported = {path.name: path.read_bytes() for path in (tmp_path / "run/model").iterdir()}
+    assert hub.files == exported
+    loss = read_metrics(tmp_path / "run")[-1]["loss"]
+    assert f" {loss:.4g} (step 2) |" in exported["README.md"].decode()

@@ -41,6 +41,7 @@ TURNS += ("--algorithm.advantages", "return_to_go")
 SAVED = ("--checkpoint.interval", 3)
 TRUNCATED = ("--generator.sampling", "top_p", 0.9, "min_p", 0.02)
 ROUNDED = ("--trainer.moments", "bfloat16", "--trainer.adam-beta2", 0.95)
+MUON = ("--trainer.optimizer", "muon", *SCHEDULE)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher}, {judge}, {moe}, {gemma3} and {olmo3} are folders
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
@@ -128,6 +129,9 @@ MODES = {
     "SFT, mixed, packed, further checkpoints": Mode(2, (*MIXED, *PACKED, *SAVED, *VALIDATION), recipe=SFT),
     "SFT, TP 2": Mode(2, (*PACKED, "--trainer.tensor-parallel", 2), rank=1, recipe=SFT),
     "SFT, FSDP 2, moments in bfloat16": Mode(2, (*PACKED, *ROUNDED), rank=1, recipe=SFT),
+    "SFT, FSDP 2, Muon": Mode(2, (*PACKED, *MUON), rank=1, recipe=SFT),
+    "SFT, TP 2, Muon": Mode(2, (*PACKED, *MUON, "--trainer.tensor-parallel", 2), recipe=SFT),
+    "FSDP 2, Muon, several updates": Mode(3, (*split(2, 0, 1), *MUON, *UPDATES), rank=1),
     "SFT, LoRA, mixed, packed": Mode(2, (*MIXED, *PACKED, *LORA), recipe=SFT),
     "SFT of a mixture of experts, mixed, packed": Mode(
         2, ("--model.path", "{moe}", *MIXED, *PACKED), rank=1, recipe=SFT

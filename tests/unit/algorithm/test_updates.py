@@ -71,12 +71,14 @@ def test_weight_decay_takes_its_share_of_each_weight(folder):
         torch.testing.assert_close(other, one - 0.01 * 0.5 * start, atol=1e-6, rtol=1e-4)
 
 
-def adamw(weight: torch.Tensor, gradients: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def adamw(
+    weight: torch.Tensor, gradients: list[torch.Tensor], dtype: torch.dtype = torch.float32, decay: float = 0.0
+) -> torch.Tensor:
     """The weight after one update for each gradient (arXiv:1412.6980), moments held in `dtype` between them."""
     first, second = torch.zeros_like(weight, dtype=dtype), torch.zeros_like(weight, dtype=dtype)
     for step, gradient in enumerate(gradients, 1):
         m, v = 0.9 * first.float() + 0.1 * gradient, 0.95 * second.float() + 0.05 * gradient**2
-        weight = weight - 0.01 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+        weight = weight * (1 - 0.01 * decay) - 0.01 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
         first, second = m.to(dtype), v.to(dtype)
     return weight
 
@@ -104,6 +106,44 @@ def test_moments_are_held_in_their_dtype_and_updates_computed_in_float32(folder,
             exact, expected = (adamw(start, given, dtype) - start for dtype in (torch.float32, moments))
             assert (moved - expected).norm() < 1e-4 * moved.norm()  # a tie may round to the other side
             assert (moved - exact).norm() < 5e-3 * moved.norm()
+
+
+def muon(weight: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The weight after one update for each gradient (arXiv:2502.16982): momentum 0.95, Nesterov's, weight decay 0.1."""
+    momentum = torch.zeros_like(weight)
+    for gradient in gradients:
+        momentum = 0.95 * momentum + 0.05 * gradient
+        x = 0.05 * gradient + 0.95 * momentum
+        x = x / x.norm()
+        for _ in range(5):  # Newton-Schulz
+            x = 3.4445 * x - 4.775 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+        singular = torch.linalg.svdvals(x)
+        assert singular.median() > 0.6 and singular.max() < 1.3  # most of a random matrix's are near 1
+        weight = weight * (1 - 0.01 * 0.1) - 0.01 * 0.2 * max(weight.shape) ** 0.5 * x
+    return weight
+
+
+def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(folder):
+    """Two updates each, the second by a trainer that took over; Newton-Schulz runs in bfloat16, of 8 bits."""
+    first, second = (trainer_of(folder, optimizer="muon", weight_decay=0.1) for _ in range(2))
+    starts = {name: p.detach().clone() for name, p in first.model.module.named_parameters()}
+    draw = torch.Generator().manual_seed(0)
+    gradients = {name: [torch.randn(start.shape, generator=draw) for _ in range(2)] for name, start in starts.items()}
+    for step, trainer in enumerate((first, second)):
+        if step:
+            second.load_state_dict(copy.deepcopy(first.state_dict()))
+        for name, parameter in trainer.model.module.named_parameters():
+            parameter.grad = gradients[name][step].clone()
+        trainer.optimizer.step()
+    by_muon = 0
+    for name, end in second.model.module.named_parameters():
+        start, given = starts[name], gradients[name]
+        is_matrix = name.startswith("layers.") and start.ndim == 2
+        by_muon += is_matrix
+        wanted = muon(start, given) if is_matrix else adamw(start, given, decay=0.1)
+        # twice 8 bits of rounding through five products; AdamW's own moves are compared to float32
+        assert (end.detach() - wanted).norm() < (3e-2 if is_matrix else 1e-4) * (wanted - start).norm(), name
+    assert by_muon == 7 * len(first.model.module.layers)
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])

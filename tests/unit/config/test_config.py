@@ -65,6 +65,10 @@ REFUSED_IN_GRPO = [
     ({"trainer.tensor_parallel": 4, "trainer.data_replicas": 2}, "4 trainer ranks do not split .* use 8"),
     ({"trainer.micro_batch_tokens": 1535}, "1536 tokens .*micro_batch_tokens=1535; raise it to at least 1536"),
     (ROUNDED | {"trainer.adam_beta2": 0.999}, "adam_beta2=0.999 takes 0.001 of .* use an adam_beta2 of at most 0.996"),
+    (
+        {"trainer.optimizer": "muon", "trainer.lora_rank": 8},
+        "muon does not go with trainer.lora_rank=8: .*optimizer adamw",
+    ),
     ({"algorithm.loss": "ppo"}, "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo"),
     ({"algorithm.advantages": "gruop_std"}, "algorithm.advantages='gruop_std' is unknown; use group_std, group_mean"),
     ({"algorithm.num_mini_batches": 33}, "num_mini_batches=33 .* raise prompts_per_step=32"),
@@ -115,6 +119,10 @@ REFUSED_IN_GRPO = [
     (
         {"algorithm.loss": "dppo", "algorithm.old_logprobs": "policy", CORRECTION: "none", "overlap_steps": 1},
         "none with old_logprobs=policy",
+    ),
+    (
+        {"checkpoint.push_to_hub": "a/b", "checkpoint.export": False},
+        "push_to_hub uploads what checkpoint.export writes",
     ),
     ({"profile": 201}, "profile=201 is no step of a run of num_steps=200"),
 ]

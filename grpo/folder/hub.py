@@ -1,0 +1,73 @@
+"""A trained model at Hugging Face's hub: its repository before the run, its files and card afterwards."""
+
+import json
+import pathlib
+
+import httpx
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+
+from grpo.config.fields import RunConfig
+from grpo.text import reason_of
+
+HUB_ERRORS = (httpx.HTTPError, HFValidationError, OSError)
+
+
+def open_repository(name: str) -> str:
+    """Return the whole name of the model repository `name`; if there is none, make a private one.
+
+    Raises ValueError, with what to do, if nothing can be uploaded there from this machine.
+    """
+    api = HfApi()
+    try:
+        repository = api.create_repo(name, private=True, exist_ok=True).repo_id
+        api.auth_check(repository, write=True)
+    except HUB_ERRORS as error:
+        raise ValueError(
+            f"checkpoint.push_to_hub={name} cannot be written to ({reason_of(error)}); log in with `hf auth login` or "
+            "set HF_TOKEN, to a token that may write, check the name, the network and HF_HUB_OFFLINE, or drop the field"
+        ) from error
+    return repository
+
+
+def push(config: RunConfig, repository: str) -> str:
+    """Upload a run's exported folder with a card. Returns a line that says where it is, or why not and what to do."""
+    run_dir = pathlib.Path(config.run_dir)
+    folder = run_dir / "model"
+    card = model_card(config, repository, run_dir)
+    (folder / "README.md").write_text(card)
+    try:
+        commit = HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with PlainRL")
+    except HUB_ERRORS as error:
+        return f"warning: {folder} was not uploaded ({reason_of(error)}); try `hf upload {repository} {folder} .`"
+    return f"uploaded {folder}: {commit.repo_url}"
+
+
+def model_card(config: RunConfig, repository: str, run_dir: pathlib.Path) -> str:
+    """Write a model's card: its base, what was measured first and last, and the recipe."""
+    measured: dict[str, list[tuple[int, float]]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        for name, value in record.items():
+            counts = name in ("loss", "reward/mean") or name.startswith(("eval/", "validation/"))
+            if counts and value is not None:
+                measured.setdefault(name, []).append((record["step"], value))
+    rows = ["| Metric | First | Last |", "|---|---|---|"]
+    for name, values in sorted(measured.items()):
+        first, last = (f"{value:.4g} (step {step})" for step, value in (values[0], values[-1]))
+        rows.append(f"| `{name}` | {first} | {last} |")
+
+    facts = ["library_name: transformers", "tags: [plainrl]"]
+    base = config.model.path
+    if not config.model.is_built and not pathlib.Path(base).exists():  # the hub refuses a base that it does not know
+        facts.append(f"base_model: {base}")
+    recipe = (run_dir / "config.py").read_text().strip()
+    return "\n\n".join(
+        [
+            "\n".join(["---", *facts, "---"]),
+            f"# {repository}",
+            f"Trained from `{base}` with PlainRL. What its run measured:",
+            "\n".join(rows),
+            f"The recipe:\n\n```python\n{recipe}\n```\n",
+        ]
+    )

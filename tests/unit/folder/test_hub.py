@@ -1,0 +1,63 @@
+"""`checkpoint.push_to_hub` with the real client of the hub, against a small server of the test's own."""
+
+import dataclasses
+import json
+
+import pytest
+
+from grpo.config import CheckpointConfig, SFTConfig
+from grpo.folder.hub import open_repository, push
+from tests.hub import OWNER, hub_server  # noqa: F401
+
+
+@pytest.fixture
+def config(tmp_path) -> SFTConfig:
+    """Of a run that is over: an exported folder, metrics, a recipe."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    records = [
+        {"step": 0, "validation/loss": 3.25},
+        {"step": 1, "loss": 3.0, "grad_norm": 1.0},
+        {"step": 2, "loss": None},
+    ]
+    records += [{"step": 3, "loss": 0.5}, {"step": 3, "validation/loss": 0.75}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "config.py").write_text("config = c.SFTConfig(num_steps=3)\n")
+    checkpoint = CheckpointConfig(push_to_hub="sums")
+    return dataclasses.replace(SFTConfig(run_dir=str(tmp_path)), checkpoint=checkpoint)
+
+
+def test_the_exported_folder_and_a_card_reach_a_private_repository(hub, config, tmp_path):
+    repository = open_repository("sums")
+    assert repository == f"{OWNER}/sums"
+    assert [(made["name"], made["visibility"]) for made in hub.created] == [("sums", "private")]
+    assert f"{hub.url}/{OWNER}/sums" in push(config, repository)
+    assert hub.files.keys() == {"README.md", "config.json", "model.safetensors"}
+    assert hub.files["model.safetensors"] == b"weights"
+    card = hub.files["README.md"].decode()
+    assert "| `loss` | 3 (step 1) | 0.5 (step 3) |" in card
+    assert "| `validation/loss` | 3.25 (step 0) | 0.75 (step 3) |" in card
+    assert "config = c.SFTConfig(num_steps=3)" in card and f"base_model: {config.model.path}\n" in card
+    assert "grad_norm" not in card
+
+
+@pytest.mark.parametrize("refused", ["/api/repos/create", "/auth-check"])
+def test_what_may_not_be_written_is_refused_before_the_run(hub, refused):
+    """Neither a new repository of others, nor one that exists and is theirs."""
+    hub.refuses = refused
+    with pytest.raises(ValueError, match="push_to_hub=other/sums cannot be written.*HF_TOKEN"):
+        open_repository("other/sums")
+
+
+def test_without_a_network_it_is_refused_before_the_run(hub):
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(ValueError, match="push_to_hub=sums cannot be written.*the network"):
+        open_repository("sums")
+
+
+def test_an_upload_that_fails_says_how_to_try_again(hub, config, tmp_path):
+    hub.refuses = "/commit/"
+    line = push(config, "somebody/sums")
+    assert line.startswith("warning: ") and f"hf upload somebody/sums {tmp_path}/model" in line
