@@ -1,6 +1,7 @@
 """Where rows come from: files, folders and the hub, and what is said about those that are broken."""
 
 import json
+import pathlib
 import re
 
 import datasets
@@ -10,6 +11,8 @@ from grpo.config import DataConfig, EvaluationConfig
 from grpo.config.values import Source, parse_source
 from grpo.data import sources
 from grpo.data.sources import load_rows
+
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def rows_of(path: object, split: str = "train") -> list[dict]:
@@ -192,6 +195,32 @@ def test_a_function_gives_rows(mine):
     assert rows_of(f"{mine}:finite", "test") == [{"question": "test"}] * 3
     assert rows_of(f"{mine}:finite:train[:67%]") == [{"question": "train"}] * 2
     assert rows_of(f"{mine}:endless:train[1:3]") == [{"question": "train 1"}, {"question": "train 2"}]
+
+
+def test_the_stream_of_the_page_is_read_as_far_as_needed_and_again_the_same(tmp_path, monkeypatch):
+    """The rows of a stream are the same at each start, in its shuffled order, and others if the stream has changed."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "configs" / "DATA.md").read_text()
+    _, _, block = page.partition("**A stream.**")
+    (tmp_path / "my_stream.py").write_text(block.split("```python\n")[1].split("```")[0])
+
+    def write(rows):
+        (tmp_path / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def read(part):
+        table = load_rows(parse_source(f"my_stream.py:rows:train{part}", "data.path"))
+        return table.source.revision, [row["answer"] for row in table]
+
+    all_rows = [{"question": "long" * 1000 if n % 10 == 0 else f"What is {n}?", "answer": n} for n in range(3000)]
+    write(all_rows)
+    revision, answers = read("[:300]")
+    assert len(set(answers)) == 300 and not any(answer % 10 == 0 for answer in answers)
+    assert max(answers) < 1000 + 400  # from the buffer of 1,000 rows and those that took the place of a row
+    assert answers != sorted(answers)
+    assert read("[:300]") == (revision, answers)
+    assert read("[100:300]")[1] == answers[100:]
+    write(all_rows[1000:])
+    assert read("[:300]")[0] != revision
 
 
 @pytest.mark.parametrize(
