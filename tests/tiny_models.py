@@ -52,6 +52,7 @@ ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 GEMMA3 = WINDOWS | {
     "model_type": "gemma3_text",
     "query_pre_attn_scalar": 24,  # not the head's width
+    "initializer_range": 0.1,  # embeddings are scaled and tied: with larger ones it says the same token for ever
     "rope_parameters": {
         "sliding_attention": ROTARY,
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from grpo.models.families import family_of, titan_config
 from grpo.models.hf_folder import read_hf_config
-from tests.e2e.conftest import BY_CHANCE
 from tests.e2e.runs import TINY, read_metrics
 from tests.hub import OWNER, hub_server  # noqa: F401
 from tests.tiny_models import KINDS, make_tiny
@@ -83,7 +82,6 @@ def test_any_checkpoint_is_exported(exported: pathlib.Path, finished_run: tuple[
 def one_step(model: pathlib.Path | str, run_dir: pathlib.Path) -> dict:
     """Metrics of a run of one step on one rank, which exports what it trained."""
     flags = ("--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--num-steps", "1")
-    flags += ("--reward.functions", BY_CHANCE, "1")  # whatever a model of random weights says
     torchrun("train_grpo.py", TINY, *flags, "--model.path", model, "--run-dir", run_dir, nproc=1, deadline=240)
     (metrics,) = read_metrics(run_dir)
     return metrics
