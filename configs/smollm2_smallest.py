@@ -29,7 +29,7 @@ config = c.GRPOConfig(
     sampling=c.SamplingConfig(dynamic=True, max_rounds=1),  # trains on no group that has nothing to compare
     evaluation=c.EvaluationConfig(path="configs/examples/smallest.py:rows:test", interval=20),
     run_dir="runs/smollm2_smallest",
-    num_steps=60,
+    num_steps=40,
     prompts_per_step=8,
     group_size=8,
 )
