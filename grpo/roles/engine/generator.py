@@ -125,7 +125,8 @@ class Generator:
             self.loop.add(number, ids, self._parameters(temperature_of(request), seed, max_tokens))
 
         completions = []
-        self.loop.sampled_tokens.keep_ids(not held_out)
+        if truncates(self.config.sampling):
+            self.loop.sampled_tokens.keep_ids(not held_out)
         with no_collection():
             if self.episodes and max_tokens is None:
                 rollouts = [(request.prompt, request.index % group_size) for request in mine]

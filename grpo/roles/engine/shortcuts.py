@@ -91,10 +91,9 @@ class SampledTokens:
                 tokens.logprobs += column[row : row + len(output.new_token_ids)]
 
     def keep_ids(self, wanted: bool) -> None:
-        """Say whether tokens from now on get the ids that they are chosen from, if there is a `sampler` that knows."""
+        """Say whether tokens from now on get the ids that they are chosen from, which `sampler` knows."""
         self._num_kept = 0
-        if self.sampler:
-            self.sampler.return_sampling_mask = wanted
+        self.sampler.return_sampling_mask = wanted
 
     def _take_kept(self, model_output: Any) -> None:
         """Keep the ids that the accepted tokens were chosen from. Raises RuntimeError if they are too many to carry."""
