@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from grpo.types import Metrics, MicroBatch
+from grpo.types import MicroBatch, Scalars
 
 # The metric that is kept for each sequence too, for the records of completions
 PER_SEQUENCE = "mismatch/mean"
@@ -106,7 +106,7 @@ class StepMetrics:
         for name, value in values.items():
             self._recorded.setdefault(name, []).append(value)
 
-    def means(self) -> Metrics:
+    def means(self) -> Scalars:
         """Return all metrics by name; NaN for those of tokens if no token counted."""
         means = {}
         for name, (total, number) in self._totals.items():

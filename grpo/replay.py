@@ -47,7 +47,7 @@ from grpo.run.command_line import check_folder_early, subject_of
 from grpo.run.inputs import Inputs, open_run
 from grpo.run.session import Session, is_due, run
 from grpo.text import compact_number
-from grpo.types import Metrics
+from grpo.types import Scalars
 from grpo.watch.failures import refuse_bad_input, run_script
 from grpo.watch.stopping import end_with_launcher, stop_reason
 from train_grpo import add_advantages, update
@@ -275,7 +275,7 @@ def take_step(
     recorded_step: RecordedStep,
     config: GRPOConfig,
     trainer: Trainer,
-) -> tuple[Metrics, Tensor]:
+) -> tuple[Scalars, Tensor]:
     """Train on a recorded step. Return what was measured, and the gradient summed over the updates ([0] if none)."""
     gradient = torch.zeros(1)
 
@@ -298,7 +298,7 @@ def take_step(
     return measured, gradient
 
 
-def metrics_line(step: int | str, name: str, metrics: Metrics) -> str:
+def metrics_line(step: int | str, name: str, metrics: Scalars) -> str:
     """Return a line of the table; a column that a method does not measure has `-` there."""
     cells = [compact_number(metrics[column]) if column in metrics else "-" for column in COLUMNS]
     return table_line(step, name, cells)

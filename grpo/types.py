@@ -391,7 +391,7 @@ class StepPlan:
     """Do not begin the step: a user asked the run to stop; `save` then is about the steps before."""
 
 
-Metrics = dict[str, float]
+Scalars = dict[str, float]
 """Numbers that are logged, by name."""
 Record = dict[str, Any]
 """A line of a .jsonl file."""

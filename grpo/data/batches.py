@@ -37,6 +37,7 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
         is_known = all(value is not None for value in values)
         name = field.name.replace("_T", "_N")
         per_token[name] = torch.cat(values) if is_known else None
+    # -1 ends each token's kept ids: here there is nothing else
     if per_token["kept_C"] is not None and per_token["kept_C"].max() < 0:
         per_token["kept_C"] = None
     temperatures = [sample.temperature for sample in samples]

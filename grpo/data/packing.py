@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from grpo.data.batches import build_micro_batch
 from grpo.data.shared_prompts import RepeatedPrompts, repeated_prompts, row_tokens
-from grpo.types import Metrics, MicroBatch, TrainBatch
+from grpo.types import MicroBatch, Scalars, TrainBatch
 
 # Indices of the sequences in a row, in order
 Indices = list[int]
@@ -45,7 +45,7 @@ class Packing:
                 prompts=self.prompts,
             )
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> Scalars:
         """Measure how much of all ranks' positions is padding.
 
         If prompts are shared, measure also the share of all tokens that need no position of their own.

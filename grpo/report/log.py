@@ -18,7 +18,7 @@ from grpo.config import MetricsConfig
 from grpo.report.samples import completion_records, describe, finite_or_none, spread_by_reward
 from grpo.report.warnings import CurveReader
 from grpo.text import compact_duration, compact_number, reason_of
-from grpo.types import Metrics, Record, Rollout
+from grpo.types import Record, Rollout, Scalars
 
 # How the console line shows metrics, padded so that numbers of successive lines mostly line up
 CONSOLE_COLUMNS = {
@@ -78,7 +78,7 @@ class RunLog:
             self.tensorboard = SummaryWriter(str(folder), purge_step=purge_step)
         self.wandb = open_wandb(config.wandb_project, self.run_dir, start_step, whole_config)
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: Scalars) -> None:
         """Record one finished step everywhere; one call per step."""
         if "time/step" in metrics:
             self.step_seconds.append(metrics["time/step"])
@@ -94,7 +94,7 @@ class RunLog:
         line = "  ".join(parts)
         self._record(step, metrics, [line])
 
-    def log_held_out(self, step: int, metrics: Metrics) -> None:
+    def log_held_out(self, step: int, metrics: Scalars) -> None:
         """Record what the weights after `step` steps do on held-out data: `eval/accuracy`, `validation/loss`.
 
         If there are several held-out sets (`eval/SET/accuracy`), each has its own line on the console.
@@ -155,7 +155,7 @@ class RunLog:
         if self.wandb:
             self.wandb.finish()
 
-    def _record(self, step: int, metrics: Metrics, lines: list[str]) -> None:
+    def _record(self, step: int, metrics: Scalars, lines: list[str]) -> None:
         """Write metrics and flush each file, so that a run that dies loses none; print lines and warnings."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: finite_or_none(value) for name, value in values.items()}

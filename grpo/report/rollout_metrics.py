@@ -18,14 +18,14 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.metrics import StepMetrics, peak_bytes
 from grpo.report.samples import finite_or_none
 from grpo.rewards.answers import extract_answer
-from grpo.types import Completion, Metrics, Rollout, TrainBatch
+from grpo.types import Completion, Rollout, Scalars, TrainBatch
 
 
 def rollout_metrics(
     rollouts: list[Rollout],
     group_size: int,
     answer_format: str | None = None,
-) -> Metrics:
+) -> Scalars:
     """Return the rewards and lengths (in tokens) of one step's completions, which lie group by group.
 
     Statistics of rewards are over the completions that have one, and NaN if none has; `reward/std` is the population's,
@@ -82,7 +82,7 @@ def zero_variance_frac(rollouts: list[Rollout], group_size: int) -> float:
     return _mean(equal_rewards(rewards_PG, has_reward_PG).tolist())
 
 
-def episode_metrics(rollouts: list[Rollout]) -> Metrics:
+def episode_metrics(rollouts: list[Rollout]) -> Scalars:
     """Return means per episode of the conversations of a step, and how many were lost and so have no reward."""
     episodes = [r.completion.episode for r in rollouts]
     num_turns = [len(e["turns"]) for e in episodes]
@@ -157,7 +157,7 @@ def evaluation_metrics(
     function: str,
     answer_format: str | None = None,
     pass_value: float = 1.0,
-) -> Metrics:
+) -> Scalars:
     """Return accuracy, reward and length (in tokens) of the greedy completions, and pass@k if there are samples.
 
     greedy: one completion per prompt. samples: `num_samples` per prompt, group after group, or none at all. Completions
@@ -267,7 +267,7 @@ def _mean(values: Iterable[float | None]) -> float:
     return statistics.fmean(known)
 
 
-def measured_metrics(measured: StepMetrics, times: Metrics, num_tokens: int) -> Metrics:
+def measured_metrics(measured: StepMetrics, times: Scalars, num_tokens: int) -> Scalars:
     """Return what the updates measured, the step's times, tokens per second and memory."""
     metrics = with_effective_sample_size(measured.means())
     metrics |= times

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from grpo.text import compact_number
-from grpo.types import Metrics
+from grpo.types import Scalars
 
 History = dict[str, list[float]]
 
@@ -191,7 +191,7 @@ class CurveReader:
                 new.append(text)
         return new
 
-    def _accuracy_warning(self, name: str, metrics: Metrics) -> str:
+    def _accuracy_warning(self, name: str, metrics: Scalars) -> str:
         """Take in the accuracy `name` of an evaluation. Returns a warning if it was lost."""
         rewards = self.history["reward/mean"]
         evaluations = self.evaluations[name]

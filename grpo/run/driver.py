@@ -32,7 +32,7 @@ from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.groups import GroupBuffer
 from grpo.run.scorer import check_lost, check_version
 from grpo.run.session import Session, is_due
-from grpo.types import Completion, Metrics, Prompt, Requests, Rollout, StepPlan, TrainBatch
+from grpo.types import Completion, Prompt, Requests, Rollout, Scalars, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
 RewardTensors = tuple[Tensor, Tensor, Tensor]
@@ -74,7 +74,7 @@ class Driver:
             return StepPlan(step=step, requests=None, save=False, evaluate=False, stop=True)
         config = self.config
         self.step = step
-        self.times_ahead: Metrics = {}
+        self.times_ahead: Scalars = {}
         self.stream.set_weights(weights)
         self.stream.wanted = keep_prompt
         self.stream.begin_step(step + 1)
@@ -233,7 +233,7 @@ class Driver:
         rollouts: list[Rollout],
         batch: TrainBatch,
         measured: StepMetrics,
-    ) -> Metrics:
+    ) -> Scalars:
         """Log step number `step`. Returns its metrics by name."""
         num_tokens = sum(rollout.num_tokens for rollout in self.buffer.everything)
         times = self.timer.close_step() | self.times_ahead
@@ -261,7 +261,7 @@ class Driver:
         prompts = self.scorer.prompt_texts(measured_rollouts)
         self.session.run_log.completions(step, measured_rollouts, prompts)
 
-    def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Metrics:
+    def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
         config = self.config
         completions = [rollout.completion for rollout in rollouts]
         metrics = rollout_metrics(self.buffer.everything, config.group_size, self.scorer.answer_format)

@@ -36,7 +36,7 @@ from grpo.run.inputs import Inputs
 from grpo.run.machine import fit_to_machine, print_what_fits
 from grpo.run.scorer import check_version
 from grpo.run.step_timer import StepTimer, profile_step
-from grpo.types import Completion, Metrics
+from grpo.types import Completion, Scalars
 from grpo.watch.failures import BadInput, refuse_bad_input, set_place
 from grpo.watch.stopping import forget_old_stop, obey_stop, repeat_behind_launcher, stop_reason
 from grpo.watch.watchdog import watched
@@ -352,7 +352,7 @@ class Session:
         )
         self.run_log.log_held_out(step, metrics)
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: Scalars) -> None:
         """Log step number `step`, and warn if its update was skipped. On rank 0.
 
         Raises BadInput after MOST_SKIPPED skipped updates in a row.

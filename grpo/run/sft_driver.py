@@ -12,7 +12,7 @@ from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
 from grpo.run.session import Session, is_due
-from grpo.types import Metrics, Sample, TrainBatch
+from grpo.types import Sample, Scalars, TrainBatch
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
 
@@ -94,7 +94,7 @@ class SFTDriver:
         self.session.log(step, metrics)
 
     @on_driver
-    def log_validation(self, step: int, losses: Metrics) -> None:
+    def log_validation(self, step: int, losses: Scalars) -> None:
         """Log the loss of each validation set and, if there are several, their plain mean."""
         metrics = {f"validation/{name}/loss": loss for name, loss in losses.items() if name}
         metrics["validation/loss"] = sum(losses.values()) / len(losses)

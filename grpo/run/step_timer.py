@@ -13,7 +13,7 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from grpo.roles.process_groups import Roles
-from grpo.types import Metrics
+from grpo.types import Scalars
 from grpo.watch.failures import BEGAN, set_place
 
 PROFILE = "profile"  # the folder of traces, within the run folder
@@ -87,7 +87,7 @@ class StepTimer:
         with self.phase("startup"):
             yield
 
-    def close_step(self) -> Metrics:
+    def close_step(self) -> Scalars:
         """Return the seconds since the last call: `time/PHASE` of each phase that ran, `time/other`, `time/step`.
 
         `time/step` is the sum of the others without `time/startup`. The next step starts here.

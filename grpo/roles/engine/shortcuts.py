@@ -53,7 +53,8 @@ class SampledTokens:
         whole: a completion has one output, when it has ended, and not one a token.
         """
         self._by_request: dict[str, RequestTokens] = defaultdict(RequestTokens)
-        self.sampler: Any = None
+        self.sampler: Any = None  # from `sampler_of`, if kept ids are asked for
+        self._num_kept = 0
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         update_from_output = scheduler.update_from_output
         plain = PlainSteps(scheduler) if PlainSteps.fit(scheduler) else None
@@ -217,7 +218,8 @@ class PlainSteps:
         names = [request.request_id for request in requests]
         cached = step.scheduled_cached_reqs
         cached.req_ids.extend(names)
-        is_known = 1 - self._ahead  # the token whose successor is sampled, and with it the block that it fills
+        # without AsyncScheduler the newest token is known, so the block that it fills can be entered into the cache
+        is_known = 1 - self._ahead
         for request in requests:
             num_computed = request.num_computed_tokens
             # most tokens neither begin a block nor fill one
