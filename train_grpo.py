@@ -85,7 +85,7 @@ def train(config: GRPOConfig, session: Session) -> None:
     driver = Driver(session)
 
     for step in session.steps():
-        source_weights = config.data.weights  # a curriculum goes here, as a function of the step
+        source_weights = config.data.weights  # shares that change while training go here, as a function of the step
         keep_prompt = None  # a filter goes here, a function of a Prompt (types.py): False draws another
         plan = driver.plan(step, source_weights, keep_prompt)  # the same on all ranks
         if plan.stop:  # by a signal, or the file `stop` in the run folder
