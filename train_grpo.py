@@ -3,9 +3,9 @@
     torchrun --nproc_per_node=8 train_grpo.py [RECIPE.py] [--field value ...]
 
 Sample a group of completions for each prompt, score them, compare each with its group, update the policy, give the
-generators the new weights. A completion of reward r has the advantage A = (r - mean of its group) / (its sample std +
-1e-4). GRPO (Shao et al. 2024, arXiv:2402.03300) minimises, as a mean over each completion's tokens and then over
-completions,
+generators the new weights. A completion of reward r has the advantage A = (r - mean) / (std + 1e-4), with the mean and
+the sample standard deviation of its group. GRPO (Shao et al. 2024, arXiv:2402.03300) minimises, as a mean over each
+completion's tokens and then over completions,
 
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
 
@@ -27,9 +27,9 @@ roles. Roles can share a GPU. Rank 0 is a trainer and the driver: it alone draws
     finish_sampling_ahead       generators, with overlap_steps     all
     sync_weights                trainers, then generators          all
 
-Every rank must make every call that takes `roles`, `driver` or `session`, in the order of the page. A driver's method
-runs on rank 0; other ranks get its decision, but None for data: the next call sends it. Only trainers run the lines
-under `if trainer`; each of them holds the whole batch and computes its share of micro-batches.
+Every rank must call the methods of `driver` and `session`, and the functions that take `roles`, in the order of the
+page. A driver's method runs on rank 0; other ranks get its decision, but None for data: the next call sends it. Only
+trainers run the lines under `if trainer`. Each holds the whole batch and computes its share of the micro-batches.
 
 Completions come from the weights at the start of the step. With `overlap_steps=1` they are at most one step older,
 because they were sampled ahead in the step before. With `sampling.carry_over` unfinished groups go on in later steps,
@@ -81,10 +81,10 @@ def train(config: GRPOConfig, session: Session) -> None:
     """Run the steps up to `config.num_steps`, from the checkpoint's step or 0. On every rank."""
     roles = session.roles
     timer = session.timer
-    trainer, reference, generator = session.start_up()
+    trainer, reference, generator = session.start_up()  # also evaluates before the first step
     driver = Driver(session)
 
-    for step in session.steps():
+    for step in session.steps():  # the number of steps before this one
         source_weights = config.data.weights  # shares that change while training go here, as a function of the step
         keep_prompt = None  # a filter goes here, a function of a Prompt (types.py): False draws another
         plan = driver.plan(step, source_weights, keep_prompt)  # the same on all ranks
@@ -214,8 +214,8 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
 def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
     """Return the loss of one update as a function of a micro-batch. Values and gradients add up, also over ranks.
 
-    It has log-probs by three versions of the policy: as it is (`logprobs`), at the start of the step (`old_logprobs`,
-    unless `algorithm.old_logprobs` is generator) and when it sampled (`generator_logprobs`).
+    It has log-probs at the sampling temperature by three versions of the policy: as it is (`logprobs`), at the start of
+    the step (`old_logprobs`, unless `algorithm.old_logprobs` is generator) and when it sampled (`generator_logprobs`).
     """
     algorithm = config.algorithm.resolved
     totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)  # however it is split over ranks
