@@ -265,7 +265,7 @@ def build_model(
     if compiled and attention == "flash":
         for block in module.layers.values():
             block.register_forward_pre_hook(allow_any_length)
-    names = family_of(hf).names(config, folder)
+    names = family_of(hf).names(config, None)  # torchtitan would want a number in each file's name of the index
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
