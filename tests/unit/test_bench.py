@@ -101,6 +101,24 @@ def tensors_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.parametrize(("fails", "outcome"), [((True, False), "done"), ((True, True), "exit code 1")])
+def test_steps_whose_sync_check_fails_are_taken_once_more_without_it(fails, outcome, tmp_path, monkeypatch):
+    monkeypatch.setattr(thirty, "RUNS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["thirty.py", "--tiny"])
+    bench = thirty.Bench(thirty.read_options(), "", gpu_gib=80, shape="tiny-moe", ends=0.0, out=tmp_path / "out")
+    flags = []
+
+    def train(bench: thirty.Bench, part: str, layers: int, run_dir: pathlib.Path, more: list) -> int:
+        flags.append("--sync-check-interval" in bench.flags(layers, run_dir))
+        has_failed = fails[len(flags) - 1]
+        (tmp_path / "steps.log").write_text(f"error: {thirty.CHECK_FAILED}" if has_failed else "done")
+        return int(has_failed)
+
+    monkeypatch.setattr(thirty, "train", train)
+    assert thirty.take_steps(bench) == outcome
+    assert flags == [False, True]
+
+
 def test_a_model_written_in_blocks_is_one_that_transformers_loads(blocks: pathlib.Path, monkeypatch):
     """So is the model of its first block, whose weights are links to the same files."""
     monkeypatch.setattr(sys, "argv", ["thirty.py", "--tiny"])
