@@ -208,7 +208,7 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
             trainer.forward_backward(mini_batch, grpo_objective(config, mini_batch, kl_coef, first_update), metrics)
             metrics.record(**trainer.optimizer_step())
             first_update = False
-    trainer.end_step()  # the learning rate follows steps, not updates
+    trainer.end_step()  # the learning rate, and a reference that moves, follow steps and not updates
 
 
 def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
