@@ -179,8 +179,8 @@ class DataConfig:
     sources: Table[str] = field(default_factory=dict)
     """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
     weights: Table[NotNegative] = field(default_factory=dict)
-    """How often prompts come from each of `sources`, relative to each other, by their names; 1 where not named. 0 draws
-    none, for a curriculum that begins so."""
+    """Shares of the prompts that come from each of `sources`, by their names and relative to each other; 1 for one that
+    is not named. 0 draws none, as a curriculum may begin."""
     row: str = ""
     """Your own `path/file.py:function`, in place of the columns below: a row in; out comes a dict with `prompt` and the
     columns that the rewards get, or None, which leaves the row out."""
@@ -310,7 +310,8 @@ class RewardConfig:
     num_workers: Annotated[Positive, ResumeSafe] = 4
     """Processes that run the reward functions; where built-in ones and your own (or code_reward) meet, of each kind."""
     timeout_seconds: Annotated[AboveZero, ResumeSafe] = 10.0
-    """Longest call, else reward None; times the group's size for `@group_level`; one `async def` call has a step."""
+    """Longest call; a longer one gives None. Times the group's size for `@group_level`; an `async def` call is of a
+    whole step."""
     memory_gib: Annotated[AboveZero, ResumeSafe] = 4.0
     """Address space of one such process."""
     allow_without_landlock: Annotated[bool, ResumeSafe] = False
@@ -403,10 +404,11 @@ class SamplingConfig:
     dynamic: bool = False
     """Drop groups whose rewards are all equal and sample other prompts until the step is full (DAPO)."""
     max_rounds: Positive = 4
-    """Most rounds of a step with `dynamic`; then fewer groups do, or equal ones if no rewards differ."""
+    """Most rounds of a step with `dynamic`. Then the step goes on with the groups whose rewards differ, or with the
+    others if there is none."""
     carry_over: Count = 0
-    """So many more prompts than `prompts_per_step` are in flight, and groups that are not complete when a step is full
-    go on in the next one, with newer weights. Needs `algorithm.importance_correction`."""
+    """Prompts in flight beyond `prompts_per_step`. Groups that are not complete when a step is full go on in the next
+    one, with newer weights. Needs `algorithm.importance_correction`."""
 
 
 @dataclass(frozen=True, kw_only=True)
