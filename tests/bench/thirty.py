@@ -2,6 +2,7 @@
 
     python tests/bench/thirty.py [--parts write fits steps checkpoint resume] [--deadline 1500] [--gpus 8]
         [--layers 48] [--checkpoint-layers N] [-- --field value ...]
+    python tests/bench/thirty.py --gpus 2 --layers 10                                       (a try on two GPUs)
     OMP_NUM_THREADS=1 python tests/bench/thirty.py --tiny                                   (eight ranks on a CPU)
 
 The layout is that of configs/qwen3_30b_a3b_8x80.py, or of 8x141 on GPUs of more than 100 GiB; what comes behind `--`
@@ -18,9 +19,9 @@ own, and all within `--deadline` seconds:
 - resume: step 3 again, whose numbers must be the same to the last digit.
 
 Each phase and each part leaves a line of JSON when it ends, also in $OUT/thirty.jsonl (default runs/bench). Tables
-come last. They are made of the folders of the runs, so parts can run one after the other where a machine is lent for a
-few minutes at a time. "By arithmetic" is a floor: reading weights and half of a full cache at the data sheet's
-bandwidth, the operations of training at its peak, the bytes that a rank receives over NVLink or sends over PCIe.
+come last. They are made of the folders of the runs, so one command can do some parts and another the rest. "By
+arithmetic" is a floor by data sheets: reading the weights and the mean cache at the GPU's bandwidth, the operations of
+training at its peak, the bytes that a rank receives over NVLink or sends over PCIe.
 """
 
 import argparse
