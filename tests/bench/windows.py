@@ -7,15 +7,19 @@ Sequences are longer than the windows of the models that gpu_checks.py makes; th
 Every kind of attention that runs here is compared. A line has the number of tokens, and mean and largest difference of
 the log-probs in nats. `trainer` compares gradients too, by norm: the worst tensor's difference over its size. Two lines
 show what would be seen: transformers with a window that is one token shorter, and an engine that misses an update.
+The exit code is 1 if another mean is above what a sync check allows, or a gradient is off by more than a fifth.
 """
 
+import pathlib
 import sys
 from dataclasses import replace
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from grpo.config import DataConfig, GeneratorConfig, ModelConfig, RolesConfig, TrainerConfig
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
 from grpo.data.batches import make_batch, sample_of
 from grpo.metrics import StepMetrics
 from grpo.models.attention import choose_attention
@@ -43,6 +47,10 @@ VARIANTS = (
     ("documents", "float32", True),
     ("documents", "bfloat16", True),
 )
+LARGEST_MEANS = {
+    dtype: GRPOConfig(model=ModelConfig(dtype=dtype)).largest_mismatch for dtype in ("float32", "bfloat16")
+}
+LARGEST_GRADIENT_ERROR = 0.2
 TRAINER = TrainerConfig(
     micro_batch_tokens=2048,
     logprob_chunk_tokens=512,
@@ -54,12 +62,13 @@ TRAINER = TrainerConfig(
 
 def main(what: str, *arguments: str) -> None:
     if what == "engine":
-        compare_with_engine(*arguments)
-        return
-    roles = setup_trainers()
-    for folder in arguments:
-        compare_with_transformers(folder, roles)
-    close_roles(roles)
+        is_close = compare_with_engine(*arguments)
+    else:
+        roles = setup_trainers()
+        verdicts = [compare_with_transformers(folder, roles) for folder in arguments]
+        is_close = all(verdicts)
+        close_roles(roles)
+    sys.exit(not is_close)
 
 
 def runs_here(kind: str, dtype: str, device: torch.device) -> bool:
@@ -74,8 +83,8 @@ def runs_here(kind: str, dtype: str, device: torch.device) -> bool:
     return True
 
 
-def compare_with_transformers(folder: str, roles: Roles) -> None:
-    """Print differences of values and gradients to transformers in float32."""
+def compare_with_transformers(folder: str, roles: Roles) -> bool:
+    """Print differences of values and gradients to transformers in float32. Returns whether all are small."""
     original = load_original(folder, roles.device)
     batch, weights_2N = random_batch(original.config.vocab_size, TIMES)
     weights_2N = weights_2N.to(roles.device)
@@ -90,6 +99,7 @@ def compare_with_transformers(folder: str, roles: Roles) -> None:
         with torch.no_grad():
             changed_2N = original_values(shorter, batch)
         print_difference(f"{name}, a window of {window - 1} instead of {window}", changed_2N - expected_2N, batch)
+    is_close = True
     for kind, dtype, shares in VARIANTS:
         if not runs_here(kind, dtype, roles.device):
             continue
@@ -108,7 +118,9 @@ def compare_with_transformers(folder: str, roles: Roles) -> None:
         worst = max(errors, key=errors.get)
         prompts = "shared" if shares else "repeated"
         label = f"{name}, {kind} {dtype}, {prompts} prompts"
-        print_difference(label, got_2N - expected_2N, batch, f", gradients {errors[worst]:.1e} ({worst})")
+        mean = print_difference(label, got_2N - expected_2N, batch, f", gradients {errors[worst]:.1e} ({worst})")
+        is_close &= mean < LARGEST_MEANS[dtype] and errors[worst] < LARGEST_GRADIENT_ERROR
+    return is_close
 
 
 def load_original(folder: str, device: torch.device, **changes: object) -> PreTrainedModel:
@@ -116,8 +128,11 @@ def load_original(folder: str, device: torch.device, **changes: object) -> PreTr
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **changes).to(device)
 
 
-def compare_with_engine(folder: str, dtype: str, cache_bytes: str = "67108864") -> None:
-    """Print differences to vLLM with the first weights, with an update that only the trainer has, and with both."""
+def compare_with_engine(folder: str, dtype: str, cache_bytes: str = "67108864") -> bool:
+    """Print differences to vLLM with the first weights, with an update that only the trainer has, and with both.
+
+    Returns whether the first and the last are small.
+    """
     roles = setup_roles(RolesConfig(colocated=True, num_trainers=1))
     config = GeneratorConfig(
         max_completion_tokens=COMPLETION_TOKENS,
@@ -134,7 +149,7 @@ def compare_with_engine(folder: str, dtype: str, cache_bytes: str = "67108864") 
     first = next(iter(trainers.values()))
     name = folder.rpartition("/")[2]
     batch = sample(generator, AutoConfig.from_pretrained(folder).vocab_size)
-    compare(f"{name}, {dtype}, as loaded", trainers, batch)
+    means = compare(f"{name}, {dtype}, as loaded", trainers, batch)
 
     metrics = StepMetrics(batch.num_sequences)
     first.forward_backward(batch, lambda micro, logprobs_BT, entropy_BT: (logprobs_BT.mean(), {}), metrics)
@@ -143,10 +158,10 @@ def compare_with_engine(folder: str, dtype: str, cache_bytes: str = "67108864") 
     sync_weights(first, generator, 1, roles)
     for trainer in trainers.values():
         trainer.model.load_state_dict(first.model.state_dict())
-    compare(
-        f"{name}, {dtype}, after a sync", trainers, sample(generator, AutoConfig.from_pretrained(folder).vocab_size)
-    )
+    batch = sample(generator, AutoConfig.from_pretrained(folder).vocab_size)
+    means += compare(f"{name}, {dtype}, after a sync", trainers, batch)
     close_roles(roles, generator.close)
+    return max(means) < LARGEST_MEANS[dtype]
 
 
 def sample(generator: Generator, vocab_size: int) -> TrainBatch:
@@ -161,17 +176,23 @@ def sample(generator: Generator, vocab_size: int) -> TrainBatch:
     return make_batch([sample_of(prompt, completion) for prompt, completion in pairs])
 
 
-def compare(label: str, trainers: dict[str, Trainer], batch: TrainBatch) -> None:
-    """Print each trainer's differences to the log-probs that came with the completions."""
-    for kind, trainer in trainers.items():
+def compare(label: str, trainers: dict[str, Trainer], batch: TrainBatch) -> list[float]:
+    """Print each trainer's differences to the log-probs that came with the completions. Returns their means."""
+    return [
         print_difference(f"{label} {kind}", trainer.logprobs(batch) - batch.generator_logprobs_N, batch)
+        for kind, trainer in trainers.items()
+    ]
 
 
-def print_difference(label: str, difference: torch.Tensor, batch: TrainBatch, more: str = "") -> None:
-    """difference: [N], or [2, N] of log-probs and entropies."""
+def print_difference(label: str, difference: torch.Tensor, batch: TrainBatch, more: str = "") -> float:
+    """Print mean and largest difference of the log-probs, and return the mean.
+
+    difference: [N], or [2, N] of log-probs and entropies.
+    """
     difference_N = torch.atleast_2d(difference.cpu())[0][batch.loss_mask_N].abs()
     numbers = f"{len(difference_N)} tokens, mean {difference_N.mean():.1e}, largest {difference_N.max():.1e}"
     print(f"{label}: {numbers}{more}", flush=True)
+    return difference_N.mean().item()
 
 
 if __name__ == "__main__":
