@@ -39,6 +39,23 @@ READ = {
     "use_mrope",
     "vocab_size",
 }
+# Of rope_parameters, for the kinds of rotary positions in families.py
+READ_OF_ROPE = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "truncate",
+    "type",
+}
 WINDOW = {"use_sliding_window"}
 READ_BY = {
     "qwen3": WINDOW,
@@ -133,6 +150,12 @@ def misread_fields(raw: dict[str, Any], config: transformers.PretrainedConfig) -
                 f"{name}={value} is not supported for model_type {family}; if the model was trained without it, take "
                 "it out of config.json"
             )
+    rotary = config.rope_parameters
+    of_kinds = [parameters for parameters in rotary.values() if isinstance(parameters, dict)]
+    for parameters in of_kinds or [rotary]:
+        for name, value in parameters.items():
+            if value and name not in READ_OF_ROPE and name != "finetuned":
+                yield f"{name}={value} of rotary positions (rope_parameters, rope_scaling) is not supported"
 
 
 def unread_fields(raw: dict[str, Any], config: transformers.PretrainedConfig) -> list[str]:

@@ -202,6 +202,10 @@ REFUSED = {  # what is wrong: (config.json, the reason)
         QWEN2_5_7B | {"dual_chunk_attention_config": {"chunk_size": 262144}},
         "dual_chunk_attention_config={'chunk_size': 262144} is not supported for model_type qwen2",
     ),
+    "sections of rotary positions": (
+        QWEN2_5_7B | {"rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]}},
+        "mrope_section=[16, 24, 24] of rotary positions",
+    ),
     "an encoder": (LLAMA3_1_8B | {"is_causal": False}, "is_causal=False"),
     "a shared expert": (QWEN3_30B_A3B | {"shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size"),
     "reward model": (
