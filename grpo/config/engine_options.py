@@ -110,9 +110,9 @@ def inexact_options(sampling: Table) -> list[str]:
     Completions carry the ids that were kept if top_p, top_k or min_p exclude some; those that another option excludes
     are not among these.
     """
-    exact = TRUNCATING
+    exact = {*TRUNCATING}
     if truncates(sampling):
-        exact += EXCLUDING
+        exact |= {*EXCLUDING}
     return [name for name in reshaping_options(sampling) if name not in exact]
 
 
