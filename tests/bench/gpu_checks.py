@@ -125,8 +125,6 @@ def all_checks(on_cpu: bool) -> list[Check]:
         arguments = ["tests/bench/kept_ids.py", "{models}/qwen3", dtype, json.dumps(sampling), "16", options]
         name = f"kept_{'+'.join(sampling)}_{dtype}"
         checks.append(Check(name, arguments))
-    # as the last one, by vLLM's other sampler
-    checks.append(Check(f"{name}_v1", arguments, environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}))
     exact = "--model.dtype float32 --trainer.no-compile"
     return checks + [
         run_of("muon_sft", "qwen3", f"{SFT} {exact}"),
