@@ -9,7 +9,7 @@ Unless a field says otherwise, token ids are int64, masks bool and advantages fl
 What is known of a token stays aligned with it from `Sample` over the wire (`TrainBatch`) to the loss (`MicroBatch`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -395,3 +395,17 @@ Scalars = dict[str, float]
 """Numbers that are logged, by name."""
 Record = dict[str, Any]
 """A line of a .jsonl file."""
+
+
+def check_saved(what: str, saved: Iterable[str], expected: Iterable[str]) -> None:
+    """Raise ValueError if a part of a checkpoint, `what`, has other fields than this version saves. It names them."""
+    saved = [*saved]
+    expected = [*expected]
+    lacking = [name for name in expected if name not in saved]
+    unknown = [name for name in saved if name not in expected]
+    if lacking or unknown:
+        raise ValueError(
+            f"{what} in the checkpoint: {', '.join(lacking) or 'nothing'} lacking, {', '.join(unknown) or 'nothing'} "
+            "unknown; another version of PlainRL saved it: resume with that version, whose commit is in run.json, or "
+            "leave out what does not fit with --allow-changes"
+        )

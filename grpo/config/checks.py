@@ -2,7 +2,7 @@
 
 import math
 
-from grpo.config.engine_options import TRUNCATING, check_engine_options, needing_texts, reshaping_options
+from grpo.config.engine_options import EXCLUDING, check_engine_options, inexact_options, needing_texts
 from grpo.config.fields import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
@@ -369,13 +369,14 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
             "generator.engine may sample from a coarser policy than the trained one, which "
             "algorithm.importance_correction=none does not make up for; use truncate"
         )
-    # over the ids that top_p, top_k and min_p keep, the trainer's log-probs are exact
-    reshaping = [name for name in reshaping_options(config.generator.sampling) if name not in TRUNCATING]
-    if reshaping:
+    inexact = inexact_options(config.generator.sampling)
+    if inexact:
+        way_out = "leave it out, or lower generator.temperature, which the trainer takes into account"
+        if {*inexact} <= {*EXCLUDING}:
+            way_out = "leave it out, or add top_p, top_k or min_p, with which the trainer knows the ids that were kept"
         warnings.append(
-            f"with generator.sampling {', '.join(reshaping)} the engine draws from another distribution than the one "
-            "that is trained, so every ratio of policy to generator is off, as mismatch/mean shows; leave it out, or "
-            "lower generator.temperature, which the trainer takes into account"
+            f"with generator.sampling {', '.join(inexact)} the engine draws from another distribution than the one "
+            f"that is trained, so ratios of policy to generator are off, as mismatch/mean shows; {way_out}"
         )
     return warnings
 

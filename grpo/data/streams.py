@@ -6,13 +6,13 @@ Only the driver (rank 0) reads data; generators and trainers see token ids.
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.user_files import cause_and_line, load_function
 from grpo.data.encode import Encoded, EncodedRows, as_prompt
-from grpo.types import Prompt
+from grpo.types import Prompt, check_saved
 
 # Facts about a source that must be equal when a saved place in it is used
 BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle")
@@ -98,10 +98,14 @@ class Order:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
+        check_saved(f"the place in {self.source}", state, self.state_dict())
         for name in BELONGS_TO:
-            _check_same(name, state.get(name), getattr(self, name))
+            _check_same(name, state[name], getattr(self, name))
         self.num_drawn = state["num_drawn"]
-        self.seen = {row: Seen(*facts) for row, *facts in state.get("seen", [])}
+        names = [field.name for field in fields(Seen)]
+        for row, *facts in state["seen"]:
+            check_saved(f"what is known of a row of {self.source}", [*names, "more"][: len(facts)], names)
+            self.seen[row] = Seen(*facts)
 
 
 class Stream:
@@ -155,6 +159,7 @@ class Stream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it is of other sources."""
+        check_saved("the place in the data", state, self.state_dict())
         _check_same("data.sources", list(state["sources"]), list(self.orders))
         for label, order in self.orders.items():
             order.load_state_dict(state["sources"][label])

@@ -31,6 +31,8 @@ from grpo.types import Piece, Prompt
 FINISH_SECONDS = 60.0
 # Longest wait for replies before looking again; the supervisor keeps the deadlines.
 POLL_SECONDS = 1.0
+# What the driver learns of an episode besides the tokens
+NOTED = ("turns", "opening", "ended_by", "reward", "info", "failure", "waited", "counts")
 
 
 @dataclass
@@ -96,16 +98,7 @@ class Episode:
 
     def note(self) -> dict[str, Any]:
         """Return what the driver learns besides the tokens, as JSON values."""
-        return {
-            "turns": self.turns,
-            "opening": self.opening,
-            "ended_by": self.ended_by,
-            "reward": self.reward,
-            "info": self.info,
-            "failure": self.failure,
-            "waited": self.waited,
-            "counts": dict(self.counts),
-        }
+        return {name: getattr(self, name) for name in NOTED} | {"counts": dict(self.counts)}
 
 
 @dataclass(eq=False)

@@ -91,9 +91,10 @@ def open_run_folder(
         return None, {}
     checkpoint, state = newest_checkpoint(config.run_dir)
     if checkpoint is not None and not is_same_run(config):
-        groups = state.pop("flight", None)
+        groups = state.get("flight")
         if groups:
-            num_groups = len(groups["counts"])
+            state["flight"] = None
+            num_groups = len(groups.get("counts", ()))
             print(f"{num_groups} groups in flight are left out: they are of the old config", flush=True)
     return checkpoint, state
 
@@ -356,7 +357,10 @@ def _load(state: dict[str, Any], checkpoint: pathlib.Path) -> None:
         dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner())
     except dcp.api.CheckpointException as error:
         cause = _cause(error)
-        raise BadInput(f"{checkpoint} cannot be loaded: {reason_of(cause)}") from cause
+        raise BadInput(
+            f"{checkpoint} cannot be loaded: {reason_of(cause)}. If it lacks something, another version of PlainRL or "
+            "another config saved it: resume with those, which run.json has"
+        ) from cause
 
 
 def _read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:

@@ -112,6 +112,7 @@ def unsupported_in_dense(
             f"sliding_window={window} is not supported for model_type {config.model_type}; if no prompt with its "
             f"completion is longer than {window} tokens, nothing differs: set it to null in config.json"
         )
+    yield from _unsupported_layers(config, windows)
     for kind in sorted({*layer_kinds(config)}):
         rotary = rotary_parameters(config, kind)
         rope_type = rotary.get("rope_type", "default")
@@ -124,6 +125,16 @@ def unsupported_in_dense(
     wanted = getattr(config, "hidden_activation", None) or config.hidden_act
     if wanted != activation:
         yield f"hidden_act {wanted} is not supported, only {activation}"
+
+
+def _unsupported_layers(config: transformers.PretrainedConfig, windows: bool) -> Iterator[str]:
+    """Yield each reason why a layer does not attend as its family's do here."""
+    kinds = layer_kinds(config)
+    if len(kinds) != config.num_hidden_layers:
+        yield f"layer_types has {len(kinds)} entries for num_hidden_layers={config.num_hidden_layers}"
+    known = {"full_attention", WINDOWED} if windows else {"full_attention"}
+    for kind in sorted({*kinds} - known):
+        yield f"{kind} in layer_types is not supported for model_type {config.model_type}"
 
 
 DENSE_LINEARS = {

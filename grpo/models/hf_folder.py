@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
 from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of, gives_scores
+from grpo.models.known_fields import misread_fields, unread_fields
 from grpo.text import one_line, printable, shorten
 
 # What an export copies, besides config.json, from the folder that training started from: the files of a tokenizer.
@@ -49,6 +50,7 @@ COUNTS = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+    "sliding_window",
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -127,6 +129,10 @@ def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int, sc
     files, and for those that an export could not copy (`copied_files`).
     """
     config = read_hf_config(folder, scores)
+    unread = unread_fields(read_table(pathlib.Path(folder) / "config.json"), config)
+    if unread:
+        names = printable(", ".join(unread))
+        print(f"warning: {folder}/config.json has fields that nothing reads: {names}", flush=True)
     for file in copied_files(folder):
         if file.name in TABLES:
             read_table(file)
@@ -269,6 +275,11 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{path} cannot be read: {shorten(one_line(str(error)), SHOWN_CHARACTERS)}") from error
+    if config.model_type != model_type:
+        raise ValueError(
+            f"{folder}: transformers reads a {model_type} model with layer_types as {config.model_type}, which is not "
+            "supported; if all of its layers have the same sliding_window, take layer_types out of config.json"
+        )
     for name in COUNTS:
         value = getattr(config, name, None)
         if value is not None and value < 1:
@@ -283,7 +294,7 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         raise ValueError(
             f"{folder} has {config.num_labels} outputs (num_labels, id2label); a reward model must have 1, its score"
         )
-    for reason in FAMILIES[model_type].unsupported(raw, config):
+    for reason in (*FAMILIES[model_type].unsupported(raw, config), *misread_fields(raw, config)):
         raise ValueError(f"{folder}: {reason}")
     return config
 

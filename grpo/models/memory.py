@@ -66,11 +66,26 @@ def _count(module: nn.Module) -> int:
 
 
 def state_bytes(trainer: TrainerConfig) -> int:
-    """Return the bytes of a trained parameter: float32 weight and gradient, and AdamW's two moments.
-
-    Muon's single one is counted as two.
-    """
+    """Return the bytes of a parameter that AdamW trains: float32 weight and gradient, and two moments."""
     return 4 + 4 + 2 * DTYPE_BYTES[trainer.moments]
+
+
+def trained_parameters(sizes: Sizes, trainer: TrainerConfig) -> int:
+    """Count the weights that are trained: all, or those of LoRA's adapters."""
+    return num_adapter_parameters(sizes, trainer) if trainer.lora_rank else sizes.parameters
+
+
+def trained_bytes(sizes: Sizes, trainer: TrainerConfig) -> int:
+    """Return the bytes of all trained parameters with their gradients and moments.
+
+    Of the matrices of the blocks Muon holds one moment, in float32, where AdamW holds two.
+    """
+    num_bytes = state_bytes(trainer) * trained_parameters(sizes, trainer)
+    if trainer.optimizer == "muon":
+        of_a_block = sum(linear.weight.numel() for linear in sizes.linears.values())
+        saved = 2 * DTYPE_BYTES[trainer.moments] - DTYPE_BYTES["float32"]
+        num_bytes -= saved * sizes.hf.num_hidden_layers * of_a_block
+    return num_bytes
 
 
 def fit_trainer(sizes: Sizes, config: Config, gpu_gib: float | None) -> Config:
@@ -110,7 +125,8 @@ def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float
     at_rest = {part: gib for part, gib in parts.items() if part in STAYING}
     for part, gib in parts.items():
         if part.endswith("moments"):  # an update leaves no gradients
-            without_gradients = 1 - DTYPE_BYTES["float32"] / state_bytes(config.trainer)
+            gradients = DTYPE_BYTES["float32"] * trained_parameters(sizes, config.trainer)
+            without_gradients = 1 - gradients / trained_bytes(sizes, config.trainer)
             at_rest[part.replace(", gradients", "")] = gib * without_gradients
     return {TRAINS: parts, AWAKE: at_rest | {"an engine": engine}}
 
@@ -121,11 +137,10 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
     num_trainers = config.roles.num_trainers
     shards = num_trainers // trainer.data_replicas
-    parts = {"weights, gradients and moments": state_bytes(trainer) * sizes.parameters / shards}
+    parts = {"weights, gradients and moments": trained_bytes(sizes, trainer) / shards}
     if trainer.lora_rank:
-        adapters = state_bytes(trainer) * num_adapter_parameters(sizes, trainer) / shards
         frozen = dtype_bytes * sizes.parameters / shards
-        parts = {"frozen weights": frozen, "adapters, gradients and moments": adapters}
+        parts = {"frozen weights": frozen, "adapters, gradients and moments": trained_bytes(sizes, trainer) / shards}
     else:
         # A block's exist in the compute dtype and in float32. The LM head's is summed over the chunks in float32.
         summed = (dtype_bytes + 4) * sizes.block_parameters + 4 * sizes.head_outputs * sizes.hf.hidden_size

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from grpo.roles.process_groups import Roles
-from grpo.types import Completion, Piece, Requests, TrainBatch
+from grpo.types import Completion, Piece, Requests, TrainBatch, check_saved
 
 if TYPE_CHECKING:  # these load torchtitan
     from grpo.roles.engine.generator import Generator
     from grpo.roles.reference import Reference
 
 Method = TypeVar("Method", bound=Callable)
+# What `flatten_completions` writes of each piece
+PIECE_FACTS = ("num_tokens", "version", "is_sampled", "num_kept")
 
 
 def broadcast(value: Any, group: ProcessGroup) -> Any:
@@ -96,7 +98,7 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
     parts = gather_to_driver(flatten_completions(local or []), roles)
     if parts is None:
         return None
-    completions = [completion for tensors in parts for completion in unflatten_completions(*tensors)]
+    completions = [completion for tensors in parts for completion in unflatten_completions(tensors)]
     return sorted(completions, key=lambda completion: completion.index)
 
 
@@ -198,8 +200,8 @@ def broadcast_tensors(
     return tensors
 
 
-def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
-    """Return completions as flat tensors: facts as bytes of JSON, then ids, loss mask, log-probs, kept ids.
+def flatten_completions(completions: list[Completion]) -> dict[str, torch.Tensor]:
+    """Return completions as flat tensors: facts as bytes of JSON, ids, loss mask, log-probs, kept ids.
 
     So they go over the wire quickly, and into a checkpoint without pickles.
     """
@@ -207,35 +209,41 @@ def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
     pieces = []
     for completion in completions:
         record = {field.name: getattr(completion, field.name) for field in fields(completion)}
-        record["pieces"] = [
-            (p.num_tokens, p.version, p.logprobs_T is not None, len(p.kept_C)) for p in completion.pieces
-        ]
+        record["pieces"] = []
+        for piece in completion.pieces:
+            piece_facts = (piece.num_tokens, piece.version, piece.logprobs_T is not None, len(piece.kept_C))
+            record["pieces"].append(dict(zip(PIECE_FACTS, piece_facts, strict=True)))
         facts.append(record)
         pieces += completion.pieces
     empty = torch.empty(0)
-    return [
-        torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8),
-        torch.cat([empty.long(), *(piece.ids_T for piece in pieces)]),
-        torch.cat([empty.bool(), *(piece.loss_mask_T for piece in pieces)]),
-        torch.cat([empty, *(completion.logprobs_T for completion in completions)]),
-        torch.cat([empty.int(), *(piece.kept_C for piece in pieces)]),
-    ]
+    return {
+        "facts": torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8),
+        "ids": torch.cat([empty.long(), *(piece.ids_T for piece in pieces)]),
+        "loss_mask": torch.cat([empty.bool(), *(piece.loss_mask_T for piece in pieces)]),
+        "logprobs": torch.cat([empty, *(completion.logprobs_T for completion in completions)]),
+        "kept": torch.cat([empty.int(), *(piece.kept_C for piece in pieces)]),
+    }
 
 
-def unflatten_completions(
-    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor, kept: torch.Tensor
-) -> list[Completion]:
-    """Undo `flatten_completions`."""
-    records = json.loads(facts.numpy().tobytes())
-    lengths = [num_tokens for record in records for num_tokens, *_ in record["pieces"]]
-    tokens = zip(ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), strict=True)
+def unflatten_completions(tensors: dict[str, torch.Tensor]) -> list[Completion]:
+    """Undo `flatten_completions`. Raises ValueError if that of another version has made them."""
+    check_saved("completions", tensors, flatten_completions([]))
+    records = json.loads(tensors["facts"].numpy().tobytes())
+    for record in records:
+        check_saved("a completion", record, (field.name for field in fields(Completion)))
+        for facts in record["pieces"]:
+            check_saved("a piece of a completion", facts, PIECE_FACTS)
+    lengths = [facts["num_tokens"] for record in records for facts in record["pieces"]]
+    by_token = (tensors[name].split(lengths) for name in ("ids", "loss_mask", "logprobs"))
+    tokens = zip(*by_token, strict=True)
+    kept = tensors["kept"]
     completions = []
     for record in records:
         pieces = []
-        for _, version, is_sampled, num_kept in record["pieces"]:
+        for facts in record["pieces"]:
             ids_T, mask_T, logprobs_T = next(tokens)
-            kept_C, kept = kept.tensor_split([num_kept])
-            pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version, kept_C))
+            kept_C, kept = kept.tensor_split([facts["num_kept"]])
+            pieces.append(Piece(ids_T, mask_T, logprobs_T if facts["is_sampled"] else None, facts["version"], kept_C))
         record["pieces"] = tuple(pieces)
         completions.append(Completion(**record))
     return completions

@@ -52,9 +52,12 @@ class Driver:
         self.stream = session.inputs.stream
         self.scorer = session.inputs.scorer
         self.reward_model = session.reward_model
-        self.buffer = GroupBuffer(config.sampling, config.prompts_per_step, config.group_size)
-        if "flight" in session.inputs.saved_state:
-            self.buffer.restore(session.inputs.saved_state["flight"])
+        self.buffer = GroupBuffer(
+            config.sampling,
+            config.prompts_per_step,
+            config.group_size,
+            session.inputs.groups,
+        )
 
     # ---- one step -----------------------------------------------------------------------------------------------
 

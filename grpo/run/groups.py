@@ -6,15 +6,16 @@ full, `sampling.carry_over` what may be left for the next step, and `overlap_ste
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import SamplingConfig
+from grpo.environments.play import NOTED
 from grpo.report.rollout_metrics import reward_tensors
 from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.types import Completion, Piece, Prompt, Requests, Rollout
+from grpo.types import Completion, Piece, Prompt, Requests, Rollout, check_saved
 
 # A round asks for as many groups as the share of informative ones so far calls for, but expects at least this share.
 LEAST_INFORMATIVE_FRAC = 1 / 8
@@ -40,12 +41,18 @@ class Group:
 class GroupBuffer:
     """The groups in flight, and those that the current step took."""
 
-    def __init__(self, sampling: SamplingConfig, prompts_per_step: int, group_size: int):
-        """Begin without any group."""
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        prompts_per_step: int,
+        group_size: int,
+        groups: Iterable[Group] = (),
+    ):
+        """Begin with the groups that are in flight already."""
         self.sampling = sampling
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
-        self.groups: list[Group] = []
+        self.groups = [*groups]
         self.begin_step()
 
     # ---- what to sample -----------------------------------------------------------------------------------------
@@ -176,13 +183,20 @@ class GroupBuffer:
             "completions": flatten_completions(completions_of(self.groups)),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take the groups out of what `state` returned."""
-        completions = iter(unflatten_completions(*state["completions"]))
-        for facts, count in zip(state["prompts"], state["counts"], strict=True):
-            prompt = Prompt(**facts)
-            own_completions = tuple(itertools.islice(completions, count))
-            self.groups.append(Group(prompt, own_completions))
+
+def saved_groups(state: Mapping[str, Any]) -> list[Group]:
+    """Return the groups of what `GroupBuffer.state` returned. Raises ValueError if another version saved them."""
+    check_saved("groups in flight", state, ("prompts", "counts", "completions"))
+    completions = iter(unflatten_completions(state["completions"]))
+    groups = []
+    for facts, count in zip(state["prompts"], state["counts"], strict=True):
+        check_saved("a prompt", facts, (field.name for field in fields(Prompt)))
+        own_completions = tuple(itertools.islice(completions, count))
+        for completion in own_completions:
+            if completion.episode is not None:
+                check_saved("an episode", completion.episode, NOTED)
+        groups.append(Group(Prompt(**facts), own_completions))
+    return groups
 
 
 def completions_of(groups: Iterable[Group]) -> list[Completion]:

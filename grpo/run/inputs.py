@@ -44,8 +44,9 @@ from grpo.rewards.loading import load_functions, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS
 from grpo.roles.engine.episodes import call_style, turns_of
 from grpo.roles.engine.vllm_engine import check_engine
+from grpo.run.groups import Group, saved_groups
 from grpo.run.scorer import Scorer
-from grpo.types import Prompt
+from grpo.types import Prompt, check_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,6 +68,8 @@ class Inputs:
     """The number of steps that were done when it was saved."""
     stream: PromptStream | ChatStream | None = None
     """What training draws from."""
+    groups: Sequence[Group] = ()
+    """The groups in flight in that checkpoint."""
     reference_folder: str = ""
     """Folder or hub name of the frozen model."""
     eval_prompts: Sequence[Prompt] = ()
@@ -94,6 +97,7 @@ class Inputs:
             tokenizer=None,
             saved_state={},
             stream=None,
+            groups=(),
             scorer=None,
             validation={},
         )
@@ -123,9 +127,11 @@ def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
     tools = tool_schemas(config)
     rows = usable_prompts(sources, config, inputs.tokenizer, tools, inputs.vocab_size)
     new_stream = partial(PromptStream, rows, config)
+    check_parts(inputs.saved_state, ("step", "data", "flight"), config.allow_changes)
     stream = resumed_stream(new_stream, inputs.saved_state, config.allow_changes)
     form = learned_form(config, inputs.tokenizer)
-    inputs = replace(inputs, stream=stream, form=form)
+    groups = groups_in_flight(inputs.saved_state, config.allow_changes)
+    inputs = replace(inputs, stream=stream, form=form, groups=groups)
     if config.evaluation.interval:
         prompts = held_out_prompts(config, inputs)
         inputs = replace(inputs, eval_prompts=prompts)
@@ -142,6 +148,7 @@ def read_sft(config: SFTConfig, script: str, build_dir: str = "") -> Inputs:
     form = learned_form(config, inputs.tokenizer)
     rows = usable_chats(sources, config, inputs.tokenizer, inputs.vocab_size)
     new_stream = partial(ChatStream, rows, config)
+    check_parts(inputs.saved_state, ("step", "data", "recent_losses"), config.allow_changes)
     stream = resumed_stream(new_stream, inputs.saved_state, config.allow_changes)
     if config.show:
         first_examples = new_stream().draw(config.show)
@@ -247,19 +254,49 @@ def resumed_stream(
 ) -> Stream:
     """Return a new stream of data, at the place that the `state` of a checkpoint names, if there is one.
 
-    Raises ValueError if the place is one in other data; with `allow_changes` these begin at their beginning.
+    Raises ValueError if the place is one in other data, or if another version of the project saved it; with
+    `allow_changes` the data begin at their beginning.
     """
     stream = new_stream()
     try:
         if state:
+            check_saved("the driver's state", state, {*state, "data"})
             stream.load_state_dict(state["data"])
     except ValueError as error:
-        if not allow_changes:
-            raise
-        reason, _, _ = str(error).partition(";")
-        print(f"the data begin again: {reason}", flush=True)
+        _refuse(error, "the data begin again", allow_changes)
         stream = new_stream()  # some sources of the first one may have their place already
     return stream
+
+
+def groups_in_flight(state: Mapping[str, Any], allow_changes: bool) -> list[Group]:
+    """Return the groups that the `state` of a checkpoint has in flight.
+
+    Raises ValueError if another version of the project saved them; with `allow_changes` they are left out.
+    """
+    if not state.get("flight"):
+        return []
+    try:
+        return saved_groups(state["flight"])
+    except ValueError as error:
+        _refuse(error, "groups in flight are left out", allow_changes)
+        return []
+
+
+def check_parts(state: Mapping[str, Any], parts: Sequence[str], allow_changes: bool) -> None:
+    """Raise ValueError if the `state` of a checkpoint is not made of `parts`; with `allow_changes` print it."""
+    try:
+        if state:
+            check_saved("the driver's state", state, parts)
+    except ValueError as error:
+        _refuse(error, "resumed all the same", allow_changes)
+
+
+def _refuse(error: ValueError, consequence: str, allow_changes: bool) -> None:
+    """Raise the error, or with `allow_changes` print its reason and what follows instead."""
+    if not allow_changes:
+        raise error
+    reason, _, _ = str(error).partition(";")
+    print(f"{consequence}: {reason}", flush=True)
 
 
 # ---- Held-out prompts and rewards

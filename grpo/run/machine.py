@@ -287,13 +287,11 @@ def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Devic
 
 def checkpoint_gib(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> float:
     """Return the size of a checkpoint, and of the copy in the hosts' memory from which it is written."""
-    num_parameters = sizes.parameters
-    if config.trainer.lora_rank:  # it holds only the adapters
-        num_parameters = memory.num_adapter_parameters(sizes, config.trainer)
-    parameter_bytes = memory.state_bytes(config.trainer) - 4  # gradients are not saved
-    if config.reference_moves:
-        parameter_bytes += 4
-    return num_parameters * parameter_bytes / 2**30
+    # with LoRA it holds only the adapters
+    num_bytes = memory.trained_bytes(sizes, config.trainer)
+    if not config.reference_moves:  # its weights would take the place of the gradients, which are not saved
+        num_bytes -= 4 * memory.trained_parameters(sizes, config.trainer)
+    return num_bytes / 2**30
 
 
 def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:

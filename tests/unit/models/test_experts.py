@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from grpo.config import ModelConfig, TrainerConfig
+from grpo.config import ModelConfig, SFTConfig, TrainerConfig, change
 from grpo.data.batches import make_batch
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import export_hf, hf_tensors
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places
+from grpo.run.inputs import open_model_folder
 from grpo.types import MicroBatch, Sample
 from tests.tiny_models import QWEN3_MOE, make_tiny, tensors_of
 
@@ -109,3 +110,12 @@ def test_the_files_of_a_folder_may_have_any_names(folder: str, tmp_path: pathlib
     read = dict(hf_tensors(model, torch.float32))
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_experts_are_not_updated_by_muon(folder: str):
+    """Muon orthogonalizes one matrix, and experts are stacked; so they are refused, and AdamW is named."""
+    trainer = TrainerConfig(optimizer="muon")
+    config = SFTConfig(model=ModelConfig(path=folder), trainer=trainer, max_sequence_tokens=64)
+    with pytest.raises(ValueError, match=f"muon does not go with .* {EXPERTS} experts: .*--trainer.optimizer adamw"):
+        open_model_folder(config)
+    open_model_folder(change(config, {"trainer.optimizer": "adamw"}))
