@@ -61,14 +61,12 @@ class RunLog:
         self.curve_reader = CurveReader()
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             path = self.run_dir / name
-            if path.exists():
-                drop_steps_after(path, start_step)
-
-        # earlier warnings are not repeated
-        earlier_metrics = self.run_dir / "metrics.jsonl"
-        if earlier_metrics.exists():
-            for line in earlier_metrics.read_text(encoding="utf-8").splitlines():
-                self.curve_reader.look(json.loads(line))
+            if not path.exists():
+                continue
+            drop_steps_after(path, start_step)
+            if name == "metrics.jsonl":  # earlier warnings are not repeated
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    self.curve_reader.look(json.loads(line))
 
         self.tensorboard = None
         if config.tensorboard:
@@ -199,8 +197,7 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
     with open(path, "rb") as old, open(new_path, "wb") as new:
         for line in old if step else ():
             try:
-                is_whole = line.endswith(b"\n")
-                if is_whole and json.loads(line)["step"] <= step:
+                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                     new.write(line)
             except (ValueError, TypeError, LookupError, RecursionError):
                 num_damaged += 1

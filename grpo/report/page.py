@@ -94,8 +94,10 @@ def add_tokens(
         in_loss_T = mask_T & (record["advantage"] is not None)
         logprobs = {}
         for name, values_N in logprobs_N.items():
-            pairs = zip(values_N[places].tolist(), mask_T.tolist(), strict=True)
-            logprobs[name] = [round(value, 3) if is_known else None for value, is_known in pairs]
+            logprobs[name] = []
+            values = values_N[places].tolist()
+            for value, is_known in zip(values, mask_T.tolist(), strict=True):
+                logprobs[name].append(round(value, 3) if is_known else None)
         record["tokens"] = {
             "texts": spell(batch.ids_N[places].tolist()),
             "sampled": sampled_N[places].int().tolist(),

@@ -18,7 +18,7 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.metrics import StepMetrics, peak_bytes
 from grpo.report.samples import finite_or_none
 from grpo.rewards.answers import extract_answer
-from grpo.types import Completion, Rollout, Scalars, TrainBatch
+from grpo.types import Completion, Piece, Prompt, Rollout, Scalars, TrainBatch
 
 
 def rollout_metrics(
@@ -45,7 +45,7 @@ def rollout_metrics(
         "completion/length_max": max(lengths),
         "completion/truncated_frac": truncated_frac(rollouts),
         "prompt/length_mean": _mean(prompt_lengths),
-        "groups/zero_variance_frac": zero_variance_frac(rollouts, group_size),
+        "groups/zero_variance_frac": _mean(are_equal(rollouts, group_size)),
     }
     if rewards:
         metrics["reward/std"] = statistics.pstdev(rewards)
@@ -75,11 +75,11 @@ def truncated_frac(rollouts: list[Rollout]) -> float:
     return _mean(r.completion.truncated for r in rollouts)
 
 
-def zero_variance_frac(rollouts: list[Rollout], group_size: int) -> float:
-    """Return the share of groups whose rewards are all equal or missing."""
+def are_equal(rollouts: list[Rollout], group_size: int) -> list[bool]:
+    """Return for each group whether its rewards are all equal or missing."""
     rewards_S, has_reward_S = reward_tensors(rollouts)
     rewards_PG, has_reward_PG = by_group(rewards_S, has_reward_S, group_size)
-    return _mean(equal_rewards(rewards_PG, has_reward_PG).tolist())
+    return equal_rewards(rewards_PG, has_reward_PG).tolist()
 
 
 def episode_metrics(rollouts: list[Rollout]) -> Scalars:
@@ -107,13 +107,14 @@ def alone_frac(rollouts: list[Rollout], group_size: int) -> float:
     num_turns = 0
     num_alone = 0
     for first in range(0, len(rollouts), group_size):
-        turns = [0, 0]
+        lengths = [0, 0]
         for rollout in rollouts[first : first + group_size]:
             if rollout.reward is not None:
-                turns.append(len(rollout.completion.episode["turns"]))
-        second, most = sorted(turns)[-2:]
-        num_turns += sum(turns)
-        num_alone += most - second
+                turns = rollout.completion.episode["turns"]
+                lengths.append(len(turns))
+        second, longest = sorted(lengths)[-2:]
+        num_turns += sum(lengths)
+        num_alone += longest - second
     return num_alone / max(num_turns, 1)
 
 
@@ -213,8 +214,11 @@ def evaluation_metrics(
 
 def pass_rate(rollouts: list[Rollout], function: str, pass_value: float) -> float | None:
     """Return the share that passed of the completions to which `function` gave a value; None if it gave none."""
-    values = [r.rewards[function] for r in rollouts if r.rewards.get(function) is not None]
-    return statistics.fmean(value >= pass_value for value in values) if values else None
+    values = [r.rewards.get(function) for r in rollouts]
+    has_passed = [value >= pass_value for value in values if value is not None]
+    if not has_passed:
+        return None
+    return statistics.fmean(has_passed)
 
 
 def passes(num_samples: int) -> list[int]:
@@ -223,24 +227,17 @@ def passes(num_samples: int) -> list[int]:
     return sorted(powers | {num_samples})
 
 
-def evaluation_names(sets: Sequence[str], num_samples: int, has_answers: bool) -> list[str]:
-    """Return the names of `evaluation_metrics`, without `eval/`. has_answers: there is an answer format."""
-    names = [
-        "accuracy",
-        "accuracy_stderr",
-        "reward_mean",
-        "completion_length_mean",
-        "truncated_frac",
-        "none_count",
-    ]
-    if has_answers:
-        names.append("has_answer_frac")
-    if num_samples:
-        names += [f"pass_at_{k}" for k in passes(num_samples)]
-        names += ["sample_reward_mean", "sample_length_mean"]
-    if len(sets) > 1:
-        names = [f"{held_out_set}/{name}" for held_out_set in sets for name in names]
-    return names
+def evaluation_names(
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    answer_format: str | None,
+) -> list[str]:
+    """Return the names of the metrics that held-out prompts will have, without `eval/`."""
+    nothing = Completion((Piece.nothing(),), truncated=False)
+    greedy = [Rollout(prompt, nothing, "") for prompt in prompts]
+    samples = [rollout for rollout in greedy for _ in range(num_samples)]
+    metrics = evaluation_metrics(greedy, samples, num_samples, "", answer_format)
+    return [name.removeprefix("eval/") for name in metrics]
 
 
 def reward_tensors(rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:

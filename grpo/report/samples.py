@@ -139,9 +139,9 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     if counts[answer_format] or not texts:
         return ""
     every_third = texts[:: math.ceil(len(texts) / 3)]
-    ends = [repr(one_line(text)[-END_CHARACTERS:]) for text in every_third]
+    ends = [one_line(text)[-END_CHARACTERS:] for text in every_third]
     line = f"none of {len(texts)} completions has an answer in {ANSWER_FORMS[answer_format]}"
-    line += f"; they end like {', '.join(ends)}"
+    line += f"; they end like {', '.join(map(repr, ends))}"
     for form, count in counts.items():
         if count:
             line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})"
@@ -167,10 +167,12 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
                 texts_by_style[turn["unread"]].append(turn["text"])
     if not texts_by_style:
         return ""
-    style, texts = max(texts_by_style.items(), key=lambda item: len(item[1]))
-    opening = TAGS[style][0] if style in TAGS else "{"
-    text = texts[0]
-    example = _one_line(text[text.find(opening) :])
+    style = max(texts_by_style, key=lambda style: len(texts_by_style[style]))
+    texts = texts_by_style[style]
+    opening, _ = TAGS.get(style, ("{", "}"))
+    first = texts[0]
+    start = first.find(opening)
+    example = _one_line(first[start:])
     num_unread = sum(map(len, texts_by_style.values()))
     return (
         f"{num_unread} of {num_turns} turns call a tool in a form that is not read, beside {num_read} calls that "
@@ -246,8 +248,8 @@ def _strict_json(value: Any) -> Any:
 def _is_in(value: Any, prompt: str) -> bool:
     """Return whether the prompt shows this value of a column, a text or messages, anyway."""
     if isinstance(value, list):
-        contents = [message.get("content") if isinstance(message, dict) else None for message in value]
-        return bool(value) and all(_is_in(content, prompt) for content in contents)
+        are_shown = [isinstance(message, dict) and _is_in(message.get("content"), prompt) for message in value]
+        return bool(value) and all(are_shown)
     return isinstance(value, str) and without_surrogates(value.strip()) in prompt
 
 

@@ -75,8 +75,8 @@ def collapse(history: History) -> str:
     # Large updates may spoil the policy within the first window. But the first step may be high by chance, if it has
     # few completions; the differences between neighbours say by how much, whatever the trend.
     neighbours = itertools.pairwise(rewards[-WINDOW:])
-    variance = statistics.fmean((after - before) ** 2 for before, after in neighbours) / 2
-    error = math.sqrt(variance)
+    squares = [(after - before) ** 2 for before, after in neighbours]
+    error = math.sqrt(statistics.fmean(squares) / 2)
     if rewards[0] - now > DROP_ERRORS * error:
         best = max(best, rewards[0])
     if best - now <= REWARD_DROP * spread:
@@ -90,7 +90,8 @@ def collapse(history: History) -> str:
 def no_rise(history: History) -> str:
     """Warn that the reward does not rise, although rewards differ within groups."""
     rewards = history["reward/mean"]
-    if len(rewards) < FLAT_STEPS or not_moved(history) or no_comparison(history) or collapse(history):
+    has_other_reason = not_moved(history) or no_comparison(history) or collapse(history)
+    if len(rewards) < FLAT_STEPS or has_other_reason:
         return ""
     first = rewards[:WINDOW]
     last = rewards[-WINDOW:]
@@ -175,9 +176,11 @@ class CurveReader:
 
     def look(self, metrics: dict[str, float | None]) -> list[str]:
         """Take in metrics of a step or an evaluation (`eval/accuracy`, `eval/SET/accuracy`). Returns new warnings."""
-        finite = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
-        for name, value in finite.items():
-            self.history[name].append(value)
+        finite = {}
+        for name, value in metrics.items():
+            if value is not None and math.isfinite(value):
+                finite[name] = value
+                self.history[name].append(value)
         warnings = {rule.__name__: rule(self.history) for rule in RULES}
         for name in finite:
             if name.startswith("eval/") and name.endswith("accuracy"):

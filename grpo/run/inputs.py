@@ -316,12 +316,13 @@ def try_rewards(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> None:
         try_built_ins(functions, columns)
 
 
-def check_best(config: RunConfig, prompts: Iterable[Prompt], scorer: Scorer) -> None:
+def check_best(config: RunConfig, prompts: Sequence[Prompt], scorer: Scorer) -> None:
     """Refuse a `checkpoint.keep_best` that is not among the metrics of the held-out prompts."""
     best = config.checkpoint.keep_best.removeprefix("eval/")
-    sets = list(dict.fromkeys(prompt.source for prompt in prompts))
-    names = evaluation_names(sets, config.evaluation.num_samples, bool(scorer.answer_format))
-    if best and best not in names:
+    if not best:
+        return
+    names = evaluation_names(prompts, config.evaluation.num_samples, scorer.answer_format)
+    if best not in names:
         hint = near_miss(best, names)
         raise ValueError(f"checkpoint.keep_best={best} is not among the held-out metrics{hint}: {', '.join(names)}")
 
