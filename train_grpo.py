@@ -53,6 +53,7 @@ from grpo.run.command_line import read_config
 CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # before torch, so that a typo is answered at once
 
 import torch
+from torch import Tensor
 
 from grpo.algorithm.advantages import AdvantageInputs, group_mean_std, named_advantages, teacher_advantages
 from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
@@ -156,9 +157,9 @@ def sample(
 def add_advantages(
     config: GRPOConfig,
     batch: TrainBatch,
-    rewards_S: torch.Tensor,
-    has_reward_S: torch.Tensor,
-    parts_FS: torch.Tensor,
+    rewards_S: Tensor,
+    has_reward_S: Tensor,
+    parts_FS: Tensor,
     kl_coef: float,
     metrics: StepMetrics,
 ) -> TrainBatch:
@@ -220,7 +221,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
     algorithm = config.algorithm.resolved
     totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)  # however it is split over ranks
 
-    def objective(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    def objective(micro: MicroBatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict]:
         x = LossInputs.of(micro, logprobs_BT, entropy_BT)  # log-probs and advantages are 0 where the mask is False
         loss_BT, metrics = policy_loss(x, algorithm)
         loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # times old policy / generator
@@ -244,7 +245,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
     return objective
 
 
-def policy_loss(x: LossInputs, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def policy_loss(x: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each token [B, T], and metrics: the clipped surrogate, or what `algorithm.loss` names."""
     if algorithm.loss in CLIPPED_LOSSES:  # grpo, dr_grpo, dapo: one formula, other clips
         ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).exp()

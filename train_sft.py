@@ -15,7 +15,7 @@ from grpo.run.command_line import read_config
 
 CONFIG = read_config(SFTConfig) if __name__ == "__main__" else None  # before torch, so that a typo is answered at once
 
-import torch
+from torch import Tensor
 
 from grpo.metrics import StepMetrics
 from grpo.roles.comm import send_batch
@@ -83,8 +83,8 @@ def train(config: SFTConfig, session: Session) -> None:
 
 
 def label_objective(
-    micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor, *, denominator: float
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    micro: MicroBatch, logprobs_BT: Tensor, entropy_BT: Tensor, *, denominator: float
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's part of the mean negative log-prob of the labels, and no metrics."""
     return -logprobs_BT.where(micro.loss_mask_BT, 0).sum() / denominator, {}
 

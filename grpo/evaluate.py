@@ -36,7 +36,7 @@ def main() -> None:
     run(config, "grpo.evaluate", read, evaluate, layout)
 
 
-def load_config(model: str, words: list[str], num_ranks: int) -> GRPOConfig | SFTConfig:
+def load_config(model: str, words: list[str], num_ranks: int) -> Config:
     """Return the recipe with this model and nothing to train.
 
     Raises ValueError if the ranks do not make whole engines, or a reward model is to score.
@@ -83,7 +83,7 @@ def new_folder(model: str) -> str:
         folder = RUNS / f"{name}-{number}"
 
 
-def read(config: GRPOConfig | SFTConfig, script: str, build_dir: str = "") -> Inputs:
+def read(config: Config, script: str, build_dir: str = "") -> Inputs:
     """Check the rewards, the model and the held-out rows. On rank 0."""
     check_functions(config)
     paths = [source.path for source in config.evaluation.held_out(config.data)]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo.algorithm.advantages import ADVANTAGES, AdvantageInputs, named_advantages
 from grpo.algorithm.aggregation import AGGREGATIONS, UpdateTotals, named_aggregation
@@ -90,20 +91,20 @@ def check_aggregation(name: str, x: LossInputs) -> None:
     first, second, whole = [
         _call(f"aggregation {name}", signature, named_aggregation(name), part_BT, x, totals) for part_BT in losses
     ]
-    if not (isinstance(whole, torch.Tensor) and whole.shape == () and torch.allclose(whole, first + second)):
+    if not (isinstance(whole, Tensor) and whole.shape == () and torch.allclose(whole, first + second)):
         raise ValueError(
             f"aggregation {name} gives {whole} for two sequences, and {first} and {second} for each alone; return "
             "a sum over loss_BT, divided only by what `totals` counts over the whole update"
         )
 
 
-def check_loss_output(output: tuple[torch.Tensor, Metrics], x: LossInputs, name: str) -> None:
+def check_loss_output(output: tuple[Tensor, Metrics], x: LossInputs, name: str) -> None:
     """Raise ValueError unless a loss returned floats that depend on `logprobs_BT`, and detached metrics, all [B, T]."""
     shape = tuple(x.loss_mask_BT.shape)
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
         raise ValueError(f"loss {name} returned {_kind_of(output)}; return (loss_BT, dict of metrics)")
     loss_BT, metrics = output
-    if not (isinstance(loss_BT, torch.Tensor) and loss_BT.shape == shape and loss_BT.is_floating_point()):
+    if not (isinstance(loss_BT, Tensor) and loss_BT.shape == shape and loss_BT.is_floating_point()):
         raise ValueError(
             f"loss {name} returned a loss that is {_kind_of(loss_BT)}; return one floating number per position, "
             f"shape {shape}, and leave mask and mean to algorithm.aggregation"
@@ -111,7 +112,7 @@ def check_loss_output(output: tuple[torch.Tensor, Metrics], x: LossInputs, name:
     if x.logprobs_BT.requires_grad and not loss_BT.requires_grad:
         raise ValueError(f"loss {name} returned a loss without gradient; compute it from x.logprobs_BT")
     for key, value_BT in metrics.items():
-        if not (isinstance(key, str) and isinstance(value_BT, torch.Tensor) and value_BT.shape == shape):
+        if not (isinstance(key, str) and isinstance(value_BT, Tensor) and value_BT.shape == shape):
             raise ValueError(
                 f"metric {key!r} of loss {name} is {_kind_of(value_BT)}; return one value per position, shape {shape}"
             )
@@ -120,6 +121,6 @@ def check_loss_output(output: tuple[torch.Tensor, Metrics], x: LossInputs, name:
 
 
 def _kind_of(value: object) -> str:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"

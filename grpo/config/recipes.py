@@ -192,7 +192,7 @@ def derived(config: Config) -> list[str]:
     return lines
 
 
-def as_recipe(config: GRPOConfig | SFTConfig) -> str:
+def as_recipe(config: Config) -> str:
     """Return the config as the text of a recipe file, without what is FOR_ONE_START.
 
     A field left at None stays None, so that `runs/a/config.py --algorithm.loss dapo` is all of DAPO.
@@ -211,17 +211,17 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
     return f"from grpo import config as c\n\nconfig = {lines(dataclasses.replace(config, **FOR_ONE_START), '')}\n"
 
 
-def written_fields(config: GRPOConfig | SFTConfig) -> dict[str, str]:
+def written_fields(config: Config) -> dict[str, str]:
     """Return each field by its dotted path, as Python writes its value; fields for one start as in `as_recipe`."""
     return {path: repr(value) for path, value in settings(dataclasses.replace(config, **FOR_ONE_START)).items()}
 
 
-def changes_since(before: dict[str, str], config: GRPOConfig | SFTConfig) -> dict[str, bool]:
+def changes_since(before: dict[str, str], config: Config) -> dict[str, bool]:
     """Return `path: old -> new` for each field that differs from `before`, the `written_fields` of another config.
 
     The value is True if what the run samples or learns depends on the field.
     """
-    now = written_fields(config)
+    now: dict[str, str] = written_fields(config)
     changes = {}
     for path in dict.fromkeys([*now, *before]):
         old = before.get(path, "not there")
@@ -231,7 +231,7 @@ def changes_since(before: dict[str, str], config: GRPOConfig | SFTConfig) -> dic
     return changes
 
 
-def is_resume_safe(path: str, config: GRPOConfig | SFTConfig) -> bool:
+def is_resume_safe(path: str, config: Config) -> bool:
     """Tell whether a run may continue with another value of that field and still be the same run."""
     if path == "num_steps":  # other schedules end with the last step
         return config.trainer.schedule == "constant"

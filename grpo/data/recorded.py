@@ -10,9 +10,9 @@ import pathlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from grpo.types import TrainBatch
 
@@ -26,11 +26,11 @@ class RecordedStep:
 
     batch: TrainBatch
     """The batch before the advantages were added; with the reference's log-probs, if there was a reference."""
-    rewards_S: torch.Tensor
+    rewards_S: Tensor
     """float32."""
-    has_reward_S: torch.Tensor
+    has_reward_S: Tensor
     """bool."""
-    parts_FS: torch.Tensor
+    parts_FS: Tensor
     """float32: each reward function's unweighted values; NaN for None."""
     group_size: int
     metrics: dict[str, float]

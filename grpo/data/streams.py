@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from grpo.config import GRPOConfig, SFTConfig
+from grpo.config import GRPOConfig
+from grpo.config.fields import Config
 from grpo.config.user_files import cause_and_line, load_function
 from grpo.data.encode import Encoded, EncodedRows, as_prompt
 from grpo.types import Prompt
@@ -41,7 +42,7 @@ class Order:
     is the number of rows that had their turn. With a curriculum, a row can be passed over when its turn comes.
     """
 
-    def __init__(self, rows: EncodedRows, config: GRPOConfig | SFTConfig):
+    def __init__(self, rows: EncodedRows, config: Config):
         """Begin at the first row of the first epoch, in the order that follows from the config's seed."""
         self.rows = rows
         self.num_rows = len(rows.usable)
@@ -111,7 +112,7 @@ class Stream:
     n draws each source has given its share of n, up to less than one row per source, without randomness.
     """
 
-    def __init__(self, sources: Sequence[EncodedRows], config: GRPOConfig | SFTConfig):
+    def __init__(self, sources: Sequence[EncodedRows], config: Config):
         """Begin with the first row of each source. sources: from `usable_prompts` or `usable_chats`."""
         self.orders = {rows.source.label: Order(rows, config) for rows in sources}
         self._owed = dict.fromkeys(self.orders, 0.0)  # rows

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from grpo.roles.process_groups import Roles
@@ -176,9 +177,7 @@ def add_ref_logprobs(
     return replace(batch, ref_logprobs_N=total_N)
 
 
-def broadcast_tensors(
-    tensors: Sequence[torch.Tensor | None] | None, roles: Roles
-) -> Sequence[torch.Tensor | None] | None:
+def broadcast_tensors(tensors: Sequence[Tensor | None] | None, roles: Roles) -> Sequence[Tensor | None] | None:
     """Give every learner the driver's flat CPU tensors (and its Nones); returns None on the other ranks.
 
     Collective over `roles.learners`.
@@ -198,7 +197,7 @@ def broadcast_tensors(
     return tensors
 
 
-def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
+def flatten_completions(completions: list[Completion]) -> list[Tensor]:
     """Return completions as flat tensors: facts as bytes of JSON, then ids, loss mask, log-probs, kept ids.
 
     So they go over the wire quickly, and into a checkpoint without pickles.
@@ -223,7 +222,7 @@ def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
 
 
 def unflatten_completions(
-    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor, kept: torch.Tensor
+    facts: Tensor, ids: Tensor, loss_mask: Tensor, logprobs: Tensor, kept: Tensor
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
     records = json.loads(facts.numpy().tobytes())

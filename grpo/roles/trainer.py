@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.metrics import StepMetrics
@@ -22,7 +23,7 @@ from grpo.types import MicroBatch, TrainBatch
 MUST_BE_FINITE = ("reference", "old", "advantages", "policy", "loss", "gradient")
 
 # (micro-batch, logprobs_BT, entropy_BT) -> (its part of the update's loss, metrics: detached values [B, T])
-Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Objective = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Trainer:
@@ -65,7 +66,7 @@ class Trainer:
         if self.follower and self.schedule.schedulers[0].last_epoch % self.follow_interval == 0:
             self.follower.move_towards(self.model, self.follow_mixture)
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def logprobs(self, batch: TrainBatch) -> Tensor:
         """Return the policy's log-probs of the tokens that count in the loss, float32 [N], on the CPU.
 
         At other tokens they may be 0. Collective over the trainer ranks.
@@ -129,7 +130,7 @@ class Trainer:
         self.num_loss_tokens = 0
         self._broken.zero_()
 
-    def _note(self, name: str, broken: torch.Tensor) -> None:
+    def _note(self, name: str, broken: Tensor) -> None:
         """Remember under `name` that something was not finite, if any entry is True. Does not wait for a GPU."""
         if broken.device.type == "cpu" and not broken.any():
             return

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
+from grpo.config import GRPOConfig, RolesConfig, change
 from grpo.config.checks import describe_roles, suggest_roles
 from grpo.config.fields import SHARED_GPU, Config
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
@@ -82,7 +82,7 @@ def fit_to_machine(
     return config
 
 
-def print_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_model: str = "") -> bool:
+def print_what_fits(config: Config, folder: str, reward_model: str = "") -> bool:
     """Print a verdict on each thing that the run needs of this machine, or of `config.gpus` GPUs.
 
     The folders are those of `fit_to_machine`. Returns whether there is no problem.
@@ -163,7 +163,7 @@ def check_versions() -> Verdict:
     return Verdict("versions", fits, "; ".join(packages), "install what is pinned: bash launch/setup.sh")
 
 
-def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
+def check_gpus(config: Config, device: Device) -> Verdict:
     """Compare the layout with the number of GPUs: it needs one for each rank."""
     count = device.num_gpus
     needed = config.num_ranks
@@ -182,7 +182,7 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
 
 
 def check_memory(
-    config: GRPOConfig | SFTConfig,
+    config: Config,
     sizes: memory.Sizes,
     device: Device,
 ) -> list[Verdict]:
@@ -218,7 +218,7 @@ def check_memory(
 
 
 def _check_trainer(
-    config: GRPOConfig | SFTConfig,
+    config: Config,
     sizes: memory.Sizes,
     device: Device,
 ) -> list[Verdict]:
@@ -250,7 +250,7 @@ def _check_parts(
     return Verdict(check, total < device.gib, found, to_do)
 
 
-def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device) -> str:
+def _ways_out(config: Config, sizes: memory.Sizes, device: Device) -> str:
     """List the flags that lower the peak of a trainer rank, first those of which one is enough."""
     lowest = {
         "trainer.micro_batch_tokens": config.max_sequence_tokens,
@@ -285,7 +285,7 @@ def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Devic
     return "; ".join(ways) or "take a smaller model"
 
 
-def checkpoint_gib(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> float:
+def checkpoint_gib(config: Config, sizes: memory.Sizes) -> float:
     """Return the size of a checkpoint, and of the copy in the hosts' memory from which it is written."""
     num_parameters = sizes.parameters
     if config.trainer.lora_rank:  # it holds only the adapters
@@ -296,7 +296,7 @@ def checkpoint_gib(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> float
     return num_parameters * parameter_bytes / 2**30
 
 
-def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
+def check_disk(config: Config, sizes: memory.Sizes) -> Verdict:
     """Compare the free disk space with the checkpoints that are kept, one that is being written, and the export."""
     options = config.checkpoint
     size = checkpoint_gib(config, sizes)
