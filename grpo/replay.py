@@ -155,7 +155,11 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
     session.end(None)
 
 
-def train_on(recorded_step: RecordedStep, config: GRPOConfig, trainer: Trainer) -> StepMetrics:
+def train_on(
+    recorded_step: RecordedStep,
+    config: GRPOConfig,
+    trainer: Trainer,
+) -> StepMetrics:
     """Update the policy on a recorded step. Return what the updates measured."""
     metrics = StepMetrics(recorded_step.batch.num_sequences)
     batch = add_advantages(

@@ -56,7 +56,13 @@ class Piece:
     """int32: token after token, the ids that top_p, top_k or min_p kept for it, and -1. Empty: they kept all."""
 
     @classmethod
-    def sampled(cls, ids_T: Tensor, logprobs_T: Tensor, version: int, kept: Sequence[np.ndarray] = ()) -> "Piece":
+    def sampled(
+        cls,
+        ids_T: Tensor,
+        logprobs_T: Tensor,
+        version: int,
+        kept: Sequence[np.ndarray] = (),
+    ) -> "Piece":
         """Return sampled tokens. They count in the loss, except those whose log-prob is not finite.
 
         kept: for each token the ids that were kept, int32, and -1.

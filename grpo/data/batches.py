@@ -52,7 +52,11 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
     )
 
 
-def sample_of(prompt: Prompt, completion: Completion, turn_weight: float | None = None) -> Sample:
+def sample_of(
+    prompt: Prompt,
+    completion: Completion,
+    turn_weight: float | None = None,
+) -> Sample:
     """Make one sequence of a prompt and its completion, which says which tokens count in the loss.
 
     turn_weight: weight of the environment's reward, if turns have credit of their own; else None.

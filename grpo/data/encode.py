@@ -195,7 +195,12 @@ class Encoder:
             prompts.append(teacher_prompt(example, self.teacher_template))
         return [write_prompt(self.tokenizer, self.data, prompt, example.tools, tools) for prompt in prompts]
 
-    def _keep(self, encoded: Encoded, tokens: Tokens, teacher_tokens: Tokens | None = None) -> None:
+    def _keep(
+        self,
+        encoded: Encoded,
+        tokens: Tokens,
+        teacher_tokens: Tokens | None = None,
+    ) -> None:
         """Fill `encoded` with the tokens of a row, or with the reason why they cannot be used."""
         ids, mask = tokens
         teacher_ids = []

@@ -241,7 +241,11 @@ def _warn_of_training_data(source: Source, data: DataConfig, section: str) -> No
             print(f"warning: {section} uses the training data {source.path}; set {section}.path", flush=True)
 
 
-def _training_rows(sources: list[Rows], encoder: Encoder, rows_per_step: int) -> list[EncodedRows]:
+def _training_rows(
+    sources: list[Rows],
+    encoder: Encoder,
+    rows_per_step: int,
+) -> list[EncodedRows]:
     """Encode each source. rows_per_step: rows that a step draws from all of them."""
     total_weight = sum(rows.source.weight for rows in sources)
     encoded = []

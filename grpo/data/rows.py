@@ -134,7 +134,11 @@ def teacher_prompt(example: Example, template: str) -> list[Message]:
     return [*messages[:last], replaced, *messages[last + 1 :]]
 
 
-def environment_of(columns: Mapping[str, Any], data: DataConfig, names: Collection[str]) -> str:
+def environment_of(
+    columns: Mapping[str, Any],
+    data: DataConfig,
+    names: Collection[str],
+) -> str:
     """Return the name of a row's environment, empty if all rows have the same. Raises BadRow for an unknown one."""
     column = data.environment_column
     if not column:

@@ -63,7 +63,11 @@ def repeated_prompts(batch: TrainBatch) -> RepeatedPrompts | None:
     return RepeatedPrompts(first_S, tokens_S)
 
 
-def row_tokens(row: Sequence[int], lengths: Sequence[int], prompts: RepeatedPrompts | None) -> int:
+def row_tokens(
+    row: Sequence[int],
+    lengths: Sequence[int],
+    prompts: RepeatedPrompts | None,
+) -> int:
     """Count the positions that a row needs."""
     num_tokens = sum(lengths[index] for index in row)
     for indices, num_shared in _neighbours(row, prompts):

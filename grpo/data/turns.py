@@ -209,7 +209,11 @@ def _is_learned(message: Message) -> bool:
     return all(switches.values())
 
 
-def _unwritten(messages: list[Message], text: str, text_without_tools: str) -> list[list[str]]:
+def _unwritten(
+    messages: list[Message],
+    text: str,
+    text_without_tools: str,
+) -> list[list[str]]:
     """List the entries of each message that the template did not write.
 
     A text may be trimmed, have other blanks, or be written as JSON. The names of called functions must occur as often

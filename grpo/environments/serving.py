@@ -103,7 +103,11 @@ def _opening(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str:
     return render(tokenizer, data, prompt_messages(data, "?"), opening=True)[0]
 
 
-def _chats(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, turn: str) -> list[str]:
+def _chats(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    turn: str,
+) -> list[str]:
     """Write a chat of two turns, answered by the user and, if the template allows it, by a tool."""
     message = {"role": "assistant", "content": turn}
     chats = []

@@ -58,7 +58,13 @@ class ForEachCompletion:
         """Make the object. A reward process does it once."""
         self.judge = self.make()
 
-    def __call__(self, completions: list, prompts: list, answer: list, **columns: list) -> list[float | None]:
+    def __call__(
+        self,
+        completions: list,
+        prompts: list,
+        answer: list,
+        **columns: list,
+    ) -> list[float | None]:
         """Return the value of each completion. A prompt is given as the data has it."""
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
         triples = zip(prompts, texts, answer, strict=True)
@@ -115,7 +121,9 @@ def answer_format_of(functions: Mapping[str, RewardFunction]) -> str | None:
 
 
 def load_functions(
-    config: RewardConfig, columns: Collection[str] | None = None, max_completion_tokens: int | None = None
+    config: RewardConfig,
+    columns: Collection[str] | None = None,
+    max_completion_tokens: int | None = None,
 ) -> dict[str, RewardFunction]:
     """Load the functions of `config.functions`, by name and with their options bound.
 
@@ -177,7 +185,11 @@ def try_built_ins(
 
 
 def _bind_options(
-    name: str, function: RewardFunction, options: Mapping[str, Any], facts: Mapping[str, Any], columns: list[str] | None
+    name: str,
+    function: RewardFunction,
+    options: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    columns: list[str] | None,
 ) -> RewardFunction:
     """Bind the options of a function, and those facts of the run that it asks for and that its options leave open."""
     check_options(function, options, f"reward function {name}", f"reward.options of {name}", facts)
@@ -234,7 +246,10 @@ def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> N
 
 
 def start_workers(
-    load: Callable[..., Callable], config: RewardConfig, confined: bool, max_completion_tokens: int
+    load: Callable[..., Callable],
+    config: RewardConfig,
+    confined: bool,
+    max_completion_tokens: int,
 ) -> Workers:
     """Start `config.num_workers` processes, in which `load` (`load_caller` or `load_observed`) loads all functions.
 

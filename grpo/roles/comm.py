@@ -36,7 +36,12 @@ def broadcast(value: Any, group: ProcessGroup) -> Any:
     return values[0]
 
 
-def on_driver(method: Method, to_all: bool = False, bridge: str = "control", scores: bool = False) -> Method:
+def on_driver(
+    method: Method,
+    to_all: bool = False,
+    bridge: str = "control",
+    scores: bool = False,
+) -> Method:
     """Make a method that every rank calls run on the driver alone; on the other ranks it returns None.
 
     Collective over `self.roles.control`; arguments count on the driver alone. If the method raises there, every rank
@@ -113,7 +118,9 @@ class SampledAhead:
 
 
 def start_sampling_ahead(
-    requests: Requests | None, group_size: int, generator: "Generator | None"
+    requests: Requests | None,
+    group_size: int,
+    generator: "Generator | None",
 ) -> SampledAhead | None:
     """Sample ahead on the generators, while the learners go on at once. Returns None without requests."""
     if requests is None:
@@ -158,7 +165,10 @@ def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
 
 
 def add_ref_logprobs(
-    batch: TrainBatch | None, reference: "Reference | None", roles: Roles, teacher_batch: TrainBatch | None = None
+    batch: TrainBatch | None,
+    reference: "Reference | None",
+    roles: Roles,
+    teacher_batch: TrainBatch | None = None,
 ) -> TrainBatch | None:
     """Compute the reference's log-probs and join them into every learner's batch, if there is a reference.
 
@@ -222,7 +232,11 @@ def flatten_completions(completions: list[Completion]) -> list[Tensor]:
 
 
 def unflatten_completions(
-    facts: Tensor, ids: Tensor, loss_mask: Tensor, logprobs: Tensor, kept: Tensor
+    facts: Tensor,
+    ids: Tensor,
+    loss_mask: Tensor,
+    logprobs: Tensor,
+    kept: Tensor,
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
     records = json.loads(facts.numpy().tobytes())

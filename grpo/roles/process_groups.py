@@ -185,7 +185,12 @@ def setup_trainers() -> Roles:
     return setup_roles(RolesConfig(num_trainers=world_size, num_references=0, num_generators=0))
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> PrefixStore:
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta,
+) -> PrefixStore:
     """Return the launcher's store under a prefix that only the ranks of this start know. Collective over all ranks.
 
     torchrun's store outlives a restart, with all its keys. So each rank posts a random word, and rank 0 answers under
@@ -219,7 +224,12 @@ def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) 
 
 
 def _make_bridge(
-    name: str, ranks: Sequence[int], backend: str, rank: int, store: Store, timeout: datetime.timedelta
+    name: str,
+    ranks: Sequence[int],
+    backend: str,
+    rank: int,
+    store: Store,
+    timeout: datetime.timedelta,
 ) -> ProcessGroup | None:
     """Return a group over launcher `ranks`, independent of any default group; None on ranks that are not in it.
 

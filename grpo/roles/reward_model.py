@@ -36,7 +36,13 @@ class RewardModel:
     Every learner holds this object; on ranks without a part its `model` is None.
     """
 
-    def __init__(self, model: ModelConfig, trainer: TrainerConfig, folder: str, roles: Roles):
+    def __init__(
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        folder: str,
+        roles: Roles,
+    ):
         """Load `folder` in the compute dtype. Collective over the reference ranks.
 
         trainer: rows are made and computed as the policy's are.

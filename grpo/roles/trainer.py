@@ -30,7 +30,13 @@ class Trainer:
     """The policy and its optimizer on the trainer ranks."""
 
     def __init__(
-        self, model: ModelConfig, trainer: TrainerConfig, folder: str, num_steps: int, roles: Roles, seed: int = 0
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        folder: str,
+        num_steps: int,
+        roles: Roles,
+        seed: int = 0,
     ):
         """Load `folder`, shard it, build optimizer and schedule over `num_steps`. Collective over the trainer ranks.
 
@@ -76,7 +82,12 @@ class Trainer:
             dist.all_reduce(logprobs_N)  # every rank holds its part and 0 elsewhere
         return logprobs_N.cpu()
 
-    def forward_backward(self, batch: TrainBatch, objective: Objective, metrics: StepMetrics) -> None:
+    def forward_backward(
+        self,
+        batch: TrainBatch,
+        objective: Objective,
+        metrics: StepMetrics,
+    ) -> None:
         """Add the objective's gradient over the whole batch to the model, and what it measured to `metrics`.
 
         Collective over the trainer ranks, which pass the same batch. Gradients add up until `optimizer_step`.

@@ -28,7 +28,12 @@ PROBE_PROMPTS = 8
 PROBE_TOKENS = 16
 
 
-def sync_weights(trainer: Trainer | None, generator: Generator | None, version: int, roles: Roles) -> None:
+def sync_weights(
+    trainer: Trainer | None,
+    generator: Generator | None,
+    version: int,
+    roles: Roles,
+) -> None:
     """Bring the policy's weights into every generator and mark them as `version`.
 
     Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.
@@ -64,7 +69,11 @@ def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, to
 
 
 def check_sync(
-    prompts: list[Prompt], trainer: Trainer | None, generator: Generator | None, tolerance: float, roles: Roles
+    prompts: list[Prompt],
+    trainer: Trainer | None,
+    generator: Generator | None,
+    tolerance: float,
+    roles: Roles,
 ) -> None:
     """Complete `prompts` once each and compare the log-probs of generator and trainer. Leaves nothing behind.
 

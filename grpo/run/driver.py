@@ -204,7 +204,12 @@ class Driver:
         return rewards_S, has_reward_S, parts_FS
 
     @on_driver_for_learners
-    def record(self, rollouts: list[Rollout], batch: TrainBatch, rewards: RewardTensors) -> None:
+    def record(
+        self,
+        rollouts: list[Rollout],
+        batch: TrainBatch,
+        rewards: RewardTensors,
+    ) -> None:
         """Write what the trainers get in this step, for a replay; `rewards` as `reward_tensors` returns them."""
         rewards_S, has_reward_S, parts_FS = rewards
         recorded_step = RecordedStep(

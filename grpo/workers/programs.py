@@ -142,7 +142,11 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
 
 
 def _watch(
-    program: int, written: dict[int, bytearray], folder: str, limits: Limits, deadline: float
+    program: int,
+    written: dict[int, bytearray],
+    folder: str,
+    limits: Limits,
+    deadline: float,
 ) -> Literal["timeout", "killed", "output"] | None:
     """Read from the pipes until the program has ended, which is None, or must be ended, with the status returned."""
     look_at = time.monotonic() + LOOK_SECONDS
@@ -214,7 +218,14 @@ def _holds_too_much(program: int, folder: str, file_bytes: int) -> bool:
 
 
 def _become_program(
-    code: str, stdin: str, limits: Limits, folder: str, caller: int, stdout: int, stderr: int, error: int
+    code: str,
+    stdin: str,
+    limits: Limits,
+    folder: str,
+    caller: int,
+    stdout: int,
+    stderr: int,
+    error: int,
 ) -> None:
     """Replace this process by the program. Returns only by an exception."""
     os.setsid()
