@@ -61,7 +61,10 @@ class RewardPool:
                 part = loading.part(config, confined)
                 if part.functions:
                     self.workers[confined] = loading.start_workers(
-                        loading.load_caller, part, confined, max_completion_tokens
+                        loading.load_caller,
+                        part,
+                        confined,
+                        max_completion_tokens,
                     )
         except BaseException:
             self.close()

@@ -89,7 +89,9 @@ def gather_to_driver(value: Any, roles: Roles) -> list[Any] | None:
 
     Collective over `roles.control`.
     """
-    values = [None] * roles.control.size() if roles.is_driver else None
+    values = None
+    if roles.is_driver:
+        values = [None] * roles.control.size()
     dist.gather_object(value, values, group_dst=0, group=roles.control)
     return values
 
@@ -99,10 +101,13 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
 
     Collective over `roles.control`; ranks that are not the head of a replica pass None.
     """
-    parts = gather_to_driver(flatten_completions(local or []), roles)
+    tensors = flatten_completions(local or [])
+    parts = gather_to_driver(tensors, roles)
     if parts is None:
         return None
-    completions = [completion for tensors in parts for completion in unflatten_completions(*tensors)]
+    completions = []
+    for tensors in parts:
+        completions += unflatten_completions(*tensors)
     return sorted(completions, key=lambda completion: completion.index)
 
 
@@ -180,10 +185,13 @@ def add_ref_logprobs(
     if not roles.has_reference or not roles.learns:
         return batch
     teacher_batch = teacher_batch or batch
-    total_N = reference.logprobs(teacher_batch) if reference else torch.zeros(teacher_batch.num_tokens)
+    total_N = torch.zeros(teacher_batch.num_tokens)
+    if reference:
+        total_N = reference.logprobs(teacher_batch)
     dist.all_reduce(total_N, group=roles.learners)
     if teacher_batch is not batch:
-        total_N = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask_N, total_N[teacher_batch.loss_mask_N])
+        known_N = total_N[teacher_batch.loss_mask_N]
+        total_N = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask_N, known_N)
     return replace(batch, ref_logprobs_N=total_N)
 
 
@@ -212,22 +220,25 @@ def flatten_completions(completions: list[Completion]) -> list[Tensor]:
 
     So they go over the wire quickly, and into a checkpoint without pickles.
     """
-    facts = []
-    pieces = []
+    records = []
+    pieces = [Piece.nothing()]
     for completion in completions:
         record = {field.name: getattr(completion, field.name) for field in fields(completion)}
-        record["pieces"] = [
-            (p.num_tokens, p.version, p.logprobs_T is not None, len(p.kept_C)) for p in completion.pieces
-        ]
-        facts.append(record)
+        record["pieces"] = []
+        for piece in completion.pieces:
+            is_sampled = piece.logprobs_T is not None
+            facts = (piece.num_tokens, piece.version, is_sampled, len(piece.kept_C))
+            record["pieces"].append(facts)
+        records.append(record)
         pieces += completion.pieces
-    empty = torch.empty(0)
+    everything = Completion(tuple(pieces), truncated=False)
+    text = json.dumps(records).encode()
     return [
-        torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8),
-        torch.cat([empty.long(), *(piece.ids_T for piece in pieces)]),
-        torch.cat([empty.bool(), *(piece.loss_mask_T for piece in pieces)]),
-        torch.cat([empty, *(completion.logprobs_T for completion in completions)]),
-        torch.cat([empty.int(), *(piece.kept_C for piece in pieces)]),
+        torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        everything.ids_T,
+        everything.loss_mask_T,
+        everything.logprobs_T,
+        torch.cat([piece.kept_C for piece in pieces]),
     ]
 
 
@@ -239,16 +250,16 @@ def unflatten_completions(
     kept: Tensor,
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
-    records = json.loads(facts.numpy().tobytes())
-    lengths = [num_tokens for record in records for num_tokens, *_ in record["pieces"]]
-    tokens = zip(ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), strict=True)
+    start = 0
     completions = []
-    for record in records:
+    for record in json.loads(facts.numpy().tobytes()):
         pieces = []
-        for _, version, is_sampled, num_kept in record["pieces"]:
-            ids_T, mask_T, logprobs_T = next(tokens)
+        for num_tokens, version, is_sampled, num_kept in record["pieces"]:
+            tokens = slice(start, start + num_tokens)
+            start += num_tokens
             kept_C, kept = kept.tensor_split([num_kept])
-            pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version, kept_C))
+            logprobs_T = logprobs[tokens] if is_sampled else None
+            pieces.append(Piece(ids[tokens], loss_mask[tokens], logprobs_T, version, kept_C))
         record["pieces"] = tuple(pieces)
         completions.append(Completion(**record))
     return completions

@@ -97,7 +97,8 @@ class Roles:
     @property
     def replica(self) -> tuple[int, ...]:
         """Launcher ranks of this rank's engine; empty on ranks that do not generate."""
-        return next((ranks for ranks in self.replicas if self.rank in ranks), ())
+        own = [ranks for ranks in self.replicas if self.rank in ranks]
+        return own[0] if own else ()
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -162,7 +163,9 @@ def setup_roles(
     weights = None
     if generator_ranks and 0 not in generator_ranks:
         weights = _make_bridge("weights", (0, *generator_ranks), backend, rank, store, timeout)
-    engine_starts = range(0, len(generator_ranks), engine_ranks)
+    replicas = []
+    for start in range(0, len(generator_ranks), engine_ranks):
+        replicas.append(generator_ranks[start : start + engine_ranks])
     roles = Roles(
         rank=rank,
         device=device,
@@ -172,7 +175,7 @@ def setup_roles(
         trainer_ranks=trainer_ranks,
         reference_ranks=reference_ranks,
         has_reference=needs_reference,
-        replicas=tuple(generator_ranks[start : start + engine_ranks] for start in engine_starts),
+        replicas=tuple(replicas),
         store=store,
     )
     _join_own_world(roles, backend, timeout)
@@ -207,7 +210,11 @@ def meet(
     prefix = uuid.uuid4().hex
     start = time.monotonic()
     notice_seconds = MEETING_NOTICE_SECONDS
-    while missing := [other for other in range(1, world_size) if not store.check([f"{prefix}/came/{other}"])]:
+    others = range(1, world_size)
+    while True:
+        missing = [other for other in others if not store.check([f"{prefix}/came/{other}"])]
+        if not missing:
+            return PrefixStore(prefix, store)
         for other in missing:
             if store.check([f"hello/{other}"]):
                 word = store.get(f"hello/{other}").decode()
@@ -220,7 +227,6 @@ def meet(
             print(f"waiting for ranks that have not started, for {seconds:.0f} s: {names}", flush=True)
             notice_seconds = 2 * seconds
         time.sleep(MEETING_SECONDS)
-    return PrefixStore(prefix, store)
 
 
 def _make_bridge(
@@ -312,7 +318,7 @@ def collectives_entered(roles: Roles, is_saving: bool) -> dict[str, int]:
     share. May be called from any thread. is_saving: the rank waits for its thread that writes a checkpoint, so the
     thread's collectives count; otherwise they keep nobody waiting.
     """
-    bridges = [group for group in (roles.control, roles.learners, roles.weights) if group is not None]
+    bridges = {roles.control, roles.learners, roles.weights} - {None}
     counts = {group.group_name: _collectives_of(group) for group in bridges}
     world = roles.world[0]
     counts[f"{world}/groups made"] = distributed_c10d._world.group_count  # making one waits for all ranks of the world
@@ -321,7 +327,8 @@ def collectives_entered(roles: Roles, is_saving: bool) -> dict[str, int]:
         is_waited_for = is_saving or group.group_desc != SAVERS
         if is_waited_for and group not in bridges and len(ranks) > 1:
             # torch's names are counted in each process: groups of other ranks may have the same
-            counts[f"{world}/{group.group_name}/{','.join(map(str, ranks))}"] = _collectives_of(group)
+            members = ",".join(map(str, ranks))
+            counts[f"{world}/{group.group_name}/{members}"] = _collectives_of(group)
     if len(roles.replica) > 1:
         head = roles.replica[0]
         counts[f"engine/{head}"] = engine_steps[head]

@@ -52,7 +52,13 @@ class RewardModel:
         self.model = None
         if roles.references:
             self.model = build_model(
-                model, trainer, folder, device=roles.device, tensor_parallel=1, frozen=True, scores=True
+                model,
+                trainer,
+                folder,
+                device=roles.device,
+                tensor_parallel=1,
+                frozen=True,
+                scores=True,
             )
 
     @contextlib.contextmanager
@@ -68,8 +74,12 @@ class RewardModel:
         if not sequences:
             return []
         broadcast(True, self.roles.learners)
-        # a value is stored with the next token, so each sequence gets one more token, the only one that counts
-        samples = [Sample(torch.tensor([*ids, 0]), torch.arange(len(ids) + 1) == len(ids)) for ids in sequences]
+        samples = []
+        for ids in sequences:
+            # a value is stored with the next token, so there is one token more, the only one that counts
+            ids_T = torch.tensor([*ids, 0])
+            is_last_T = torch.arange(len(ids_T)) == len(ids)
+            samples.append(Sample(ids_T, is_last_T))
         return self._scores(make_batch(samples))
 
     def answer(self) -> None:
@@ -79,7 +89,9 @@ class RewardModel:
 
     def _scores(self, batch: TrainBatch | None) -> list[float]:
         batch = send_batch(batch, self.roles)
-        total_N = self.model.token_logprobs(batch, self.trainer) if self.model else torch.zeros(batch.num_tokens)
+        total_N = torch.zeros(batch.num_tokens)
+        if self.model:
+            total_N = self.model.token_logprobs(batch, self.trainer)
         dist.all_reduce(total_N, group=self.roles.learners)  # each rank has its part, and 0 elsewhere
         return total_N[batch.loss_mask_N].tolist()
 
@@ -104,11 +116,12 @@ class RewardReader:
         texts = []
         refused = {}
         for number, messages in enumerate(conversations):
+            text = ""
             try:
-                texts.append(render(self.tokenizer, OWN_DATA, messages, opening=False)[0])
+                text, _ = render(self.tokenizer, OWN_DATA, messages, opening=False)
             except Refused as error:
-                texts.append("")
                 refused[number] = str(error)
+            texts.append(text)
         encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [refused.get(number) or self._cut(ids) for number, ids in enumerate(encoded)]
 
@@ -149,4 +162,5 @@ def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
     """
     if rollout.completion.episode:
         return episode_columns([rollout])["messages"][0]
-    return [*as_messages(rollout.prompt.content), {"role": "assistant", "content": opening + rollout.text}]
+    answer = as_messages(opening + rollout.text, "assistant")
+    return as_messages(rollout.prompt.content) + answer

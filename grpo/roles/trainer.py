@@ -46,12 +46,22 @@ class Trainer:
         self.roles = roles
         self.dtype = getattr(torch, model.dtype)
         self.num_loss_tokens = 0  # loss tokens that the gradient at hand comes from
-        self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)  # 1 for what was not finite on this rank
+        # above 0 for what was not finite on this rank
+        self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)
         self.model = build_model(
-            model, trainer, folder, device=roles.device, tensor_parallel=trainer.tensor_parallel, seed=seed
+            model,
+            trainer,
+            folder,
+            device=roles.device,
+            tensor_parallel=trainer.tensor_parallel,
+            seed=seed,
         )
         self.optimizer, self.schedule = build_optimizer(self.model, trainer, num_steps)
-        self._stateful = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        self._stateful = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+        }
         self.follower: ShardedModel | None = None  # a reference that moves with the policy
         if roles.is_driver:
             parameters = list(self.model.module.parameters())
@@ -92,7 +102,11 @@ class Trainer:
 
         Collective over the trainer ranks, which pass the same batch. Gradients add up until `optimizer_step`.
         """
-        inputs = {"reference": batch.ref_logprobs_N, "old": batch.old_logprobs_N, "advantages": batch.advantages_N}
+        inputs = {
+            "reference": batch.ref_logprobs_N,
+            "old": batch.old_logprobs_N,
+            "advantages": batch.advantages_N,
+        }
         for name, values_N in inputs.items():
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
@@ -123,14 +137,18 @@ class Trainer:
         self._note("gradient", torch.tensor(not math.isfinite(grad_norm)))
         if dist.get_world_size() > 1:
             dist.all_reduce(self._broken, dist.ReduceOp.MAX)
-        broken = [name for name, flag in zip(MUST_BE_FINITE, self._broken.tolist(), strict=True) if flag]
+        broken = [MUST_BE_FINITE[place] for place in self._broken.nonzero()]
         learning_rate = self.optimizer.optimizers[0].param_groups[0]["lr"]
         if self.num_loss_tokens and not broken:
             self.optimizer.step()
         self.zero_gradient()
         if self.roles.device.type == "cuda":
             torch.cuda.synchronize()  # so that the step's time is its own
-        metrics = {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_frac": float(bool(broken))}
+        metrics = {
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "skipped_frac": float(bool(broken)),
+        }
         if broken:
             metrics[f"skipped/{broken[0]}"] = 1.0
         return metrics
@@ -146,7 +164,7 @@ class Trainer:
         if broken.device.type == "cpu" and not broken.any():
             return
         index = MUST_BE_FINITE.index(name)
-        self._broken[index] = torch.maximum(self._broken[index], broken.any().to(self._broken))
+        self._broken[index] += broken.any().to(self._broken)
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""

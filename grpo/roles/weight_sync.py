@@ -92,12 +92,14 @@ def check_sync(
     batch = None
     if roles.is_driver:
         pairs = zip(prompts, completions, strict=True)
-        batch = make_batch([sample_of(prompt, completion) for prompt, completion in pairs])
+        samples = [sample_of(prompt, completion) for prompt, completion in pairs]
+        batch = make_batch(samples)
     batch = send_batch(batch, roles)
     if trainer:  # without a gradient, because rows of another length would make torch compile training for any length
-        difference_N = (trainer.logprobs(batch) - batch.generator_logprobs_N)[batch.loss_mask_N].abs()
-        if len(difference_N):
-            check_distance(difference_N.mean().item(), difference_N.max().item(), tolerance)
+        difference_N = trainer.logprobs(batch) - batch.generator_logprobs_N
+        distance_N = difference_N[batch.loss_mask_N].abs()
+        if len(distance_N):
+            check_distance(distance_N.mean().item(), distance_N.max().item(), tolerance)
 
 
 def check_distance(mean: float, largest: float, tolerance: float) -> None:
