@@ -98,7 +98,12 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
 
 
-def set_stage(config: GRPOConfig, *, by_hand: bool, has_recipe: bool) -> Stage:
+def set_stage(
+    config: GRPOConfig,
+    *,
+    by_hand: bool,
+    has_recipe: bool,
+) -> Stage:
     """Load the tools, the rows and the tokenizer; if the model is not a folder here, a plain ChatML tokenizer."""
     toolboxes = load_toolboxes(config.environment)
     examples = {name: [] for name in toolboxes}
@@ -159,7 +164,11 @@ def check(name: str, stage: Stage) -> bool:
     return first == again
 
 
-def play_episodes(name: str, seeds: Iterable[int], stage: Stage) -> Iterator[Episode]:
+def play_episodes(
+    name: str,
+    seeds: Iterable[int],
+    stage: Stage,
+) -> Iterator[Episode]:
     """Play an episode with each seed, in a process of their own, each from a row of the environment."""
     config = stage.config
     turns = stage.turns[name]
@@ -237,7 +246,11 @@ def how_to_play(toolbox: Toolbox, style: str) -> str:
     return f"A call is written {call}\n{ends}"
 
 
-def random_call(schema: dict[str, Any], style: str, draw: random.Random) -> str:
+def random_call(
+    schema: dict[str, Any],
+    style: str,
+    draw: random.Random,
+) -> str:
     """Write a call of a tool, with arguments of the right types."""
     function = schema["function"]
     arguments = {}

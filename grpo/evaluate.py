@@ -11,10 +11,10 @@ evaluation.jsonl there.
 """
 
 import itertools
-import os
 import pathlib
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
+from grpo.config.checks import num_processes
 from grpo.config.fields import Config
 from grpo.config.recipes import load
 from grpo.run.command_line import DEFAULT_RECIPES, check_folder_early, subject_of
@@ -27,7 +27,7 @@ RUNS = pathlib.Path("runs/evaluate")
 
 def main() -> None:
     model, words = subject_of(__doc__)
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    num_ranks = num_processes()
     with refuse_bad_input():
         config = load_config(model, words, num_ranks)
         check_folder_early(config, "grpo.evaluate")

@@ -65,7 +65,11 @@ def main(arguments: list[str] | None = None) -> None:
     close_roles(roles)
 
 
-def find_checkpoint(run_dir: pathlib.Path, step: str, metric: str) -> pathlib.Path:
+def find_checkpoint(
+    run_dir: pathlib.Path,
+    step: str,
+    metric: str,
+) -> pathlib.Path:
     """Return the checkpoint of `step`: a number, `latest`, or `best` by the held-out `metric`. ValueError if none."""
     folders = step_folders(run_dir)
     checkpoints = {str(step_of(folder)): folder for folder in folders}

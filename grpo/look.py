@@ -248,7 +248,11 @@ def differing_fields(run_dirs: Sequence[pathlib.Path]) -> list[list[str]]:
     return rows
 
 
-def terminal_curves(curves: list[Curve], width: int = 60, height: int = 8) -> str:
+def terminal_curves(
+    curves: list[Curve],
+    width: int = 60,
+    height: int = 8,
+) -> str:
     """Draw curves over their steps as a chart of `height` text lines and `width` columns, with values at the left.
 
     Each curve has its own mark, see MARKS. Values that share a column are averaged, and between columns with values a

@@ -39,7 +39,12 @@ class StepMetrics:
         self._num_tokens: Tensor | float = 0.0
         self._sequence_S2: Tensor | None = None
 
-    def add(self, micro: MicroBatch, loss: Tensor, metrics: dict[str, Tensor]) -> None:
+    def add(
+        self,
+        micro: MicroBatch,
+        loss: Tensor,
+        metrics: dict[str, Tensor],
+    ) -> None:
         """Add one micro-batch: its part of the loss, and a value per position [B, T] of each metric.
 
         Nothing here waits for the device. Raises ValueError unless an update's micro-batches have the same names.

@@ -22,7 +22,6 @@ Left out: rollouts as text, which the recorded run's folder has, and held-out ac
 """
 
 import argparse
-import os
 import pathlib
 import statistics
 from collections.abc import Iterable
@@ -35,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import OWN_LOSS_DEFAULTS, GRPOConfig, RolesConfig, change
-from grpo.config.checks import validate
+from grpo.config.checks import num_processes, validate
 from grpo.config.recipes import derived, load, load_recipe
 from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step
 from grpo.metrics import StepMetrics
@@ -67,7 +66,7 @@ RATIO_IS_1 = "one update per step: each ratio is 1 and no clip acts; --algorithm
 def main() -> None:
     recorded, flags = subject_of(__doc__)
     end_with_launcher()
-    num_trainers = int(os.environ.get("WORLD_SIZE", "1"))
+    num_trainers = num_processes()
     layout = RolesConfig(num_trainers=num_trainers, num_references=0, num_generators=0)
     with refuse_bad_input():
         parser = argparse.ArgumentParser("python -m grpo.replay RUN", add_help=False, allow_abbrev=False)
@@ -115,7 +114,12 @@ def load_config(
     return load(GRPOConfig, recipe, [recipe, "--run-dir", run_dir, *flags], fit)
 
 
-def read(recorded: str, config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
+def read(
+    recorded: str,
+    config: GRPOConfig,
+    script: str,
+    build_dir: str = "",
+) -> Inputs:
     """Check the loss, the recorded batches and the model. On rank 0."""
     algorithm = config.algorithm
     try_algorithm(algorithm)

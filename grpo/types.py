@@ -386,10 +386,10 @@ class StepPlan:
 
     step: int
     """Steps finished before this one."""
-    requests: Requests | None
+    requests: Requests | None = None
     """What is sampled first; None if enough is there already."""
-    save: bool
-    evaluate: bool
+    save: bool = False
+    evaluate: bool = False
     """Write a checkpoint, and evaluate, after the step."""
     probe: list[Prompt] = field(default_factory=list)
     """Prompts to complete for a sync check before the step; none if no check is due."""

@@ -1,6 +1,7 @@
 """Checks of fields against each other and against torchrun's ranks. The bounds of a single field stand at the field."""
 
 import math
+import os
 
 from grpo.config.engine_options import TRUNCATING, check_engine_options, needing_texts, reshaping_options
 from grpo.config.fields import (
@@ -382,6 +383,11 @@ def cautions(config: Config) -> list[str]:
 
 
 # ---- Who runs where
+
+
+def num_processes() -> int:
+    """Return the number of processes that torchrun started, 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_world_size(config: Config, world_size: int) -> None:

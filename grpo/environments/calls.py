@@ -131,7 +131,11 @@ def _read_objects(text: str, position: int) -> tuple[list[ToolCall | str], int]:
     return calls, position
 
 
-def _read_tagged(text: str, start: int, style: str) -> tuple[list[ToolCall | str], int]:
+def _read_tagged(
+    text: str,
+    start: int,
+    style: str,
+) -> tuple[list[ToolCall | str], int]:
     """Read the call after an opening tag. Returns it, or nothing for a block that is not a call, and where it ends."""
     closing = TAGS[style][1]
     end = start

@@ -106,7 +106,12 @@ class Turns:
         ids += self._encode(after)
         return ids
 
-    def ids(self, answers: list[str], last: int, role: str = "") -> list[int]:
+    def ids(
+        self,
+        answers: list[str],
+        last: int,
+        role: str = "",
+    ) -> list[int]:
         """Return the ids after a turn that ended with token `last`: rest of its end, answers, opening of the next turn.
 
         role: who answers: empty for `reply_as`, `user` after a turn without calls. Several answers of the user become

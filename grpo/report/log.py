@@ -110,7 +110,12 @@ class RunLog:
             lines[start] = lines.get(start, start) + part
         self._record(step, metrics, list(lines.values()))
 
-    def completions(self, step: int, rollouts: list[Rollout], prompts: list[str]) -> None:
+    def completions(
+        self,
+        step: int,
+        rollouts: list[Rollout],
+        prompts: list[str],
+    ) -> None:
         """Record a step's completions: all in completions.jsonl, NUM_SAMPLES as texts everywhere else.
 
         prompts[i] is the text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
@@ -153,7 +158,12 @@ class RunLog:
         if self.wandb:
             self.wandb.finish()
 
-    def _record(self, step: int, metrics: Scalars, lines: list[str]) -> None:
+    def _record(
+        self,
+        step: int,
+        metrics: Scalars,
+        lines: list[str],
+    ) -> None:
         """Write metrics and flush each file, so that a run that dies loses none; print lines and warnings."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: finite_or_none(value) for name, value in values.items()}
@@ -167,7 +177,12 @@ class RunLog:
         warnings = [f"warning: step {step}: {text}" for text in self.curve_reader.look(metrics)]
         print("\n".join([*lines, *warnings]), flush=True)
 
-    def _append_records(self, name: str, records: list[Record], **facts: Any) -> None:
+    def _append_records(
+        self,
+        name: str,
+        records: list[Record],
+        **facts: Any,
+    ) -> None:
         """Append records to a .jsonl file. Each line begins with `facts`, such as the step."""
         lines = []
         for record in records:

@@ -212,7 +212,11 @@ def evaluation_metrics(
     return metrics
 
 
-def pass_rate(rollouts: list[Rollout], function: str, pass_value: float) -> float | None:
+def pass_rate(
+    rollouts: list[Rollout],
+    function: str,
+    pass_value: float,
+) -> float | None:
     """Return the share that passed of the completions to which `function` gave a value; None if it gave none."""
     values = [r.rewards.get(function) for r in rollouts]
     has_passed = [value >= pass_value for value in values if value is not None]
@@ -264,7 +268,11 @@ def _mean(values: Iterable[float | None]) -> float:
     return statistics.fmean(known)
 
 
-def measured_metrics(measured: StepMetrics, times: Scalars, num_tokens: int) -> Scalars:
+def measured_metrics(
+    measured: StepMetrics,
+    times: Scalars,
+    num_tokens: int,
+) -> Scalars:
     """Return what the updates measured, the step's times, tokens per second and memory."""
     metrics = with_effective_sample_size(measured.means())
     metrics |= times

@@ -82,7 +82,11 @@ def spread_by_reward(records: list[Record], count: int) -> list[Record]:
     return [ranked[round(i * last / num_gaps)] for i in range(count)]
 
 
-def describe(record: Record, turns: bool = False, short: bool = False) -> str:
+def describe(
+    record: Record,
+    turns: bool = False,
+    short: bool = False,
+) -> str:
     """Return a completion's record as printable text: a line of numbers, failures, prompt, columns, completion.
 
     turns: show the turns of an episode instead of its completion, with their tokens and the environment's answers.

@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from grpo.config import RolesConfig
+from grpo.config.checks import num_processes
 
 # Seconds between two looks of rank 0 for ranks that have started
 MEETING_SECONDS = 0.02
@@ -132,7 +133,7 @@ def setup_roles(
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     rank = int(os.environ["RANK"])
-    everyone = tuple(range(int(os.environ["WORLD_SIZE"])))
+    everyone = tuple(range(num_processes()))
     deadline = datetime.timedelta(minutes=deadline_minutes)
     timeout = TIMEOUT_DEADLINES * deadline
     device = torch.device("cpu")
@@ -184,8 +185,8 @@ def setup_roles(
 
 def setup_trainers() -> Roles:
     """Make every rank a trainer, and nothing else. Collective over all ranks."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return setup_roles(RolesConfig(num_trainers=world_size, num_references=0, num_generators=0))
+    layout = RolesConfig(num_trainers=num_processes(), num_references=0, num_generators=0)
+    return setup_roles(layout)
 
 
 def meet(

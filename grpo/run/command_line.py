@@ -14,7 +14,7 @@ import sys
 import warnings
 from functools import partial
 
-from grpo.config.checks import check_world_size
+from grpo.config.checks import check_world_size, num_processes
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
 from grpo.config.recipes import differences, for_one_process, load
 from grpo.folder.run_folder import check_run_folder
@@ -88,7 +88,7 @@ def checked_config(config_type: type[Config], words: list[str] | None = None) ->
     config = load(config_type, DEFAULT_RECIPES[config_type], words, _fit_to_processes)
     if config.gpus:  # a dry run for another machine
         return config
-    check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_world_size(config, num_processes())
     project = config.metrics.wandb_project
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(f"metrics.wandb_project={project!r} needs a package: pip install wandb, or leave it empty")
@@ -97,7 +97,8 @@ def checked_config(config_type: type[Config], words: list[str] | None = None) ->
 
 def _fit_to_processes(config: Config, recipe: Config) -> Config:
     """Return the config for one process if there is only one, and print what that changes."""
-    if config.gpus > 1 or (not config.gpus and "RANK" in os.environ):
+    has_torchrun = "RANK" in os.environ
+    if config.gpus > 1 or (has_torchrun and not config.gpus):
         return config
     fitted = for_one_process(config, recipe)
     if fitted != config:
@@ -105,7 +106,8 @@ def _fit_to_processes(config: Config, recipe: Config) -> Config:
         line = f"{reason}: one process has all roles of the {config.num_ranks} ranks configured"
         if config.dry_run and not config.gpus:
             line += f", which --gpus {config.num_ranks} judges"
-        print("\n  ".join([line, *differences(fitted, config)]), flush=True)
+        lines = [line, *differences(fitted, config)]
+        print("\n  ".join(lines), flush=True)
     return fitted
 
 
@@ -135,7 +137,8 @@ def keep_caches() -> None:
     inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     if inductor and os.environ.get("TORCHINDUCTOR_CACHE_DIR") == inductor.default_cache_dir():
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]  # torch sets it to a folder in /tmp while it is imported
-    folder = pathlib.Path(os.environ.get(CACHE_VARIABLE, "~/.cache/grpo")).expanduser().absolute()
+    path = os.environ.get(CACHE_VARIABLE, "~/.cache/grpo")
+    folder = pathlib.Path(path).expanduser().absolute()
     for variable, part in CACHES.items():
         os.environ.setdefault(variable, str(folder / part))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # it keeps nothing otherwise

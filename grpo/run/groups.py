@@ -33,13 +33,19 @@ class Group:
     @property
     def is_complete(self) -> bool:
         """Whether every completion has ended."""
-        return bool(self.completions) and all(completion.ended for completion in self.completions)
+        has_ended = [completion.ended for completion in self.completions]
+        return bool(has_ended) and all(has_ended)
 
 
 class GroupBuffer:
     """The groups in flight, and those that the current step took."""
 
-    def __init__(self, sampling: SamplingConfig, prompts_per_step: int, group_size: int):
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        prompts_per_step: int,
+        group_size: int,
+    ):
         """Begin without any group."""
         self.sampling = sampling
         self.prompts_per_step = prompts_per_step
@@ -181,8 +187,8 @@ class GroupBuffer:
         completions = iter(unflatten_completions(*state["completions"]))
         for facts, count in zip(state["prompts"], state["counts"], strict=True):
             prompt = Prompt(**facts)
-            own_completions = tuple(itertools.islice(completions, count))
-            self.groups.append(Group(prompt, own_completions))
+            own_completions = itertools.islice(completions, count)
+            self.groups.append(Group(prompt, tuple(own_completions)))
 
 
 def completions_of(groups: Iterable[Group]) -> list[Completion]:
@@ -190,7 +196,11 @@ def completions_of(groups: Iterable[Group]) -> list[Completion]:
     return [completion for group in groups for completion in group.completions]
 
 
-def join(begun: Completion | None, further: Completion | None, index: int) -> Completion:
+def join(
+    begun: Completion | None,
+    further: Completion | None,
+    index: int,
+) -> Completion:
     """Append the tokens that were sampled now to a completion. Either part may be missing or without tokens."""
     if further is None or not (further.num_tokens or further.ended):
         nothing = (Piece.nothing(),)

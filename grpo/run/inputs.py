@@ -4,6 +4,7 @@ Bad input is refused here, before GPUs are used. Each function raises ValueError
 and the way out. A check that every run needs belongs in `open_run`.
 """
 
+import itertools
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -102,7 +103,11 @@ class Inputs:
 # ---- The inputs of each script. Its name stands in run.json; `build_dir` is the only place where a dry run may write.
 
 
-def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
+def read_grpo(
+    config: GRPOConfig,
+    script: str,
+    build_dir: str = "",
+) -> Inputs:
     """Read the prompts, references, held-out prompts and rewards of a GRPO run."""
     data = config.data
     check_functions(config)
@@ -111,8 +116,11 @@ def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
     if data.row:  # which columns it makes is known only now
         check_functions(config, reward_columns(sources))
     # all rows of a source have columns of the same types, which the encoder checks
-    first_rows = [next(rows.examples(), None) for rows in sources]
-    try_rewards(config, [row.columns for row in first_rows if row])
+    first_columns = []
+    for rows in sources:
+        first = itertools.islice(rows.examples(), 1)
+        first_columns += [example.columns for example in first]
+    try_rewards(config, first_columns)
 
     paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
     inputs = open_run(config, script, build_dir, paths, texts_of(sources))
@@ -132,7 +140,11 @@ def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
     return with_scorer(config, inputs)
 
 
-def read_sft(config: SFTConfig, script: str, build_dir: str = "") -> Inputs:
+def read_sft(
+    config: SFTConfig,
+    script: str,
+    build_dir: str = "",
+) -> Inputs:
     """Read the examples of a supervised run, and what it validates and evaluates on."""
     if config.evaluation.interval:
         check_functions(config)
@@ -213,7 +225,8 @@ def open_model_folder(
     the tokenizer or the template cannot be used, if the tensor_parallel degrees do not divide the model, if a layer
     that should get an adapter is missing, or if Muon should update experts.
     """
-    folder = toy.build_model(config.model.path, build_dir or config.run_dir, texts, config.seed)
+    build_dir = build_dir or config.run_dir
+    folder = toy.build_model(config.model.path, build_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
     tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
     hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)
@@ -316,7 +329,11 @@ def try_rewards(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> None:
         try_built_ins(functions, columns)
 
 
-def check_best(config: RunConfig, prompts: Sequence[Prompt], scorer: Scorer) -> None:
+def check_best(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+) -> None:
     """Refuse a `checkpoint.keep_best` that is not among the metrics of the held-out prompts."""
     best = config.checkpoint.keep_best.removeprefix("eval/")
     if not best:
@@ -347,8 +364,9 @@ def check_environment(
     toolboxes = load_toolboxes(config.environment)
     style = call_style(tokenizer, config.environment, toolboxes)
     turns = turns_of(tokenizer, config.environment, config.data, stop_token_ids, toolboxes)
+    has_other_reward = config.reward.weights or config.algorithm.distill_coef
     for name, toolbox in toolboxes.items():
-        if not (toolbox.has_reward or config.reward.weights or config.algorithm.distill_coef):
+        if not (toolbox.has_reward or has_other_reward):
             raise ValueError(
                 f"{toolbox.name} has no get_reward and reward.functions is empty; give it one, or name some"
             )

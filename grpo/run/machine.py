@@ -82,7 +82,11 @@ def fit_to_machine(
     return config
 
 
-def print_what_fits(config: Config, folder: str, reward_model: str = "") -> bool:
+def print_what_fits(
+    config: Config,
+    folder: str,
+    reward_model: str = "",
+) -> bool:
     """Print a verdict on each thing that the run needs of this machine, or of `config.gpus` GPUs.
 
     The folders are those of `fit_to_machine`. Returns whether there is no problem.
@@ -122,9 +126,11 @@ def _judge(
     if device.num_gpus and decided != config:
         kind = decided.trainer.activation_checkpointing
         print(f"trainer.activation_checkpointing: {kind}, by arithmetic", flush=True)
-    verdicts = [check_versions()]
-    verdicts += check_memory(decided, sizes, device)
-    verdicts.append(check_disk(decided, sizes))
+    verdicts = [
+        check_versions(),
+        *check_memory(decided, sizes, device),
+        check_disk(decided, sizes),
+    ]
     return decided, verdicts
 
 
@@ -201,7 +207,8 @@ def check_memory(
         total += roles.num_reference_ranks * sum(reference.values())
         total += checkpoint_gib(config, sizes)
         found = f"all ranks {total:.1f} GiB with the copy of a checkpoint, free on this host {device.gib:.1f}"
-        return [Verdict("memory", total <= device.gib, found, "a smaller model or --trainer.micro-batch-tokens")]
+        to_do = "a smaller model or --trainer.micro-batch-tokens"
+        return [Verdict("memory", total <= device.gib, found, to_do)]
 
     verdicts = _check_trainer(config, sizes, device)
     if generator:  # the cache gets what the weights leave of the engine's share
@@ -307,17 +314,18 @@ def check_disk(config: Config, sizes: memory.Sizes) -> Verdict:
         count = min(num_kept + 1, num_saves)
     export = 0.0
     if options.export:
-        export = memory.DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30
+        parameter_bytes = memory.DTYPE_BYTES[config.model.dtype]
+        export = parameter_bytes * sizes.parameters / 2**30
     run_dir = pathlib.Path(config.run_dir).absolute()
     place = run_dir
     while not place.exists():
         place = place.parent
-    replaced_bytes = 0  # of the files that make room when the run resumes or overwrites
+    replaced = 0.0  # files that make room when the run resumes or overwrites
     for folder in (CHECKPOINTS, "model"):
         for path in (run_dir / folder).rglob("*"):
             if path.is_file():
-                replaced_bytes += path.stat().st_size
-    needed = max(size * count + export - replaced_bytes / 2**30, 0)
+                replaced += path.stat().st_size / 2**30
+    needed = size * count + export - replaced
     free = shutil.disk_usage(place).free / 2**30
     found = f"{count} checkpoints of {size:.2f} GiB and an export of {export:.2f}, free in {place}: {free:.1f} GiB"
     to_do = "another --run-dir, a lower --checkpoint.keep, or --checkpoint.no-export"

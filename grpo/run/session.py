@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig
-from grpo.config.checks import check_world_size, describe_roles, validate
+from grpo.config.checks import check_world_size, describe_roles, num_processes, validate
 from grpo.config.fields import MAX_NUM_SEQS, Config, RunConfig
 from grpo.folder import checkpoint
 from grpo.folder.hub import open_repository, push
@@ -75,8 +75,7 @@ def run(
     with refuse_bad_input():  # a notebook's config has met no check yet
         validate(config)
         if layout is None:
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            check_world_size(config, world_size)
+            check_world_size(config, num_processes())
     gc.collect()  # a notebook's run before may have left cycles with groups, in whose end a fork of this one would hang
     roles = setup_roles(
         layout or config.roles,
@@ -153,16 +152,14 @@ class Session:
     def _open_log(self, step: int) -> RunLog:
         """Open the log of a run that continues after `step` steps."""
         config = self.config
-        num_steps = 0
-        if self.layout.num_trainers:
-            num_steps = config.num_steps
+        trains = self.layout.num_trainers > 0
         logged_config = config
         if isinstance(config, GRPOConfig):
             logged_config = replace(config, algorithm=config.algorithm.resolved)
         return RunLog(
             config.metrics,
             config.run_dir,
-            num_steps,
+            num_steps=config.num_steps if trains else 0,
             start_step=step,
             whole_config=asdict(logged_config),
         )
@@ -283,9 +280,9 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """Yield for each step the number of steps before it. The step that `profile` names leaves a trace."""
-        steps = range(self.inputs.step, self.config.num_steps)
-        profiled = profile_step(steps, self.config.profile, self.config.run_dir, self.roles)
-        for step in profiled:
+        config = self.config
+        steps = range(self.inputs.step, config.num_steps)
+        for step in profile_step(steps, config.profile, config.run_dir, self.roles):
             if self.saver and self.roles.is_driver:  # if it raises, torchrun ends the other ranks
                 self.saver.raise_failure()
             yield step
@@ -326,22 +323,30 @@ class Session:
         sampled = None
         if generator:
             greedy, sampled = generator.evaluate(self.inputs.eval_prompts, self.config.evaluation)
-        greedy = gather_completions(greedy, self.roles)
-        sampled = gather_completions(sampled, self.roles)
-        self._log_evaluation({"greedy": greedy, "sample": sampled}, step)
+        completions_by_kind = {
+            "greedy": gather_completions(greedy, self.roles),
+            "sample": gather_completions(sampled, self.roles),
+        }
+        self._log_evaluation(completions_by_kind, step)
 
     @partial(on_driver, scores=True)
-    def _log_evaluation(self, completions_by_kind: dict[str, list[Completion]], step: int) -> None:
+    def _log_evaluation(
+        self,
+        completions_by_kind: dict[str, list[Completion]],
+        step: int,
+    ) -> None:
         """Score and write the completions of the held-out prompts by the weights after `step` steps."""
         scorer = self.inputs.scorer
         rollouts = {"sample": []}
         for kind, completions in completions_by_kind.items():
-            if completions:  # perhaps no samples were asked for
-                check_version(completions, step)
-                scorer.submit(self.inputs.eval_prompts, completions, step)
-                rollouts[kind] = scorer.collect("evaluation: ")
-                texts = scorer.prompt_texts(rollouts[kind])
-                self.run_log.evaluation_completions(step, kind, rollouts[kind], texts)
+            if not completions:  # no samples were asked for
+                continue
+            check_version(completions, step)
+            scorer.submit(self.inputs.eval_prompts, completions, step)
+            scored = scorer.collect("evaluation: ")
+            prompts = scorer.prompt_texts(scored)
+            self.run_log.evaluation_completions(step, kind, scored, prompts)
+            rollouts[kind] = scored
         metrics = evaluation_metrics(
             rollouts["greedy"],
             rollouts["sample"],
@@ -358,7 +363,8 @@ class Session:
         Raises BadInput after MOST_SKIPPED skipped updates in a row.
         """
         self.run_log.log(step, metrics)
-        causes = [name.removeprefix("skipped/") for name in metrics if name.startswith("skipped/")]
+        prefix = "skipped/"
+        causes = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
         if not causes:
             self.num_skipped = 0
             return
