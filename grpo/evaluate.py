@@ -41,7 +41,8 @@ def load_config(model: str, words: list[str], num_ranks: int) -> Config:
 
     Raises ValueError if the ranks do not make whole engines, or a reward model is to score.
     """
-    has_run_dir = any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in words)
+    flags = [word.partition("=")[0].replace("_", "-") for word in words]
+    has_run_dir = "--run-dir" in flags
 
     def fit(config: Config, _recipe: Config) -> Config:
         """Give every rank an engine. A GRPO config must name a trainer too."""
@@ -74,8 +75,9 @@ def load_config(model: str, words: list[str], num_ranks: int) -> Config:
 
 def new_folder(model: str) -> str:
     """Return `runs/evaluate/MODEL`, or the first of `MODEL-2`, `MODEL-3`, ... that does not exist yet."""
-    parts = [part for part in pathlib.Path(model).parts[-2:] if part not in ("/", "..")]
-    name = "-".join(parts).replace(":", "-")
+    last_parts = pathlib.Path(model).parts[-2:]
+    names = [part for part in last_parts if part not in ("/", "..")]
+    name = "-".join(names).replace(":", "-")
     folder = RUNS / name
     for number in itertools.count(2):
         if not folder.exists():

@@ -127,19 +127,20 @@ def summarize(run_dirs: Sequence[pathlib.Path]) -> str:
     runs = [read_metrics(run_dir) for run_dir in run_dirs]
     curves = [curves_of(records) for records in runs]
     rows = table_of(run_dirs, runs, curves)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     lines = []
     for row in rows:
         cells = map(str.ljust, row, widths)
         lines.append("  ".join(cells).rstrip())
 
-    shared_labels = [label for label in curves[0] if all(label in of_run for of_run in curves)]
-    if shared_labels:
-        label = shared_labels[0]
-        lines += ["", f"{label}:"]
-        lines += map("{} {}".format, MARKS, run_dirs)
-        lines.append("")
-        lines.append(terminal_curves([of_run[label] for of_run in curves]))
+    for label in curves[0]:
+        shared = [of_run[label] for of_run in curves if label in of_run]
+        if len(shared) == len(curves):
+            lines += ["", f"{label}:"]
+            lines += map("{} {}".format, MARKS, run_dirs)
+            lines += ["", terminal_curves(shared)]
+            break
     if len(run_dirs) == 1:
         lines += answers_before_and_after(run_dirs[0])
 
@@ -162,9 +163,12 @@ def table_of(
     for label in dict.fromkeys(itertools.chain(*curves)):
         cells = [first_to_last(of_run.get(label, [])) for of_run in curves]
         rows.append([label, *cells])
-    seconds = [values_of(records, "time/step") for records in runs]
-    num_steps = [str(len(of_run)) for of_run in seconds]
-    minutes = [f"{sum(of_run) / 60:.1f}" for of_run in seconds]
+    num_steps = []
+    minutes = []
+    for records in runs:
+        seconds = values_of(records, "time/step")
+        num_steps.append(str(len(seconds)))
+        minutes.append(f"{sum(seconds) / 60:.1f}")
     rows.append(["steps", *num_steps])
     rows.append(["minutes, start-up not counted", *minutes])
     for name in LATE_METRICS:
@@ -205,7 +209,7 @@ def curves_of(records: list[Record]) -> dict[str, Curve]:
     long_curves = {}
     short_curves = {}
     for name, label in labels.items():
-        curve = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+        curve = curve_of(records, name)
         if len(curve) > 1:
             long_curves[label] = curve
         elif curve:
@@ -213,9 +217,14 @@ def curves_of(records: list[Record]) -> dict[str, Curve]:
     return long_curves | short_curves
 
 
+def curve_of(records: list[Record], name: str) -> Curve:
+    """Return a metric's steps and values, without records that lack it."""
+    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+
 def values_of(records: list[Record], name: str) -> list[float]:
-    """Return a metric's values, without records that lack it."""
-    return [record[name] for record in records if record.get(name) is not None]
+    """Return a metric's values."""
+    return [value for _, value in curve_of(records, name)]
 
 
 def first_to_last(curve: Curve) -> str:
@@ -309,7 +318,7 @@ def answers_before_and_after(run_dir: pathlib.Path) -> list[str]:
     for row in answered_twice[:NUM_ANSWERS]:
         question = one_line(question_of(first[row]))
         lines += ["", f"held out   {question}"]
-        for name, record in ("before", first[row]), ("after", last[row]):
+        for name, record in {"before": first[row], "after": last[row]}.items():
             answer = shorten(one_line(record["completion"]), ANSWER_CHARACTERS)
             reward = "none" if record["reward"] is None else compact_number(record["reward"])
             lines.append(f"  {name:<8} {answer}   (reward {reward})")
@@ -319,8 +328,10 @@ def answers_before_and_after(run_dir: pathlib.Path) -> list[str]:
 def question_of(record: Record) -> str:
     """Return the longest text of a column that the prompt contains, or else the end of the prompt."""
     prompt = record["prompt"]
-    in_prompt = [text for text in record["columns"].values() if isinstance(text, str) and text in prompt]
-    return max(in_prompt, key=len, default="") or prompt[-ANSWER_CHARACTERS:]
+    texts = [value for value in record["columns"].values() if isinstance(value, str)]
+    in_prompt = [text for text in texts if text in prompt]
+    longest = max(in_prompt, key=len, default="")
+    return longest or prompt[-ANSWER_CHARACTERS:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,7 +358,8 @@ def rollouts_text(options: Options) -> str:
 
 def rollouts_of_step(options: Options, step: str) -> tuple[int, list[Record]]:
     """Return (step, its records); `step` is a number or `latest`. Raises ValueError if there is no such step."""
-    path = options.run_dirs[0] / (EVALUATION if options.evaluation else COMPLETIONS)
+    name = EVALUATION if options.evaluation else COMPLETIONS
+    path = options.run_dirs[0] / name
     records = read_lines(path, "name the folder of a run that writes it (see metrics.samples_interval)")
     steps = []
     chosen = None

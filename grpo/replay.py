@@ -109,9 +109,9 @@ def load_config(
             changes["model.path"] = f"{recorded}/initial_model"
         return change(config, changes)
 
-    # of two equal flags the last one holds
     run_dir = f"{recorded.rstrip('/')}-{kind}"
-    return load(GRPOConfig, recipe, [recipe, "--run-dir", run_dir, *flags], fit)
+    words = [recipe, "--run-dir", run_dir, *flags]  # of two equal flags the last one holds
+    return load(GRPOConfig, recipe, words, fit)
 
 
 def read(
@@ -131,7 +131,8 @@ def read(
     if algorithm.distill_coef:
         needs_reference.append(f"algorithm.distill_coef={algorithm.distill_coef}")
     steps = range(inputs.step + 1, config.num_steps + 1)
-    check_recorded(recorded, steps, config.group_size, " and ".join(needs_reference), config.turns_earn)
+    reasons = " and ".join(needs_reference)
+    check_recorded(recorded, steps, config.group_size, reasons, config.turns_earn)
     num_trainers = config.roles.num_trainers
     print(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates", flush=True)
     return inputs
@@ -152,7 +153,7 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
         metrics = measured_metrics(measured, times, recorded_step.batch.num_tokens)
         session.ask_driver(session.log, step + 1, recorded_step.metrics | metrics)
         is_last = step + 1 == config.num_steps
-        if is_due(config.checkpoint.interval, step + 1, is_last=is_last):
+        if is_due(config.checkpoint.interval, step + 1, is_last):
             session.save(step + 1, trainer)
     else:  # not stopped
         session.export(trainer)
@@ -271,7 +272,10 @@ def compare(
         session.log(step + 1, metrics)
 
     for name, steps in history.items():
-        means = {column: statistics.fmean(measured[column] for measured in steps) for column in steps[0]}
+        means = {}
+        for column in steps[0]:
+            values = [measured[column] for measured in steps]
+            means[column] = statistics.fmean(values)
         print(metrics_line("mean", name, means))
         if config.checkpoint.export:
             model_dir = pathlib.Path(config.run_dir, name, "model")
@@ -302,13 +306,18 @@ def take_step(
     hook = trainer.optimizer.optimizers[0].register_step_pre_hook(add_gradient)
     means = train_on(recorded_step, config, trainer).means()
     hook.remove()
-    measured = {column: means[metric] for column, metric in COLUMNS.items() if metric in means}
+    measured = {}
+    for column, metric in COLUMNS.items():
+        if metric in means:
+            measured[column] = means[metric]
     return measured, gradient
 
 
 def metrics_line(step: int | str, name: str, metrics: Scalars) -> str:
     """Return a line of the table; a column that a method does not measure has `-` there."""
-    cells = [compact_number(metrics[column]) if column in metrics else "-" for column in COLUMNS]
+    cells = []
+    for column in COLUMNS:
+        cells.append(compact_number(metrics[column]) if column in metrics else "-")
     return table_line(step, name, cells)
 
 

@@ -52,7 +52,7 @@ def compact_number(value: float) -> str:
     value = float(value)
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for suffix, size in {"G": 1e9, "M": 1e6, "k": 1e3}.items():
         if abs(value) >= 0.9995 * size:  # 999.6 would round to 1e+03
             return f"{value / size:.3g}{suffix}"
     return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"

@@ -94,11 +94,8 @@ class RewardPool:
                 seconds *= size
             for start in range(0, len(rollouts), size):
                 part = rollouts[start : start + size]
-                columns = _columns(part, step)
-                if needs_ids:
-                    columns["completion_ids"] = [rollout.completion.ids_T.tolist() for rollout in part]
                 completions = as_json([self.opening + rollout.answer for rollout in part])
-                columns = as_json(columns)
+                columns = as_json(call_columns(part, step, needs_ids))
                 for name in names:
                     line = b"[%s, %s, %s]" % (as_json(name), completions, columns)
                     call = Call(len(self._scopes), line, seconds, num_values=size)
@@ -130,7 +127,10 @@ class RewardPool:
                         rewards[scope.start + i][scope.function] = outcome["value"][i]
         scored = []
         for rollout, values, failed in zip(rollouts, rewards, failures, strict=True):
-            weighted = [self.config.functions[name] * value for name, value in values.items() if value is not None]
+            weighted = []
+            for name, value in values.items():
+                if value is not None:
+                    weighted.append(self.config.functions[name] * value)
             reward = sum(weighted) if weighted and not failed else None
             scored.append(dataclasses.replace(rollout, rewards=values, reward=reward, failures=failed))
         return scored
@@ -152,15 +152,23 @@ def as_json(value: Any) -> bytes:
         ) from error
 
 
-def _columns(rollouts: list[Rollout], step: int) -> dict[str, list]:
-    """Return the columns of a call, except token ids."""
-    columns = {name: [rollout.prompt.columns[name] for rollout in rollouts] for name in rollouts[0].prompt.columns}
+def call_columns(
+    rollouts: list[Rollout],
+    step: int,
+    needs_ids: bool,
+) -> dict[str, list]:
+    """Return the columns of a call, with `completion_ids` if a function needs them."""
+    columns = {}
+    for name in rollouts[0].prompt.columns:
+        columns[name] = [rollout.prompt.columns[name] for rollout in rollouts]
     columns["num_tokens"] = [rollout.completion.num_tokens for rollout in rollouts]
     columns["truncated"] = [rollout.completion.truncated for rollout in rollouts]
     columns["prompts"] = [rollout.prompt.content for rollout in rollouts]
     columns["step"] = [step] * len(rollouts)
     if rollouts[0].completion.episode is not None:
         columns |= episode_columns(rollouts)
+    if needs_ids:
+        columns["completion_ids"] = [rollout.completion.ids_T.tolist() for rollout in rollouts]
     return columns
 
 
