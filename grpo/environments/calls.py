@@ -183,13 +183,14 @@ def _read_name_and_argument(text: str, start: int) -> tuple[ToolCall, int]:
     words = body.strip().split(maxsplit=1)
     if not words:
         raise ValueError("it names no tool")
-    argument = words[1] if words[1:] else ""
-    return ToolCall(words[0], argument), start + len(body)
+    name, argument = [*words, ""][:2]
+    return ToolCall(name, argument), start + len(body)
 
 
 def _from_json(call: Any) -> ToolCall:
     """Make a call of a JSON value. Raises ValueError if the value is not a call."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str):
         raise ValueError("it names no tool")
     arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):  # some models write the object as a text
@@ -197,4 +198,4 @@ def _from_json(call: Any) -> ToolCall:
     arguments = arguments or {}
     if not isinstance(arguments, dict):
         raise ValueError("its arguments are no object")
-    return ToolCall(call["name"], arguments)
+    return ToolCall(name, arguments)
