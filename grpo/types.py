@@ -126,7 +126,7 @@ class Completion:
 
     @cached_property
     def loss_mask_T(self) -> Tensor:
-        """Loss mask, bool: True where the token counts."""
+        """Mask of the loss, bool: True where the token counts."""
         return torch.cat([piece.loss_mask_T for piece in self.pieces])
 
     @cached_property
@@ -140,7 +140,7 @@ class Completion:
 
     @cached_property
     def kept_C(self) -> Tensor:
-        """Ids that were kept, as in `Piece`; only the -1 for tokens that were written, or chosen from all ids."""
+        """List of the ids that were kept, as in `Piece`; only the -1 for tokens written, or chosen from all ids."""
         kept = []
         for piece in self.pieces:
             kept_C = piece.kept_C
@@ -156,7 +156,7 @@ class Completion:
 
     @property
     def sampled(self) -> tuple[Piece, ...]:
-        """Pieces that were sampled."""
+        """Tuple of the pieces that were sampled."""
         return tuple(piece for piece in self.pieces if piece.logprobs_T is not None)
 
     @property
@@ -208,7 +208,7 @@ class Rollout:
 
     @property
     def prompt_ids_T(self) -> Tensor:
-        """Prompt's token ids, int64; an environment may have written them."""
+        """Token ids of the prompt, int64; an environment may have written them."""
         return self.completion.behind(self.prompt)[0]
 
     @property
@@ -298,7 +298,7 @@ class TrainBatch:
 
     @property
     def per_token(self) -> dict[str, Tensor | None]:
-        """Fields that have a value for each of the N tokens, by their names."""
+        """Table of the fields that have a value for each of the N tokens, by their names."""
         names = [field.name for field in fields(self) if "_N" in field.name]
         return {name: getattr(self, name) for name in names}
 
@@ -314,7 +314,7 @@ class TrainBatch:
 
     @cached_property
     def token_C(self) -> Tensor:
-        """Which of the N tokens each of `kept_C` belongs to, int64."""
+        """Index of the token, among the N, that each of `kept_C` belongs to, int64."""
         is_end_C = (self.kept_C < 0).long()
         return is_end_C.cumsum(0) - is_end_C
 

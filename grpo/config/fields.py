@@ -51,7 +51,7 @@ class ModelConfig:
 
     @property
     def is_built(self) -> bool:
-        """Whether a function of the user's builds the policy when the run starts."""
+        """True if a function of the user's builds the policy when the run starts."""
         return names_function(self.path)
 
 
@@ -227,7 +227,7 @@ class DataConfig:
 
     @property
     def reward_columns(self) -> dict[str, str]:
-        """Columns for the reward functions, by the names they get. Empty with `row`, whose keys are not known."""
+        """Table of the columns for rewards, by the names they get. Empty with `row`, whose keys are not known."""
         if self.row:
             return {}
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
@@ -743,7 +743,7 @@ class SFTConfig(RunConfig):
 
     @property
     def roles(self) -> RolesConfig:
-        """Roles of an SFT run: every rank trains, and generates too if held-out prompts are completed between steps."""
+        """Layout of an SFT run: every rank trains, and generates too if prompts are completed between steps."""
         evaluates = self.evaluation.interval > 0
         return RolesConfig(colocated=evaluates, num_trainers=self.num_trainers, num_references=0, num_generators=0)
 

@@ -89,7 +89,7 @@ class Encoded:
 
     @property
     def truncated(self) -> bool:
-        """Whether its end was cut off."""
+        """True if its end was cut off."""
         return self.num_tokens > len(self.ids)
 
 
@@ -133,7 +133,7 @@ class Encoder:
 
     @property
     def limit(self) -> str:
-        """The limit with its field, as messages name it."""
+        """Limit with its field, as messages name it."""
         field = "max_sequence_tokens" if self.train_on else "data.max_prompt_tokens"
         return f"{field}={self.max_tokens}"
 

@@ -49,7 +49,7 @@ class Example:
 
     @property
     def texts(self) -> list[str]:
-        """All texts of the row."""
+        """List of all texts of the row."""
         messages = as_messages(self.prompt) + self.chat
         values = [message["content"] for message in messages]
         values += [value for value in self.columns.values() if value != self.prompt]
@@ -197,7 +197,7 @@ class ChatColumns:
 
     @property
     def of_format(self) -> dict[RowFormat, tuple[str, ...]]:
-        """The columns that each row format needs, in the order in which formats are tried."""
+        """Table of the columns that each row format needs, in the order in which formats are tried."""
         return {
             "prompt_completion": (self.prompt, self.completion),
             "messages": ("messages",),

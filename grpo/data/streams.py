@@ -133,7 +133,7 @@ class Stream:
 
     @property
     def num_drawn(self) -> int:
-        """Rows drawn from all sources."""
+        """Number of rows drawn from all sources."""
         return sum(order.num_drawn for order in self.orders.values())
 
     def next_order(self) -> Order:

@@ -80,7 +80,7 @@ class Toolbox:
 
     @property
     def tools(self) -> dict[str, Callable]:
-        """Functions and methods, by name. Methods are not bound to an object."""
+        """Table of functions and methods, by name. Methods are not bound to an object."""
         return {**self.functions, **self.methods}
 
     @property

@@ -9,6 +9,7 @@ import os
 import pathlib
 import secrets
 import statistics
+import textwrap
 import time
 from typing import Any, Literal
 
@@ -74,7 +75,12 @@ class RunLog:
             purge_step = start_step + 1 if start_step else 0
             folder = self.run_dir / "tensorboard"
             self.tensorboard = SummaryWriter(str(folder), purge_step=purge_step)
-        self.wandb = open_wandb(config.wandb_project, self.run_dir, start_step, whole_config)
+        self.wandb = open_wandb(
+            config.wandb_project,
+            self.run_dir,
+            start_step,
+            whole_config,
+        )
 
     def log(self, step: int, metrics: Scalars) -> None:
         """Record one finished step everywhere; one call per step."""
@@ -107,7 +113,8 @@ class RunLog:
             error = metrics.get(f"{name}_stderr")
             if error is not None:
                 part += f" ± {compact_number(error)}"
-            lines[start] = lines.get(start, start) + part
+            line = lines.get(start, start)
+            lines[start] = line + part
         self._record(step, metrics, list(lines.values()))
 
     def completions(
@@ -129,9 +136,9 @@ class RunLog:
         text = "\n\n".join([heading, *samples])
         self._append("samples.txt", f"{text}\n\n")
         if self.tensorboard:
-            # indented, because Markdown then shows it as it is
-            text = "\n\n".join(samples).replace("\n", "\n    ")
-            self.tensorboard.add_text("samples", f"    {text}", step)
+            text = "\n\n".join(samples)
+            text = textwrap.indent(text, "    ")  # because Markdown then shows it as it is
+            self.tensorboard.add_text("samples", text, step)
             self.tensorboard.flush()
         if self.wandb:
             import wandb
@@ -165,17 +172,21 @@ class RunLog:
         lines: list[str],
     ) -> None:
         """Write metrics and flush each file, so that a run that dies loses none; print lines and warnings."""
-        values = {name: float(value) for name, value in metrics.items()}
-        finite = {name: finite_or_none(value) for name, value in values.items()}
-        self._append_records("metrics.jsonl", [finite], step=step, time=time.time())
+        values = {}
+        record = {}
+        for name, value in metrics.items():
+            values[name] = float(value)
+            record[name] = finite_or_none(values[name])
+        self._append_records("metrics.jsonl", [record], step=step, time=time.time())
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()
         if self.wandb:
             self.wandb.log({"step": step, **values})
-        warnings = [f"warning: step {step}: {text}" for text in self.curve_reader.look(metrics)]
-        print("\n".join([*lines, *warnings]), flush=True)
+        for warning in self.curve_reader.look(metrics):
+            lines.append(f"warning: step {step}: {warning}")
+        print("\n".join(lines), flush=True)
 
     def _append_records(
         self,
@@ -186,7 +197,7 @@ class RunLog:
         """Append records to a .jsonl file. Each line begins with `facts`, such as the step."""
         lines = []
         for record in records:
-            line = json.dumps({**facts, **record}, allow_nan=False)
+            line = json.dumps(facts | record, allow_nan=False)
             lines.append(f"{line}\n")
         self._append(name, "".join(lines))
 

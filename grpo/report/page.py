@@ -41,7 +41,8 @@ def write_page(
     spell = functools.cache(lambda: speller(models))  # opens a tokenizer only if there is a batch
     for (step, kind), group in itertools.groupby(rollouts, _step_and_kind):
         records = list(group)
-        if not kind and batch_path(run_dir, step).is_file() and spell():
+        is_recorded = not kind and batch_path(run_dir, step).is_file()
+        if is_recorded and spell():
             batch = read_step(run_dir, step).batch
             add_tokens(records, batch, spell())
         steps.append(
@@ -56,8 +57,9 @@ def write_page(
     pieces.insert(0, _packed(overview))
 
     tags = [f'<script type="text/plain" id="piece-{i}">{piece}</script>' for i, piece in enumerate(pieces)]
+    data = "\n".join(tags)
     template = TEMPLATE.read_text(encoding="utf-8")
-    page = template.replace(DATA, "\n".join(tags), 1)
+    page = template.replace(DATA, data, 1)
 
     partial = run_dir / "look.html.tmp"
     partial.unlink(missing_ok=True)
@@ -98,8 +100,9 @@ def add_tokens(
             values = values_N[places].tolist()
             for value, is_known in zip(values, mask_T.tolist(), strict=True):
                 logprobs[name].append(round(value, 3) if is_known else None)
+        ids = batch.ids_N[places].tolist()
         record["tokens"] = {
-            "texts": spell(batch.ids_N[places].tolist()),
+            "texts": spell(ids),
             "sampled": sampled_N[places].int().tolist(),
             "in_loss": in_loss_T.int().tolist(),
             "logprobs": logprobs,
@@ -129,7 +132,8 @@ def speller(models: list[str]) -> Callable[[list[int]], list[str]] | None:
 
     @functools.cache
     def text_of(ids: tuple[int, ...]) -> str:
-        return decode([*before, *ids])[len(text_before) :]
+        text = decode([*before, *ids])
+        return text[len(text_before) :]
 
     def spell(ids: list[int]) -> list[str]:
         texts = []

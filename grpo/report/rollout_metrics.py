@@ -5,6 +5,7 @@ never by clocks.
 """
 
 import collections
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,17 @@ from grpo.metrics import StepMetrics, peak_bytes
 from grpo.report.samples import finite_or_none
 from grpo.rewards.answers import extract_answer
 from grpo.types import Completion, Piece, Prompt, Rollout, Scalars, TrainBatch
+
+# What is counted in an episode, and how it can end
+EVENTS = (
+    "calls",
+    "bad_calls",
+    "unread_calls",
+    "tool_errors",
+    "hung_calls",
+    "cut_answers",
+)
+ENDS = ("done", "tokens", "turns", "seconds", "hung", "lost")
 
 
 def rollout_metrics(
@@ -50,9 +62,10 @@ def rollout_metrics(
     if rewards:
         metrics["reward/std"] = statistics.pstdev(rewards)
 
-    names = function_names(function for r in rollouts for function in r.rewards)
-    for function, name in names.items():
-        metrics[f"reward/{name}"] = _mean(r.rewards.get(function) for r in rollouts)
+    functions = itertools.chain(*(r.rewards for r in rollouts))
+    for function, name in function_names(functions).items():
+        values = [r.rewards.get(function) for r in rollouts]
+        metrics[f"reward/{name}"] = _mean(values)
     if answer_format:
         metrics["completion/has_answer_frac"] = has_answer_frac(rollouts, answer_format)
     if rollouts[0].completion.episode is not None:
@@ -92,10 +105,12 @@ def episode_metrics(rollouts: list[Rollout]) -> Scalars:
         "environment/lost_count": sum(is_lost),
         "time/environment": _mean(e["waited"] for e in episodes),
     }
-    for event in ("calls", "bad_calls", "unread_calls", "tool_errors", "hung_calls", "cut_answers"):
-        metrics[f"environment/{event}"] = _mean(e["counts"].get(event, 0) for e in episodes)
-    for end in ("done", "tokens", "turns", "seconds", "hung", "lost"):
-        metrics[f"environment/ended_by/{end}_frac"] = _mean(e["ended_by"] == end for e in episodes)
+    for event in EVENTS:
+        counts = [e["counts"].get(event, 0) for e in episodes]
+        metrics[f"environment/{event}"] = _mean(counts)
+    for end in ENDS:
+        has_ended_so = [e["ended_by"] == end for e in episodes]
+        metrics[f"environment/ended_by/{end}_frac"] = _mean(has_ended_so)
     return metrics
 
 
@@ -120,7 +135,8 @@ def alone_frac(rollouts: list[Rollout], group_size: int) -> float:
 
 def has_answer_frac(rollouts: list[Rollout], answer_format: str) -> float:
     """Return the share of completions with an answer at all, right or wrong."""
-    return _mean(extract_answer(r.answer, answer_format) is not None for r in rollouts)
+    answers = [extract_answer(r.answer, answer_format) for r in rollouts]
+    return _mean(answer is not None for answer in answers)
 
 
 def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
@@ -133,9 +149,9 @@ def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
 
 def function_names(functions: Iterable[str]) -> dict[str, str]:
     """Return each reward function's metric name: `path/file.py:function` gives `function`, unless that is ambiguous."""
-    names = {function: function.rsplit(":", 1)[-1] for function in functions}
-    in_use = list(names.values())
-    in_use += ["mean", "std", "none_count", "failed_count", "kl_penalty"]
+    names = {function: function.rpartition(":")[2] for function in functions}
+    in_use = ["mean", "std", "none_count", "failed_count", "kl_penalty"]
+    in_use += names.values()
     for function, name in names.items():
         if in_use.count(name) > 1:
             names[function] = function
@@ -148,7 +164,8 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     It is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1), in integers, so exact for any n.
     """
     num_subsets = math.comb(num_samples, k)
-    return (num_subsets - math.comb(num_samples - num_passed, k)) / num_subsets
+    num_without_pass = math.comb(num_samples - num_passed, k)
+    return (num_subsets - num_without_pass) / num_subsets
 
 
 def evaluation_metrics(
@@ -202,8 +219,10 @@ def evaluation_metrics(
     if not samples:
         return metrics
 
-    starts = range(0, len(samples), num_samples)
-    num_passed_P = [num_passed(samples[start : start + num_samples]) for start in starts]
+    num_passed_P = []
+    for start in range(0, len(samples), num_samples):
+        group = samples[start : start + num_samples]
+        num_passed_P.append(num_passed(group))
     for k in passes(num_samples):
         estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P]
         metrics[f"eval/pass_at_{k}"] = statistics.fmean(estimates_P)
@@ -237,7 +256,8 @@ def evaluation_names(
     answer_format: str | None,
 ) -> list[str]:
     """Return the names of the metrics that held-out prompts will have, without `eval/`."""
-    nothing = Completion((Piece.nothing(),), truncated=False)
+    pieces = (Piece.nothing(),)
+    nothing = Completion(pieces, truncated=False)
     greedy = [Rollout(prompt, nothing, "") for prompt in prompts]
     samples = [rollout for rollout in greedy for _ in range(num_samples)]
     metrics = evaluation_metrics(greedy, samples, num_samples, "", answer_format)
@@ -246,9 +266,9 @@ def evaluation_names(
 
 def reward_tensors(rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:
     """Return the rewards (float32 [S], 0 for None), and which there are (bool [S])."""
-    rewards_S = torch.tensor([r.reward or 0.0 for r in rollouts])
-    has_reward_S = torch.tensor([r.reward is not None for r in rollouts])
-    return rewards_S, has_reward_S
+    rewards = [r.reward or 0.0 for r in rollouts]
+    has_reward = [r.reward is not None for r in rollouts]
+    return torch.tensor(rewards), torch.tensor(has_reward)
 
 
 def part_tensor(rollouts: list[Rollout], functions: Iterable[str]) -> Tensor:
@@ -257,7 +277,8 @@ def part_tensor(rollouts: list[Rollout], functions: Iterable[str]) -> Tensor:
     for function in functions:
         values.append([r.rewards[function] for r in rollouts])
     values_FS = np.array(values, dtype=np.float32)  # numpy makes NaN of None
-    return torch.from_numpy(values_FS).view(-1, len(rollouts))
+    values_FS = values_FS.reshape(-1, len(rollouts))
+    return torch.from_numpy(values_FS)
 
 
 def _mean(values: Iterable[float | None]) -> float:
@@ -308,5 +329,5 @@ def nonfinite_frac(completions: Sequence[Completion]) -> float:
     masks = []
     for completion in completions:
         masks += [piece.loss_mask_T for piece in completion.sampled]
-    is_finite_N = torch.cat(masks)
-    return 1 - is_finite_N.float().mean().item()
+    is_finite_N = torch.cat(masks).float()
+    return 1 - is_finite_N.mean().item()

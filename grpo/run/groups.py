@@ -32,7 +32,7 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every completion has ended."""
+        """True if every completion has ended."""
         has_ended = [completion.ended for completion in self.completions]
         return bool(has_ended) and all(has_ended)
 
@@ -112,12 +112,12 @@ class GroupBuffer:
 
     @property
     def num_informative(self) -> int:
-        """The number of groups taken that a step may train on."""
+        """Number of groups taken that a step may train on."""
         return sum(self.is_informative)
 
     @property
     def num_groups_to_take(self) -> int:
-        """The number of groups that the step is expected to need still. 0 if it is full or had its last round."""
+        """Number of groups that the step is expected to need still. 0 if it is full or had its last round."""
         num_lacking = self.prompts_per_step - self.num_informative
         if num_lacking <= 0 or self.num_rounds >= self.sampling.max_rounds:
             return 0

@@ -85,7 +85,7 @@ class Inputs:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens for which the model has a row in its embedding."""
+        """Number of tokens for which the model has a row in its embedding."""
         return hf_folder.read_hf_config(self.model_folder).vocab_size
 
     def for_all_ranks(self) -> "Inputs":

@@ -53,12 +53,12 @@ class Peer:
 
     @property
     def is_loading(self) -> bool:
-        """Whether it has not loaded yet, which is its first call."""
+        """True until it has loaded, which is its first call."""
         return bool(self.calls) and self.calls[0].number == LOAD
 
     @property
     def is_free(self) -> bool:
-        """Whether it can take any call."""
+        """True if it can take any call."""
         return not (self.closed or self.calls) and self.conversation is None
 
     def begin_call(self) -> None:
