@@ -174,11 +174,14 @@ def describe_error(error: BaseException) -> str:
         text += f": {message}"
     frames = list(traceback.walk_tb(error.__traceback__))
     lines = [(frame.f_code.co_filename, number) for frame, number in frames]
-    foreign = [line for line in lines if not line[0].startswith((_PACKAGE, "<frozen"))] or lines[1:]
+    foreign = [line for line in lines if not line[0].startswith((_PACKAGE, "<frozen"))]
+    foreign = foreign or lines[1:]
     if foreign:
-        file = foreign[0][0]
-        innermost = [number for name, number in foreign if name == file][-1]
+        file, _ = foreign[0]
+        *_, innermost = [number for name, number in foreign if name == file]
         text += f" ({file}:{innermost})"
-    if isinstance(error, KeyError) and frames and frames[-1][0].f_locals.get("self") is os.environ:
-        text += "; reward functions get few environment variables, others if reward.environment names them"
+    if isinstance(error, KeyError) and frames:
+        frame, _ = frames[-1]
+        if frame.f_locals.get("self") is os.environ:
+            text += "; reward functions get few environment variables, others if reward.environment names them"
     return text
