@@ -177,7 +177,12 @@ class RunLog:
         for name, value in metrics.items():
             values[name] = float(value)
             record[name] = finite_or_none(values[name])
-        self._append_records("metrics.jsonl", [record], step=step, time=time.time())
+        self._append_records(
+            "metrics.jsonl",
+            [record],
+            step=step,
+            time=time.time(),
+        )
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)

@@ -201,8 +201,7 @@ def evaluation_metrics(
         return metrics
 
     def num_passed(rollouts: list[Rollout]) -> int:
-        values = [r.rewards.get(function) for r in rollouts]
-        return sum(value is not None and value >= pass_value for value in values)
+        return sum(_have_passed(rollouts, function, pass_value))
 
     accuracy = num_passed(greedy) / len(greedy)
     variance = accuracy * (1 - accuracy) / len(greedy)
@@ -237,11 +236,20 @@ def pass_rate(
     pass_value: float,
 ) -> float | None:
     """Return the share that passed of the completions to which `function` gave a value; None if it gave none."""
-    values = [r.rewards.get(function) for r in rollouts]
-    has_passed = [value >= pass_value for value in values if value is not None]
-    if not has_passed:
+    have_passed = _have_passed(rollouts, function, pass_value)
+    if not have_passed:
         return None
-    return statistics.fmean(has_passed)
+    return statistics.fmean(have_passed)
+
+
+def _have_passed(
+    rollouts: list[Rollout],
+    function: str,
+    pass_value: float,
+) -> list[bool]:
+    """Return for each completion with a value of `function` whether it passed."""
+    values = [r.rewards.get(function) for r in rollouts]
+    return [value >= pass_value for value in values if value is not None]
 
 
 def passes(num_samples: int) -> list[int]:
@@ -260,7 +268,13 @@ def evaluation_names(
     nothing = Completion(pieces, truncated=False)
     greedy = [Rollout(prompt, nothing, "") for prompt in prompts]
     samples = [rollout for rollout in greedy for _ in range(num_samples)]
-    metrics = evaluation_metrics(greedy, samples, num_samples, "", answer_format)
+    metrics = evaluation_metrics(
+        greedy,
+        samples,
+        num_samples,
+        "",
+        answer_format,
+    )
     return [name.removeprefix("eval/") for name in metrics]
 
 

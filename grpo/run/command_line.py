@@ -85,7 +85,12 @@ def checked_config(config_type: type[Config], words: list[str] | None = None) ->
     becomes that of one process. Raises ValueError if torchrun started another number of processes, or if anything else
     cannot work.
     """
-    config = load(config_type, DEFAULT_RECIPES[config_type], words, _fit_to_processes)
+    config = load(
+        config_type,
+        DEFAULT_RECIPES[config_type],
+        words,
+        _fit_to_processes,
+    )
     if config.gpus:  # a dry run for another machine
         return config
     check_world_size(config, num_processes())
@@ -129,7 +134,12 @@ def subject_of(doc: str, words: list[str] | None = None) -> tuple[str, list[str]
 
 def tool_config(words: list[str]) -> GRPOConfig:
     """Return the config of a tool's `[RECIPE.py] [--field value ...]`, with all roles in one process."""
-    return load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], words, for_one_process)
+    return load(
+        GRPOConfig,
+        DEFAULT_RECIPES[GRPOConfig],
+        words,
+        for_one_process,
+    )
 
 
 def keep_caches() -> None:

@@ -52,7 +52,11 @@ class Driver:
         self.stream = session.inputs.stream
         self.scorer = session.inputs.scorer
         self.reward_model = session.reward_model
-        self.buffer = GroupBuffer(config.sampling, config.prompts_per_step, config.group_size)
+        self.buffer = GroupBuffer(
+            config.sampling,
+            config.prompts_per_step,
+            config.group_size,
+        )
         if "flight" in session.inputs.saved_state:
             self.buffer.restore(session.inputs.saved_state["flight"])
 
@@ -272,7 +276,11 @@ class Driver:
     def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
         config = self.config
         completions = [rollout.completion for rollout in rollouts]
-        metrics = rollout_metrics(self.buffer.everything, config.group_size, self.scorer.answer_format)
+        metrics = rollout_metrics(
+            self.buffer.everything,
+            config.group_size,
+            self.scorer.answer_format,
+        )
         metrics["mismatch/nonfinite_frac"] = nonfinite_frac(completions)
         if config.turns_earn:
             metrics["environment/alone_frac"] = alone_frac(rollouts, config.group_size)

@@ -203,8 +203,10 @@ def join(
 ) -> Completion:
     """Append the tokens that were sampled now to a completion. Either part may be missing or without tokens."""
     if further is None or not (further.num_tokens or further.ended):
+        if begun or further:
+            return begun or further
         nothing = (Piece.nothing(),)
-        return begun or further or Completion(nothing, truncated=False, index=index, ended=False)
+        return Completion(nothing, truncated=False, index=index, ended=False)
     if begun is None or not begun.num_tokens:
         return further
     *earlier, last = begun.pieces

@@ -129,7 +129,13 @@ def read_grpo(
         inputs = replace(inputs, reference_folder=folder)
 
     tools = tool_schemas(config)
-    rows = usable_prompts(sources, config, inputs.tokenizer, tools, inputs.vocab_size)
+    rows = usable_prompts(
+        sources,
+        config,
+        inputs.tokenizer,
+        tools,
+        inputs.vocab_size,
+    )
     new_stream = partial(PromptStream, rows, config)
     stream = resumed_stream(new_stream, inputs.saved_state, config.allow_changes)
     form = learned_form(config, inputs.tokenizer)
@@ -248,7 +254,11 @@ def reference_folder(config: GRPOConfig, inputs: Inputs) -> str:
     if not config.model.reference_path:
         return inputs.model_folder
     folder = hf_folder.resolve_folder(config.model.reference_path)
-    hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
+    hf_folder.check_folder(
+        folder,
+        config.max_sequence_tokens,
+        config.reference_tensor_parallel,
+    )
     hf_folder.check_reference(folder, inputs.model_folder, inputs.tokenizer)
     return config.model.reference_path
 
@@ -296,7 +306,12 @@ def held_out_prompts(config: RunConfig, inputs: Inputs) -> list[Prompt]:
 
 def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
     """Start the reward processes, and refuse what would fail only when the engine starts or an evaluation ends."""
-    scorer = Scorer(config, inputs.model_folder, inputs.tokenizer, inputs.form.end_token_ids)
+    scorer = Scorer(
+        config,
+        inputs.model_folder,
+        inputs.tokenizer,
+        inputs.form.end_token_ids,
+    )
     check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder))
     if config.environment.enabled:
         check_environment(config, inputs.tokenizer, scorer.stop_token_ids)
@@ -363,7 +378,13 @@ def check_environment(
     """Refuse an environment whose class, functions or chat template cannot be used, and print what it is."""
     toolboxes = load_toolboxes(config.environment)
     style = call_style(tokenizer, config.environment, toolboxes)
-    turns = turns_of(tokenizer, config.environment, config.data, stop_token_ids, toolboxes)
+    turns = turns_of(
+        tokenizer,
+        config.environment,
+        config.data,
+        stop_token_ids,
+        toolboxes,
+    )
     has_other_reward = config.reward.weights or config.algorithm.distill_coef
     for name, toolbox in toolboxes.items():
         if not (toolbox.has_reward or has_other_reward):

@@ -75,7 +75,13 @@ def fit_to_machine(
     layout: which ranks do what; without trainers only the engines are decided. folder: the model's. reward_model: the
     folder or hub name of the reward model. Only a config.json is read of each.
     """
-    config, verdicts = _judge(config, layout, folder, reward_model, look_at_device())
+    config, verdicts = _judge(
+        config,
+        layout,
+        folder,
+        reward_model,
+        look_at_device(),
+    )
     for verdict in verdicts:
         if not verdict.fits:
             print(f"warning: {verdict}", flush=True)
@@ -166,7 +172,12 @@ def check_versions() -> Verdict:
             package += f", pinned is {pinned}"
             fits = False
         packages.append(package)
-    return Verdict("versions", fits, "; ".join(packages), "install what is pinned: bash launch/setup.sh")
+    return Verdict(
+        "versions",
+        fits,
+        "; ".join(packages),
+        "install what is pinned: bash launch/setup.sh",
+    )
 
 
 def check_gpus(config: Config, device: Device) -> Verdict:

@@ -132,7 +132,13 @@ class Scorer:
         rollouts = [self._with_environment(rollout) for rollout in self.pool.collect()]
         weight = self.pool.config.model_weight
         for place, (score, failure) in enumerate(model_scores):
-            rollouts[place] = with_value(rollouts[place], REWARD_MODEL, weight, score, failure)
+            rollouts[place] = with_value(
+                rollouts[place],
+                REWARD_MODEL,
+                weight,
+                score,
+                failure,
+            )
         check_lost(rollouts)
 
         warnings = failure_lines(rollouts)

@@ -139,13 +139,22 @@ class Session:
             inputs = self.read_inputs(config, self.script, "")
             if config.checkpoint.push_to_hub and self.layout.num_trainers:
                 self.repository = open_repository(config.checkpoint.push_to_hub)
-            self.lock = begin_run(config, self.script, inputs.step)  # another run may have begun there meanwhile
+            self.lock = begin_run(
+                config,
+                self.script,
+                inputs.step,
+            )  # another run may have begun there meanwhile
             forget_old_stop(config.run_dir)
             self.run_log = self._open_log(inputs.step)  # W&B may refuse
         self.inputs = inputs
         self.num_skipped = 0  # in a row
         self.last_line = f"done; everything is in {config.run_dir}"
-        fitted = fit_to_machine(config, self.layout, inputs.model_folder, inputs.reward_model)
+        fitted = fit_to_machine(
+            config,
+            self.layout,
+            inputs.model_folder,
+            inputs.reward_model,
+        )
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {inputs.step}", flush=True)
         return Start(fitted, inputs.for_all_ranks())
 
@@ -188,7 +197,11 @@ class Session:
             if inputs.reference_folder:
                 reference_folder = fetch_folder(inputs.reference_folder, roles.control)
             if inputs.reward_model:
-                reward_folder = fetch_folder(inputs.reward_model, roles.control, scores=True)
+                reward_folder = fetch_folder(
+                    inputs.reward_model,
+                    roles.control,
+                    scores=True,
+                )
 
         self.saved_step = inputs.step
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
@@ -220,9 +233,18 @@ class Session:
                 )
                 if config.reference_moves:
                     algorithm = config.algorithm
-                    trainer.lead(reference.model, algorithm.reference_interval, algorithm.reference_mixture)
+                    trainer.lead(
+                        reference.model,
+                        algorithm.reference_interval,
+                        algorithm.reference_mixture,
+                    )
             if inputs.reward_model and roles.learns:
-                self.reward_model = RewardModel(config.model, config.trainer, reward_folder, roles)
+                self.reward_model = RewardModel(
+                    config.model,
+                    config.trainer,
+                    reward_folder,
+                    roles,
+                )
                 if inputs.scorer:
                     inputs.scorer.reward_model = self.reward_model
         with timer.startup("waiting for the other ranks"):
@@ -384,7 +406,12 @@ class Session:
         """Write the model's folder, unless `checkpoint.export` is off. Collective over the trainers."""
         if self.config.checkpoint.export and trainer:
             model_dir = pathlib.Path(self.config.run_dir) / "model"
-            export_hf(trainer.model, model_dir, trainer.dtype, self.inputs.form)
+            export_hf(
+                trainer.model,
+                model_dir,
+                trainer.dtype,
+                self.inputs.form,
+            )
             self.is_exported = True
 
     def end(self, generator: Generator | None) -> None:

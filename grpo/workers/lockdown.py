@@ -120,12 +120,12 @@ def _reading_capability() -> list[int]:
 
 
 @functools.cache
-def interpreter_places() -> tuple[str, ...]:
+def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
     """Return the files and folders of the interpreter, its environments and the system's loader and libraries.
 
     Of a prefix only the folders of programs and libraries, since an environment may have been made in a project.
     """
-    path = sys.executable
+    path = executable
     links = [path]  # a virtual environment's python is a link, perhaps to another link
     while os.path.islink(path):
         target = os.path.join(os.path.dirname(path), os.readlink(path))
