@@ -20,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import tyro
@@ -306,8 +305,8 @@ def answers_before_and_after(run_dir: pathlib.Path) -> list[str]:
     path = run_dir / EVALUATION
     if not path.is_file():
         return []
-    first: dict[Any, Record] = {}
-    last: dict[Any, Record] = {}
+    first = {}
+    last = {}
     for record in read_lines(path, ""):
         if record.get("kind") == "greedy":
             row = (record.get("source"), record["row"])

@@ -497,20 +497,25 @@ class AlgorithmConfig:
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
-# Values that make a loss the algorithm of its paper
-PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "grpo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
-    "dr_grpo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2},
-    "dapo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28},
-    "gspo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
-    # MiniMax-M1 has no lower bound and does not say its upper one; 1 + 4 is that of ScaleRL (arXiv:2510.13786)
-    "cispo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
-    "sapo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
-    "reinforce": {"advantages": "group_mean", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
-    "dppo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2}
-    | {"old_logprobs": "generator"},
+GRPO_DEFAULTS: dict[str, Any] = {
+    "advantages": "group_std",
+    "aggregation": "sequence_mean",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
 }
-OWN_LOSS_DEFAULTS = PAPER_DEFAULTS["grpo"]  # for a loss from a user's file
+# Values that make a loss the algorithm of its paper, by what differs from GRPO
+PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": GRPO_DEFAULTS,
+    "dr_grpo": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "fixed_horizon"},
+    "dapo": GRPO_DEFAULTS | {"aggregation": "token_mean", "clip_high": 0.28},
+    "gspo": GRPO_DEFAULTS | {"clip_low": 3e-4, "clip_high": 4e-4},
+    # MiniMax-M1 has no lower bound and does not say its upper one; 1 + 4 is that of ScaleRL (arXiv:2510.13786)
+    "cispo": GRPO_DEFAULTS | {"aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    "sapo": GRPO_DEFAULTS,
+    "reinforce": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "token_mean"},
+    "dppo": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "fixed_horizon", "old_logprobs": "generator"},
+}
+OWN_LOSS_DEFAULTS = GRPO_DEFAULTS  # for a loss from a user's file
 
 
 ADVANTAGES = ("group_std", "group_mean", "batch_std", "rloo", "gdpo", "maxrl", "return_to_go", "none")

@@ -115,7 +115,7 @@ def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
 
 def _names(rows: Rows) -> list[str]:
     """List the columns of the first rows; entries of tables are paths."""
-    names: dict[str, None] = {}  # a dict, because a set has no fixed order
+    names = {}  # a dict, because a set has no fixed order
     for row in itertools.islice(rows, LISTED_ROWS):
         for name, value in row.items():
             if isinstance(value, dict):
@@ -357,7 +357,7 @@ def _refuse_or_warn(
     data: DataConfig,
 ) -> None:
     """Raise ValueError about rows that cannot be used (index -> reason), or warn of them if `data.bad_rows` is skip."""
-    numbers_by_reason: dict[str, list[int]] = {}
+    numbers_by_reason = {}
     for row, reason in sorted(bad_rows.items()):
         numbers_by_reason.setdefault(reason, []).append(row + 1)
     reasons = []

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from grpo.types import SharedPrompts, TrainBatch
 
@@ -48,7 +47,7 @@ def repeated_prompts(batch: TrainBatch) -> RepeatedPrompts | None:
     ids = batch.ids_N.numpy()
     counts = batch.loss_mask_N.numpy()
     lengths = batch.prompt_lengths_S.tolist()
-    first_of: dict[bytes, int] = {}
+    first_of = {}
     first_S = []
     for index, start in enumerate(batch.starts_S.tolist()):
         prompt = slice(start, start + lengths[index])
@@ -112,7 +111,7 @@ def shared_keys(documents: Sequence[Document]) -> SharedPrompts:
     """Find out which keys each document attends to. `documents` are all of a micro-batch, in order."""
     keys = []
     own = []
-    uses: dict[Document, list[Tensor]] = {}
+    uses = {}
     starts = [0]
     for document in documents:
         place = starts[-1]

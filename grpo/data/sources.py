@@ -134,7 +134,7 @@ def _call_function(source: Source) -> Rows:
     split, _, part = source.split.partition("[")
     end = re.fullmatch(r"\d*:(\d+)\]", part)
     max_rows = int(end[1]) if end else MAX_FUNCTION_ROWS
-    lines: list[str] = []
+    lines = []
     try:
         for row in itertools.islice(function(split), max_rows):
             if not isinstance(row, dict):

@@ -57,7 +57,7 @@ def parse(text: str, style: str) -> list[ToolCall | str]:
     the end of the turn, and a </think> without a beginning ends a thought that began with the turn. Inside JSON texts
     neither these tags nor those of calls have a meaning.
     """
-    calls: list[ToolCall | str] = []
+    calls = []
     position = 0
     in_thought = False
     while mark := MARKS[style].search(text, position):
@@ -115,7 +115,7 @@ def style_of(template: str) -> str:
 
 def _read_objects(text: str, position: int) -> tuple[list[ToolCall | str], int]:
     """Read the JSON objects from `position` on. Returns their calls, and the position after them."""
-    calls: list[ToolCall | str] = []
+    calls = []
     while text.startswith("{", position):
         start = position
         try:

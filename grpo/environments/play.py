@@ -331,7 +331,7 @@ def play(
     delay = math.inf if config.rounds else config.answer_steps
     # rollout that waits for its next turn -> first step at which it may begin
     begins_at = dict.fromkeys(range(num_rollouts), 0.0)
-    all_ids: list[list[int]] = [[] for _ in range(num_rollouts)]
+    all_ids = [[] for _ in range(num_rollouts)]
     num_prompt_tokens = [0] * num_rollouts
     step = 0.0
 

@@ -45,7 +45,7 @@ def push(config: RunConfig, repository: str) -> str:
 
 def model_card(config: RunConfig, repository: str, run_dir: pathlib.Path) -> str:
     """Write a model's card: its base, what was measured first and last, and the recipe."""
-    measured: dict[str, list[tuple[int, float]]] = {}
+    measured = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         for name, value in record.items():

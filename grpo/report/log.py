@@ -103,7 +103,7 @@ class RunLog:
 
         If there are several held-out sets (`eval/SET/accuracy`), each has its own line on the console.
         """
-        lines: dict[str, str] = {}
+        lines = {}
         for name, value in metrics.items():
             if name.endswith("_stderr"):
                 continue

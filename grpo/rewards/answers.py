@@ -138,8 +138,8 @@ def _answer_tags(text: str) -> list[Span]:
 
 def _boxes(text: str) -> list[Span]:
     """Find the outermost boxes that are not empty, in order. One that is cut off comes last and has no content."""
-    closed: list[tuple[int, int, int, int]] = []  # start, start and end of the content, end
-    opened: list[tuple[bool, int, int]] = []  # whether it is a box, start, start of the content
+    closed = []  # start, start and end of the content, end
+    opened = []  # whether it is a box, start, start of the content
     for match in _BOX_OR_BRACE.finditer(text):
         token = match[0]
         if match["bare"]:

@@ -136,7 +136,7 @@ def code_reward(
 
 def _last_program(text: str) -> str | None:
     """Return the last closed ```python block, or else the last without a language. Blocks are read line by line."""
-    last_blocks: dict[str, str] = {}
+    last_blocks = {}
     language = None
     for line in text.splitlines(keepends=True):
         fence = line.strip()

@@ -82,7 +82,7 @@ class RewardPool:
         if self._rollouts is not None:
             raise RuntimeError(f"{len(self._rollouts)} rollouts were submitted and not collected")
         self._scopes = []
-        calls: dict[bool, list[Call]] = {confined: [] for confined in self.workers}
+        calls = {confined: [] for confined in self.workers}
         sizes = {"step": len(rollouts), "group": group_size, "completion": 1}
         for scope, size in sizes.items():  # long calls first, because short ones fill the gaps
             names = [name for name, function in self.functions.items() if called_with(function) == scope]
@@ -115,8 +115,8 @@ class RewardPool:
         """
         rollouts = self._rollouts
         self._rollouts = None
-        rewards: list[dict[str, float | None]] = [dict.fromkeys(self.functions) for _ in rollouts]
-        failures: list[dict[str, str]] = [{} for _ in rollouts]
+        rewards = [dict.fromkeys(self.functions) for _ in rollouts]
+        failures = [{} for _ in rollouts]
         for workers in self.workers.values():
             for outcome in workers.collect():
                 scope = self._scopes[outcome["call"]]
@@ -174,7 +174,7 @@ def call_columns(
 
 def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
     """Return EPISODE_COLUMNS: the model's turns, all messages, and twice what the environment says about itself."""
-    columns: dict[str, list] = {name: [] for name in EPISODE_COLUMNS}
+    columns = {name: [] for name in EPISODE_COLUMNS}
     for rollout in rollouts:
         episode = rollout.completion.episode
         messages = list(as_messages(rollout.prompt.content))

@@ -38,7 +38,7 @@ def sync_weights(
 
     Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.
     """
-    tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
+    tensors = iter(())
     if roles.weights:
         tensors = over_bridge(trainer, roles)
     elif trainer:
