@@ -83,18 +83,29 @@ def train(config: SFTConfig, session: Session) -> None:
 
 
 def label_objective(
-    micro: MicroBatch, logprobs_BT: Tensor, entropy_BT: Tensor, *, denominator: float
+    micro: MicroBatch,
+    logprobs_BT: Tensor,
+    entropy_BT: Tensor,
+    *,
+    denominator: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's part of the mean negative log-prob of the labels, and no metrics."""
-    return -logprobs_BT.where(micro.loss_mask_BT, 0).sum() / denominator, {}
+    loss = -logprobs_BT.where(micro.loss_mask_BT, 0).sum() / denominator
+    return loss, {}
 
 
-def validate(driver: SFTDriver, trainer: Trainer, held_out: dict[str, TrainBatch], step: int) -> None:
+def validate(
+    driver: SFTDriver,
+    trainer: Trainer,
+    held_out: dict[str, TrainBatch],
+    step: int,
+) -> None:
     """Log the mean negative log-prob of each held-out set's labels. Every rank calls it."""
     losses = {}
     for name, batch in held_out.items():
         logprobs_N = trainer.logprobs(batch)  # every rank gets those of the whole set
-        losses[name] = -logprobs_N[batch.loss_mask_N].double().mean().item()
+        of_labels_N = logprobs_N[batch.loss_mask_N].double()
+        losses[name] = -of_labels_N.mean().item()
     driver.log_validation(step, losses)
 
 

@@ -1,9 +1,11 @@
 """Texts and numbers for a reader: short, on one line, and without characters that act on a terminal or mislead.
 
 Everything that a model wrote or that stands in a data set goes through `printable` before a person reads it.
+A text in a file is replaced as a whole.
 """
 
 import math
+import pathlib
 import re
 
 # Ranges of code points. Line breaks and tabs stay.
@@ -64,6 +66,15 @@ def compact_duration(seconds: float) -> str:
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"
     return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def replace_file(path: pathlib.Path, text: str) -> None:
+    """Write a file atomically: a crash leaves the old one or the new one. Follow no link that somebody put there."""
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.unlink(missing_ok=True)
+    with open(partial, "x", encoding="utf-8") as file:  # "x" does not write through a link
+        file.write(text)
+    partial.replace(path)
 
 
 def _escape(match: re.Match) -> str:

@@ -161,11 +161,8 @@ class Encoder:
 
         tokens = tokenize(self.tokenizer, list(itertools.chain(*texts_by_row)))
         for encoded, texts in zip(results, texts_by_row, strict=True):
-            if not texts:
-                continue
-            row_tokens = next(tokens)
-            teacher_tokens = next(tokens) if self.teacher_template else None
-            self._keep(encoded, row_tokens, teacher_tokens)
+            if texts:
+                self._keep(encoded, [next(tokens) for _ in texts])
         return results
 
     def _write(self, example: Example, encoded: Encoded) -> list[Written]:
@@ -195,17 +192,12 @@ class Encoder:
             prompts.append(teacher_prompt(example, self.teacher_template))
         return [write_prompt(self.tokenizer, self.data, prompt, example.tools, tools) for prompt in prompts]
 
-    def _keep(
-        self,
-        encoded: Encoded,
-        tokens: Tokens,
-        teacher_tokens: Tokens | None = None,
-    ) -> None:
-        """Fill `encoded` with the tokens of a row, or with the reason why they cannot be used."""
-        ids, mask = tokens
+    def _keep(self, encoded: Encoded, tokens: list[Tokens]) -> None:
+        """Fill `encoded` with the tokens of a row, and of its teacher's prompt, or with why they cannot be used."""
+        ids, mask = tokens[0]
         teacher_ids = []
-        if teacher_tokens:
-            teacher_ids, _ = teacher_tokens
+        if self.teacher_template:
+            teacher_ids, _ = tokens[1]
         encoded.num_tokens = max(len(ids), len(teacher_ids))
         if self.truncates:
             ids = ids[: self.max_tokens]

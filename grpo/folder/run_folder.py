@@ -27,6 +27,7 @@ from typing import Any
 
 from grpo.config.fields import RunConfig
 from grpo.config.recipes import as_recipe, written_fields
+from grpo.text import replace_file
 
 MARKER = "run.json"
 LOCK = "run.lock"
@@ -162,7 +163,7 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
         "commit": commit,
         "config": written_fields(config),
     }
-    _write(folder / MARKER, json.dumps(marker, indent=2) + "\n")
+    replace_file(folder / MARKER, json.dumps(marker, indent=2) + "\n")
 
     recipe = as_recipe(config)
     saved = folder / CONFIG
@@ -171,7 +172,7 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
     may_differ = config.resume and step and saved.is_file() and not earlier.exists()
     if may_differ and saved.read_text("utf-8") != recipe:
         saved.rename(earlier)
-    _write(saved, recipe)
+    replace_file(saved, recipe)
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     short_commit = commit[:10] if commit else "unknown"
     print(f"{packages}; commit {short_commit}", flush=True)
@@ -252,14 +253,6 @@ def _delete(path: pathlib.Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    """Replace a file atomically: a crash leaves the old one or the new one."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with open(partial, "x", encoding="utf-8") as file:  # "x", so that a link which somebody put there is not followed
-        file.write(text)
-    partial.replace(path)
 
 
 def installed_version(package: str) -> str | None:

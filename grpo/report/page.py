@@ -18,6 +18,7 @@ from typing import Any
 
 from grpo.data.chat import open_tokenizer
 from grpo.data.recorded import batch_path, read_step
+from grpo.text import replace_file
 from grpo.types import Record, TrainBatch
 
 TEMPLATE = pathlib.Path(__file__).with_name("page.html")
@@ -61,11 +62,9 @@ def write_page(
     template = TEMPLATE.read_text(encoding="utf-8")
     page = template.replace(DATA, data, 1)
 
-    partial = run_dir / "look.html.tmp"
-    partial.unlink(missing_ok=True)
-    with open(partial, "x", encoding="utf-8") as file:  # "x" does not write through a link that somebody put there
-        file.write(page)
-    return partial.replace(run_dir / "look.html")
+    path = run_dir / "look.html"
+    replace_file(path, page)
+    return path
 
 
 def _step_and_kind(record: Record) -> tuple[int, str]:
