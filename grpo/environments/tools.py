@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function, near_miss
+from grpo.config.values import fits
 from grpo.environments.builtin import calculator, python_tool
 from grpo.environments.calls import ToolCall
 from grpo.text import one_line
@@ -325,8 +326,8 @@ def _has_type(value: Any, hint: Any) -> bool:
     """Check that a JSON value has the type of a hint. Hints that JSON has no values for allow every value."""
     kind = typing.get_origin(hint) or hint
     parts = typing.get_args(hint)
-    if kind is Literal:
-        return value in parts
+    if kind in (Literal, int, float):
+        return fits(value, hint)
     if kind in (typing.Union, types.UnionType):
         return any(_has_type(value, part) for part in parts)
     if kind is tuple:
@@ -334,8 +335,6 @@ def _has_type(value: Any, hint: Any) -> bool:
     if kind is list:
         item_hint = parts[0] if parts else None
         return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
-    if kind in (int, float):  # True is an int in Python
-        return isinstance(value, (int, kind)) and not isinstance(value, bool)
     if kind in (str, bool, dict, type(None)):
         return isinstance(value, kind)
     return True

@@ -133,8 +133,8 @@ class RunLog:
         chosen = spread_by_reward(records, NUM_SAMPLES)
         samples = [describe(record, short=True) for record in chosen]
         heading = f"===== step {step} ".ljust(120, "=")
-        text = "\n\n".join([heading, *samples])
-        self._append("samples.txt", f"{text}\n\n")
+        text = "\n\n".join([heading, *samples, ""])
+        self._append("samples.txt", text)
         if self.tensorboard:
             text = "\n\n".join(samples)
             text = textwrap.indent(text, "    ")  # because Markdown then shows it as it is
@@ -145,7 +145,8 @@ class RunLog:
 
             rows = [[sample] for sample in samples]
             table = wandb.Table(columns=["sample"], data=rows)
-            self.wandb.log({"step": step, "samples": table})
+            record = {"step": step, "samples": table}
+            self.wandb.log(record)
 
     def evaluation_completions(
         self,
@@ -207,7 +208,8 @@ class RunLog:
         self._append(name, "".join(lines))
 
     def _append(self, name: str, text: str) -> None:
-        with open(self.run_dir / name, "a", encoding="utf-8") as file:
+        path = self.run_dir / name
+        with open(path, "a", encoding="utf-8") as file:
             file.write(text)
 
     def _progress(self, step: int) -> str:
@@ -228,7 +230,8 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
     with open(path, "rb") as old, open(new_path, "wb") as new:
         for line in old if step else ():
             try:
-                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                is_whole = line.endswith(b"\n")
+                if is_whole and json.loads(line)["step"] <= step:
                     new.write(line)
             except (ValueError, TypeError, LookupError, RecursionError):
                 num_damaged += 1

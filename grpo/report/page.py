@@ -54,7 +54,11 @@ def write_page(
             }
         )
         pieces.append(_packed(records))
-    overview = {"name": str(run_dir), "metrics": metrics, "steps": steps}
+    overview = {
+        "name": str(run_dir),
+        "metrics": metrics,
+        "steps": steps,
+    }
     pieces.insert(0, _packed(overview))
 
     tags = [f'<script type="text/plain" id="piece-{i}">{piece}</script>' for i, piece in enumerate(pieces)]
@@ -82,14 +86,15 @@ def add_tokens(
     The sequences of the batch are in the records' order. A record without an advantage is out of the loss; its batch
     does not say so, because it was recorded before the advantages. A log-prob is None where no token was sampled.
     """
-    starts = (batch.starts_S + batch.prompt_lengths_S).tolist()
-    ends = (batch.starts_S + batch.lengths_S).tolist()
+    starts_S = batch.starts_S + batch.prompt_lengths_S
+    ends_S = batch.starts_S + batch.lengths_S
     # a sampled token is not in the mask if its log-prob is not finite
     sampled_N = batch.loss_mask_N | ~batch.generator_logprobs_N.isfinite()
     logprobs_N = {"generator": batch.generator_logprobs_N}
     if batch.ref_logprobs_N is not None:
         logprobs_N["reference"] = batch.ref_logprobs_N
-    for record, start, end in zip(records, starts, ends, strict=True):
+    places_S = zip(starts_S.tolist(), ends_S.tolist(), strict=True)
+    for record, (start, end) in zip(records, places_S, strict=True):
         places = slice(start, end)
         mask_T = batch.loss_mask_N[places]
         in_loss_T = mask_T & (record["advantage"] is not None)

@@ -46,13 +46,14 @@ def rollout_metrics(
     answers, None if none does.
     """
     rewards = [r.reward for r in rollouts if r.reward is not None]
+    num_failed = sum(bool(r.failures) for r in rollouts)
     lengths = [r.completion.num_tokens for r in rollouts]
     prompt_lengths = [len(r.prompt_ids_T) for r in rollouts]
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": math.nan,
         "reward/none_count": len(rollouts) - len(rewards),
-        "reward/failed_count": sum(bool(r.failures) for r in rollouts),
+        "reward/failed_count": num_failed,
         "completion/length_mean": _mean(lengths),
         "completion/length_max": max(lengths),
         "completion/truncated_frac": truncated_frac(rollouts),
@@ -100,10 +101,11 @@ def episode_metrics(rollouts: list[Rollout]) -> Scalars:
     episodes = [r.completion.episode for r in rollouts]
     num_turns = [len(e["turns"]) for e in episodes]
     is_lost = [bool(e["failure"]) for e in episodes]
+    seconds = [e["waited"] for e in episodes]
     metrics = {
         "environment/turns": _mean(num_turns),
         "environment/lost_count": sum(is_lost),
-        "time/environment": _mean(e["waited"] for e in episodes),
+        "time/environment": _mean(seconds),
     }
     for event in EVENTS:
         counts = [e["counts"].get(event, 0) for e in episodes]
@@ -205,11 +207,12 @@ def evaluation_metrics(
 
     accuracy = num_passed(greedy) / len(greedy)
     variance = accuracy * (1 - accuracy) / len(greedy)
+    lengths = [r.completion.num_tokens for r in greedy]
     metrics = {
         "eval/accuracy": accuracy,
         "eval/accuracy_stderr": math.sqrt(variance),
         "eval/reward_mean": reward_mean(greedy),
-        "eval/completion_length_mean": _mean(r.completion.num_tokens for r in greedy),
+        "eval/completion_length_mean": _mean(lengths),
         "eval/truncated_frac": truncated_frac(greedy),
         "eval/none_count": sum(r.reward is None for r in greedy),
     }
@@ -225,8 +228,9 @@ def evaluation_metrics(
     for k in passes(num_samples):
         estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P]
         metrics[f"eval/pass_at_{k}"] = statistics.fmean(estimates_P)
+    lengths = [r.completion.num_tokens for r in samples]
     metrics["eval/sample_reward_mean"] = reward_mean(samples)
-    metrics["eval/sample_length_mean"] = _mean(r.completion.num_tokens for r in samples)
+    metrics["eval/sample_length_mean"] = _mean(lengths)
     return metrics
 
 
@@ -319,7 +323,8 @@ def measured_metrics(
 
 def sequence_advantages(batch: TrainBatch) -> list[float | None]:
     """Return the mean advantage of each sequence's loss tokens; None for a sequence that is excluded."""
-    values_N = batch.advantages_N.double().where(batch.loss_mask_N, 0)
+    values_N = batch.advantages_N.double()
+    values_N = values_N.where(batch.loss_mask_N, 0)
     zeros_S = torch.zeros(batch.num_sequences, dtype=torch.float64)
     sums_S = zeros_S.index_add(0, batch.owner_N, values_N)
     means_S = sums_S / batch.num_loss_tokens_S

@@ -41,8 +41,12 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
     records = []
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         completion = rollout.completion
-        rewards = {name: finite_or_none(value) for name, value in rollout.rewards.items()}
-        failures = {name: without_surrogates(reason) for name, reason in rollout.failures.items()}
+        rewards = {}
+        for name, value in rollout.rewards.items():
+            rewards[name] = finite_or_none(value)
+        failures = {}
+        for name, reason in rollout.failures.items():
+            failures[name] = without_surrogates(reason)
         record = {
             "row": rollout.prompt.row,
             "prompt": without_surrogates(prompt),
@@ -179,13 +183,14 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
                 texts_by_style[style].append(turn["text"])
     if not texts_by_style:
         return ""
-    style = max(texts_by_style, key=lambda style: len(texts_by_style[style]))
+    counts = {style: len(texts) for style, texts in texts_by_style.items()}
+    style = max(counts, key=counts.get)
     texts = texts_by_style[style]
     opening, _ = TAGS.get(style, ("{", "}"))
     first = texts[0]
     start = first.find(opening)
     example = _one_line(first[start:])
-    num_unread = sum(map(len, texts_by_style.values()))
+    num_unread = sum(counts.values())
     return (
         f"{num_unread} of {num_turns} turns call a tool in a form that is not read, beside {num_read} calls that "
         f"are; --environment.calls {style} reads {len(texts)} of them, such as {example!r}"
@@ -200,8 +205,10 @@ def failure_lines(rollouts: list[Rollout]) -> list[str]:
             failed_by_function[function].append(rollout)
     lines = []
     for function, failed in failed_by_function.items():
-        texts = [_one_line(r.failures[function]) for r in failed]
-        counts = collections.Counter(texts)
+        counts = collections.Counter()
+        for rollout in failed:
+            reason = _one_line(rollout.failures[function])
+            counts[reason] += 1
         most_frequent = counts.most_common(NUM_REASONS)
         reasons = ", ".join(f"{reason} ({count})" for reason, count in most_frequent)
         lines.append(

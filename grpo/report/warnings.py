@@ -183,7 +183,9 @@ class CurveReader:
             if value is not None and math.isfinite(value):
                 finite[name] = value
                 self.history[name].append(value)
-        warnings = {rule.__name__: rule(self.history) for rule in RULES}
+        warnings = {}
+        for rule in RULES:
+            warnings[rule.__name__] = rule(self.history)
         for name in finite:
             if name.startswith("eval/") and name.endswith("accuracy"):
                 warnings[name] = self._accuracy_warning(name, finite)
@@ -200,9 +202,11 @@ class CurveReader:
         """Take in the accuracy `name` of an evaluation. Returns a warning if it was lost."""
         rewards = self.history["reward/mean"]
         evaluations = self.evaluations[name]
-        if evaluations and rewards and math.isnan(evaluations[0].reward):  # made before the first step
-            reward_after = statistics.fmean(rewards[:WINDOW])
-            evaluations[0] = evaluations[0]._replace(reward=reward_after)
+        if evaluations and rewards:
+            first = evaluations[0]
+            if math.isnan(first.reward):  # made before the first step
+                reward_after = statistics.fmean(rewards[:WINDOW])
+                evaluations[0] = first._replace(reward=reward_after)
         reward_before = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
         now = Evaluation(
             accuracy=metrics[name],
