@@ -162,7 +162,8 @@ def load_functions(
                 f"unknown reward function {name!r}{near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
                 "your own is written path/file.py:function"
             )
-        functions[name] = _bind_options(name, function, config.options.get(name, {}), facts, columns)
+        options = config.options.get(name, {})
+        functions[name] = _bind_options(name, function, options, facts, columns)
     return functions
 
 
@@ -174,7 +175,8 @@ def try_built_ins(
 
     Raises ValueError if it cannot read a column, such as a list as the answer.
     """
-    row = {name: [value] for name, value in (dict.fromkeys(EXTRA_COLUMNS, 0) | dict(columns)).items()}
+    values = dict.fromkeys(EXTRA_COLUMNS, 0) | dict(columns)
+    row = {name: [value] for name, value in values.items()}
     for name, function in functions.items():
         if is_built_in(function):
             arguments, named = call_arguments(function, [""], row)
@@ -302,7 +304,8 @@ def load_caller(
     max_completion_tokens: int,
 ) -> Callable[..., list[float | None]]:
     """Load the functions into this process, confined or not. Returns a function that calls one of them by name."""
-    private_folders = sorted({os.path.realpath(path) for path in sys.path if lockdown.is_private(path)})
+    private_paths = filter(lockdown.is_private, sys.path)
+    private_folders = sorted(set(map(os.path.realpath, private_paths)))
     if confined:
         confine()
     try:
@@ -351,7 +354,13 @@ def confine() -> None:
 
 def readable_places() -> tuple[str, ...]:
     """Return what built-in functions may read: all that programs may read, installed packages, and this package."""
-    return tuple(sorted({*lockdown.interpreter_places(), *lockdown.package_places(), "/dev/urandom", _PACKAGE}))
+    places = {
+        *lockdown.interpreter_places(),
+        *lockdown.package_places(),
+        "/dev/urandom",
+        _PACKAGE,
+    }
+    return tuple(sorted(places))
 
 
 def make_call(
