@@ -190,7 +190,17 @@ class Encoder:
         prompts = [example.prompt]
         if self.teacher_template:
             prompts.append(teacher_prompt(example, self.teacher_template))
-        return [write_prompt(self.tokenizer, self.data, prompt, example.tools, tools) for prompt in prompts]
+        texts = []
+        for prompt in prompts:
+            text = write_prompt(
+                self.tokenizer,
+                self.data,
+                prompt,
+                example.tools,
+                tools,
+            )
+            texts.append(text)
+        return texts
 
     def _keep(self, encoded: Encoded, tokens: list[Tokens]) -> None:
         """Fill `encoded` with the tokens of a row, and of its teacher's prompt, or with why they cannot be used."""

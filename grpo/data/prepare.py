@@ -205,7 +205,8 @@ def load_eval_prompts(
         rows = _prompt_rows(source, data)
         encoded = _encode_usable(rows, encoder, max_rows=evaluation.num_prompts)
         for row in encoded.usable:
-            prompts.append(as_prompt(encoded.get(row), len(prompts), row, source.label))
+            prompt = as_prompt(encoded.get(row), len(prompts), row, source.label)
+            prompts.append(prompt)
     return prompts
 
 

@@ -354,7 +354,8 @@ def tools_of(row: Row, path: str) -> Tools | None:
 def without_none(value: Any) -> Any:
     """Drop entries that are None, at any depth: a table gives each row all entries that any row has."""
     if isinstance(value, dict):
-        return {key: without_none(entry) for key, entry in value.items() if entry is not None}
+        known = {key: entry for key, entry in value.items() if entry is not None}
+        return {key: without_none(entry) for key, entry in known.items()}
     if isinstance(value, list):
         return [without_none(entry) for entry in value]
     return value
@@ -403,12 +404,17 @@ def _message(message: Any, place: str) -> Message:
     content = message.get("content")
     if content is None and calls:
         content = ""
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        content = "".join(str(part["text"]) for part in content)
+    if isinstance(content, list):
+        texts = [str(part["text"]) for part in content if isinstance(part, dict) and "text" in part]
+        if len(texts) == len(content):
+            content = "".join(texts)
     _check_kind(content, f"{place}, content", str)
     message["content"] = content
     if calls:
-        message["tool_calls"] = [_tool_call(call, f"{place}, tool call {n}") for n, call in enumerate(calls, 1)]
+        message["tool_calls"] = []
+    for number, call in enumerate(calls, 1):
+        tool_call = _tool_call(call, f"{place}, tool call {number}")
+        message["tool_calls"].append(tool_call)
     return message
 
 

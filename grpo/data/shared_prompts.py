@@ -142,7 +142,8 @@ def shared_keys(documents: Sequence[Document]) -> SharedPrompts:
     padded = []
     for uses_RU in uses_by_document:
         num_missing = num_uses - uses_RU.shape[1]
-        padded.append(torch.nn.functional.pad(uses_RU, (0, num_missing), value=-1))
+        uses_RU = torch.nn.functional.pad(uses_RU, (0, num_missing), value=-1)
+        padded.append(uses_RU)
     key_starts = torch.tensor(starts, dtype=torch.int32)
     return SharedPrompts(
         keys_K=torch.cat(keys),

@@ -151,8 +151,9 @@ def _call_function(source: Source) -> Rows:
             f"{source.path}:{split}[:10000]"
         )
     lines = _part_of({split: lines}, source)
-    checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
-    return _in_memory(lines, replace(source, revision=checksum))
+    content = "\n".join(lines).encode()
+    checksum = hashlib.sha256(content).hexdigest()
+    return _in_memory(lines, replace(source, revision=checksum[:8]))
 
 
 def _no_rows(source: Source) -> ValueError:
@@ -228,7 +229,8 @@ def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[
         _check_text(path)
     rows = {}
     for split, paths in files.items():
-        rows[split] = list(itertools.chain.from_iterable(map(READERS[kind], paths)))
+        rows_of_files = map(READERS[kind], paths)
+        rows[split] = list(itertools.chain(*rows_of_files))
     return _part_of(rows, source)
 
 
@@ -277,7 +279,8 @@ def _read_csv(path: str) -> list[Row]:
                     f"{path}, line {reader.line_num}: {len(cells)} cells, the header has {len(names)}; put cells with "
                     'commas or line breaks in "quotes"'
                 )
-            rows.append({name: cell or None for name, cell in zip(names, cells, strict=True)})
+            values = [cell or None for cell in cells]
+            rows.append(dict(zip(names, values, strict=True)))
     return rows
 
 

@@ -95,7 +95,8 @@ class Order:
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the rows, what is known of them, and the facts that it belongs to; fit for JSON."""
         state = {name: getattr(self, name) for name in (*BELONGS_TO, "num_drawn")}
-        return state | {"seen": [[row, *astuple(seen)] for row, seen in self.seen.items()]}
+        state["seen"] = [[row, *astuple(seen)] for row, seen in self.seen.items()]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
@@ -116,7 +117,8 @@ class Stream:
         """Begin with the first row of each source. sources: from `usable_prompts` or `usable_chats`."""
         self.orders = {rows.source.label: Order(rows, config) for rows in sources}
         self._owed = dict.fromkeys(self.orders, 0.0)  # rows
-        self.set_weights({label: order.weight for label, order in self.orders.items()})
+        weights = {label: order.weight for label, order in self.orders.items()}
+        self.set_weights(weights)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Draw by these weights of the sources from now on; 1 for a source without one, 0 draws none.

@@ -108,8 +108,9 @@ def write_example(
     if not example.chat:
         text = example.text
         whole_text = (0, len(text))
+        has_bos = _has_bos(tokenizer, text)
         has_eos = text.rstrip().endswith(tokenizer.eos_token)
-        return Written(text, [whole_text], bos=not _has_bos(tokenizer, text), eos=not has_eos)
+        return Written(text, [whole_text], bos=not has_bos, eos=not has_eos)
     name = template_name(tokenizer, data)
     ends = _special_texts(tokenizer)
     messages = prompt_messages(data, example.chat)
@@ -424,9 +425,8 @@ def _labelled(
     # The last character decides: tokenizers that trim offsets (Llama 3's) let a token's blank lie outside of it. What
     # the tokenizer put before the text (BOS) ends at 0.
     mask = [end > 0 and is_label[end - 1] == 1 for _, end in offsets]
-    ends_with_eos = ids[-1:] == [tokenizer.eos_token_id] and offsets[-1] == (0, 0)
-    if written.bos and ends_with_eos:  # some tokenizers end every text with EOS
-        ids = ids[:-1]
+    if written.bos and ids[-1:] == [tokenizer.eos_token_id] and offsets[-1] == (0, 0):
+        ids = ids[:-1]  # some tokenizers end every text with EOS
         mask = mask[:-1]
     if written.eos:
         ids = [*ids, tokenizer.eos_token_id]
