@@ -101,13 +101,10 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
 
     Collective over `roles.control`; ranks that are not the head of a replica pass None.
     """
-    tensors = flatten_completions(local or [])
-    parts = gather_to_driver(tensors, roles)
+    parts = gather_to_driver(flatten_completions(local or []), roles)
     if parts is None:
         return None
-    completions = []
-    for tensors in parts:
-        completions += unflatten_completions(*tensors)
+    completions = [completion for tensors in parts for completion in unflatten_completions(*tensors)]
     return sorted(completions, key=lambda completion: completion.index)
 
 
@@ -220,46 +217,39 @@ def flatten_completions(completions: list[Completion]) -> list[Tensor]:
 
     So they go over the wire quickly, and into a checkpoint without pickles.
     """
-    records = []
-    pieces = [Piece.nothing()]
+    facts = []
+    pieces = []
     for completion in completions:
         record = {field.name: getattr(completion, field.name) for field in fields(completion)}
-        record["pieces"] = []
-        for piece in completion.pieces:
-            is_sampled = piece.logprobs_T is not None
-            facts = (piece.num_tokens, piece.version, is_sampled, len(piece.kept_C))
-            record["pieces"].append(facts)
-        records.append(record)
+        record["pieces"] = [
+            (p.num_tokens, p.version, p.logprobs_T is not None, len(p.kept_C)) for p in completion.pieces
+        ]
+        facts.append(record)
         pieces += completion.pieces
-    everything = Completion(tuple(pieces), truncated=False)
-    text = json.dumps(records).encode()
+    empty = torch.empty(0)
     return [
-        torch.frombuffer(bytearray(text), dtype=torch.uint8),
-        everything.ids_T,
-        everything.loss_mask_T,
-        everything.logprobs_T,
-        torch.cat([piece.kept_C for piece in pieces]),
+        torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8),
+        torch.cat([empty.long(), *(piece.ids_T for piece in pieces)]),
+        torch.cat([empty.bool(), *(piece.loss_mask_T for piece in pieces)]),
+        torch.cat([empty, *(completion.logprobs_T for completion in completions)]),
+        torch.cat([empty.int(), *(piece.kept_C for piece in pieces)]),
     ]
 
 
 def unflatten_completions(
-    facts: Tensor,
-    ids: Tensor,
-    loss_mask: Tensor,
-    logprobs: Tensor,
-    kept: Tensor,
+    facts: Tensor, ids: Tensor, loss_mask: Tensor, logprobs: Tensor, kept: Tensor
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
-    start = 0
+    records = json.loads(facts.numpy().tobytes())
+    lengths = [num_tokens for record in records for num_tokens, *_ in record["pieces"]]
+    tokens = zip(ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), strict=True)
     completions = []
-    for record in json.loads(facts.numpy().tobytes()):
+    for record in records:
         pieces = []
-        for num_tokens, version, is_sampled, num_kept in record["pieces"]:
-            tokens = slice(start, start + num_tokens)
-            start += num_tokens
+        for _, version, is_sampled, num_kept in record["pieces"]:
+            ids_T, mask_T, logprobs_T = next(tokens)
             kept_C, kept = kept.tensor_split([num_kept])
-            logprobs_T = logprobs[tokens] if is_sampled else None
-            pieces.append(Piece(ids[tokens], loss_mask[tokens], logprobs_T, version, kept_C))
+            pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version, kept_C))
         record["pieces"] = tuple(pieces)
         completions.append(Completion(**record))
     return completions

@@ -52,11 +52,7 @@ class Driver:
         self.stream = session.inputs.stream
         self.scorer = session.inputs.scorer
         self.reward_model = session.reward_model
-        self.buffer = GroupBuffer(
-            config.sampling,
-            config.prompts_per_step,
-            config.group_size,
-        )
+        self.buffer = GroupBuffer(config.sampling, config.prompts_per_step, config.group_size)
         if "flight" in session.inputs.saved_state:
             self.buffer.restore(session.inputs.saved_state["flight"])
 

@@ -187,8 +187,8 @@ class GroupBuffer:
         completions = iter(unflatten_completions(*state["completions"]))
         for facts, count in zip(state["prompts"], state["counts"], strict=True):
             prompt = Prompt(**facts)
-            own_completions = itertools.islice(completions, count)
-            self.groups.append(Group(prompt, tuple(own_completions)))
+            own_completions = tuple(itertools.islice(completions, count))
+            self.groups.append(Group(prompt, own_completions))
 
 
 def completions_of(groups: Iterable[Group]) -> list[Completion]:
