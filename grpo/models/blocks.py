@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torchtitan.models.common import Embedding, RMSNorm
 from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
 from torchtitan.models.common.feed_forward import FeedForward
@@ -24,7 +25,7 @@ class OffsetNorm(RMSNorm):
     class Config(RMSNorm.Config):
         pass
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimension."""
         weight = 1 + self.weight.float()
         return F.rms_norm(input.float(), self.normalized_shape, weight, self.eps).to(input.dtype)
@@ -37,7 +38,7 @@ class AllHeadsNorm(RMSNorm):
     class Config(RMSNorm.Config):
         pass
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalize [B, T, heads, head_dim], of which each rank has all heads."""
         return super().forward(input.flatten(2)).view_as(input)
 
@@ -53,7 +54,7 @@ class Multiplier(Module):
         super().__init__()
         self.factor = config.factor
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return input * factor."""
         return input * self.factor
 
@@ -65,7 +66,7 @@ class GeGLU(FeedForward):
     class Config(FeedForward.Config):
         pass
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
 
@@ -81,7 +82,7 @@ class ScaledEmbedding(Embedding):
         super().__init__(config)
         self.scale = config.scale
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Look tokens up. The scale is rounded to the dtype of the weight, as the engine's is."""
         hidden = super().forward(input)
         return hidden * torch.tensor(self.scale, dtype=hidden.dtype)
