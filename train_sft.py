@@ -15,7 +15,7 @@ from grpo.run.command_line import read_config
 
 CONFIG = read_config(SFTConfig) if __name__ == "__main__" else None  # before torch, so that a typo is answered at once
 
-from torch import Tensor
+import torch
 
 from grpo.metrics import StepMetrics
 from grpo.roles.comm import send_batch
@@ -83,29 +83,18 @@ def train(config: SFTConfig, session: Session) -> None:
 
 
 def label_objective(
-    micro: MicroBatch,
-    logprobs_BT: Tensor,
-    entropy_BT: Tensor,
-    *,
-    denominator: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor, *, denominator: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return a micro-batch's part of the mean negative log-prob of the labels, and no metrics."""
-    loss = -logprobs_BT.where(micro.loss_mask_BT, 0).sum() / denominator
-    return loss, {}
+    return -logprobs_BT.where(micro.loss_mask_BT, 0).sum() / denominator, {}
 
 
-def validate(
-    driver: SFTDriver,
-    trainer: Trainer,
-    held_out: dict[str, TrainBatch],
-    step: int,
-) -> None:
+def validate(driver: SFTDriver, trainer: Trainer, held_out: dict[str, TrainBatch], step: int) -> None:
     """Log the mean negative log-prob of each held-out set's labels. Every rank calls it."""
     losses = {}
     for name, batch in held_out.items():
         logprobs_N = trainer.logprobs(batch)  # every rank gets those of the whole set
-        of_labels_N = logprobs_N[batch.loss_mask_N].double()
-        losses[name] = -of_labels_N.mean().item()
+        losses[name] = -logprobs_N[batch.loss_mask_N].double().mean().item()
     driver.log_validation(step, losses)
 
 

@@ -16,13 +16,12 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from grpo.algorithm.inputs import MAX_LOG_RATIO, LossInputs, Metrics, clamped, sequence_means
 from grpo.config import AlgorithmConfig
 from grpo.config.user_files import check_options, load_function
 
-PolicyLoss = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, Metrics]]
+PolicyLoss = Callable[[LossInputs, AlgorithmConfig], tuple[torch.Tensor, Metrics]]
 # The losses that are the clipped surrogate of train_grpo.py: PPO's (Schulman et al. 2017, arXiv:1707.06347, eq. 7),
 # taken over by GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 3), Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) and, with
 # clip_high above clip_low, DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 8). They differ in clips, advantages and
@@ -33,7 +32,7 @@ DPPO_THRESHOLDS = {"tv": 0.15, "kl": 0.05}  # by divergence, the paper's
 HELD_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
 
 
-def clip_metrics(ratio_BT: Tensor, x: LossInputs, config: AlgorithmConfig) -> Metrics:
+def clip_metrics(ratio_BT: torch.Tensor, x: LossInputs, config: AlgorithmConfig) -> Metrics:
     """Return the metrics of the clipped surrogate, each of a token, for a ratio of tokens or of whole sequences.
 
     `clip_low_frac` (ratio below 1 - clip_low and A < 0: the gradient is cut), `clip_high_frac` (ratio above
@@ -54,7 +53,7 @@ def clip_metrics(ratio_BT: Tensor, x: LossInputs, config: AlgorithmConfig) -> Me
     }
 
 
-def gspo(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+def gspo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
     """Compute GSPO: the surrogate with one ratio per sequence, exp(mean of log policy / old over its loss tokens).
 
     Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7, in its token form (GSPO-token): the ratio at a token is
@@ -71,7 +70,7 @@ def gspo(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     return loss_BT, clip_metrics(ratio_BT, x, config)
 
 
-def cispo(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+def cispo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
     """Compute CISPO: -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] * A * logp; sg stops the gradient.
 
     MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5. The weight is clipped, not the surrogate, so every token
@@ -101,7 +100,7 @@ def sapo(
     *,
     temperature_positive: float = 1.0,
     temperature_negative: float = 1.05,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[torch.Tensor, Metrics]:
     """Compute SAPO: -f(ratio) * A with the soft gate f = 4 / tau * p, p = sigmoid(tau * (ratio - 1)).
 
     Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347. tau is temperature_positive where
@@ -130,7 +129,9 @@ def sapo(
     }
 
 
-def reinforce(x: LossInputs, config: AlgorithmConfig, *, max_importance_weight: float = 0.0) -> tuple[Tensor, Metrics]:
+def reinforce(
+    x: LossInputs, config: AlgorithmConfig, *, max_importance_weight: float = 0.0
+) -> tuple[torch.Tensor, Metrics]:
     """Compute the plain policy gradient: -w * A * logp, w = 1 (Williams 1992, "Simple statistical gradient-following").
 
     With max_importance_weight above 0, w is the ratio policy / old without gradient, at most that weight (truncated
@@ -152,7 +153,7 @@ def reinforce(x: LossInputs, config: AlgorithmConfig, *, max_importance_weight: 
 
 def dppo(
     x: LossInputs, config: AlgorithmConfig, *, divergence: str = "tv", threshold: float | None = None
-) -> tuple[Tensor, Metrics]:
+) -> tuple[torch.Tensor, Metrics]:
     """Compute DPPO: -ratio * A, without the tokens that would take the policy further out of its trust region.
 
     Qi et al. 2026, arXiv:2602.04879. The ratio is policy / old, and old is the sampler (`old_logprobs` generator). A
@@ -206,7 +207,7 @@ LOSSES: dict[str, PolicyLoss] = {
 }
 
 
-def named_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[Tensor, Metrics]]:
+def named_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[torch.Tensor, Metrics]]:
     """Return the loss that the config names, with its options bound. Raises what its load and `check_options` do."""
     function = LOSSES.get(config.loss) or load_function(config.loss, "loss")
     options = dict(config.loss_options)
@@ -214,6 +215,6 @@ def named_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[Tensor, 
     return lambda x: function(x, config, **options)
 
 
-def is_held(ratio_BT: Tensor) -> Tensor:
+def is_held(ratio_BT: torch.Tensor) -> torch.Tensor:
     """Return bool [B, T]: the log-ratio was clamped, so its token has no gradient."""
     return (ratio_BT > HELD_RATIO) | (ratio_BT < 1 / HELD_RATIO)

@@ -28,17 +28,12 @@ PROBE_PROMPTS = 8
 PROBE_TOKENS = 16
 
 
-def sync_weights(
-    trainer: Trainer | None,
-    generator: Generator | None,
-    version: int,
-    roles: Roles,
-) -> None:
+def sync_weights(trainer: Trainer | None, generator: Generator | None, version: int, roles: Roles) -> None:
     """Bring the policy's weights into every generator and mark them as `version`.
 
     Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.
     """
-    tensors = iter(())
+    tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
     if roles.weights:
         tensors = over_bridge(trainer, roles)
     elif trainer:
@@ -69,11 +64,7 @@ def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, to
 
 
 def check_sync(
-    prompts: list[Prompt],
-    trainer: Trainer | None,
-    generator: Generator | None,
-    tolerance: float,
-    roles: Roles,
+    prompts: list[Prompt], trainer: Trainer | None, generator: Generator | None, tolerance: float, roles: Roles
 ) -> None:
     """Complete `prompts` once each and compare the log-probs of generator and trainer. Leaves nothing behind.
 
@@ -92,14 +83,12 @@ def check_sync(
     batch = None
     if roles.is_driver:
         pairs = zip(prompts, completions, strict=True)
-        samples = [sample_of(prompt, completion) for prompt, completion in pairs]
-        batch = make_batch(samples)
+        batch = make_batch([sample_of(prompt, completion) for prompt, completion in pairs])
     batch = send_batch(batch, roles)
     if trainer:  # without a gradient, because rows of another length would make torch compile training for any length
-        difference_N = trainer.logprobs(batch) - batch.generator_logprobs_N
-        distance_N = difference_N[batch.loss_mask_N].abs()
-        if len(distance_N):
-            check_distance(distance_N.mean().item(), distance_N.max().item(), tolerance)
+        difference_N = (trainer.logprobs(batch) - batch.generator_logprobs_N)[batch.loss_mask_N].abs()
+        if len(difference_N):
+            check_distance(difference_N.mean().item(), difference_N.max().item(), tolerance)
 
 
 def check_distance(mean: float, largest: float, tolerance: float) -> None:
