@@ -212,7 +212,7 @@ def broadcast_tensors(tensors: Sequence[Tensor | None] | None, roles: Roles) -> 
     return tensors
 
 
-def flatten_completions(completions: list[Completion]) -> list[Tensor]:
+def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
     """Return completions as flat tensors: facts as bytes of JSON, then ids, loss mask, log-probs, kept ids.
 
     So they go over the wire quickly, and into a checkpoint without pickles.
@@ -237,7 +237,7 @@ def flatten_completions(completions: list[Completion]) -> list[Tensor]:
 
 
 def unflatten_completions(
-    facts: Tensor, ids: Tensor, loss_mask: Tensor, logprobs: Tensor, kept: Tensor
+    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor, kept: torch.Tensor
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
     records = json.loads(facts.numpy().tobytes())

@@ -40,12 +40,7 @@ class Group:
 class GroupBuffer:
     """The groups in flight, and those that the current step took."""
 
-    def __init__(
-        self,
-        sampling: SamplingConfig,
-        prompts_per_step: int,
-        group_size: int,
-    ):
+    def __init__(self, sampling: SamplingConfig, prompts_per_step: int, group_size: int):
         """Begin without any group."""
         self.sampling = sampling
         self.prompts_per_step = prompts_per_step
