@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     form = learned_form(config, load_tokenizer(folder, config.data))
     export_hf(model, target, getattr(torch, config.model.dtype), form)
     if roles.is_driver:
-        print(f"{checkpoint} -> {target}", flush=True)
+        print(f"{checkpoint} -> {target}")
     close_roles(roles)
 
 

@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
     try:
-        print(printable(text), flush=True)  # another's files may contain what acts on a terminal
+        print(printable(text))  # another's files may contain what acts on a terminal
     except BrokenPipeError:  # of `| head`; at its end Python would flush once more, and complain
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

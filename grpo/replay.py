@@ -134,7 +134,7 @@ def read(
     reasons = " and ".join(needs_reference)
     check_recorded(recorded, steps, config.group_size, reasons, config.turns_earn)
     num_trainers = config.roles.num_trainers
-    print(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates", flush=True)
+    print(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates")
     return inputs
 
 
@@ -248,7 +248,7 @@ def compare(
 
     if config.updates_per_step == 1 and config.algorithm.resolved.old_logprobs == "policy":
         print(RATIO_IS_1)
-    print(table_line("step", "method", COLUMNS), flush=True)
+    print(table_line("step", "method", COLUMNS))
 
     vocab_size = read_hf_config(first.model.folder).vocab_size
     for step in session.steps():
@@ -264,7 +264,7 @@ def compare(
                 dot_product = (gradient * first_gradient).sum()
                 measured["cosine"] = float(dot_product / norms)
                 history[name].append(measured)
-                print(metrics_line(step + 1, name, measured), flush=True)
+                print(metrics_line(step + 1, name, measured))
         metrics = session.timer.close_step()
         for name, steps in history.items():
             for column, value in steps[-1].items():

@@ -73,9 +73,9 @@ def load(
     validate(config)
     check_effects(config, default)
     if is_first:
-        print("\n  ".join([f"recipe {recipe}", *differences(written, default), *derived(config)]), flush=True)
+        print("\n  ".join([f"recipe {recipe}", *differences(written, default), *derived(config)]))
         for warning in cautions(config):
-            print(f"warning: {warning}", flush=True)
+            print(f"warning: {warning}")
     return config
 
 

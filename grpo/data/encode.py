@@ -300,7 +300,7 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
         num_processes = None
     else:
         line = f"{len(table):,} rows of {rows.source.text}, encoded by {num_processes} processes or before"
-        print(printable(f"data: {line}"), flush=True)
+        print(printable(f"data: {line}"))
     datasets.disable_progress_bars()
     try:
         return table.map(

@@ -67,7 +67,7 @@ class Order:
         unseen_weight = float(len(weights) < self.num_rows)
         largest = max(unseen_weight, *weights.values(), 0.0)
         if largest == 0:
-            print(f"warning: step {step}: data.curriculum gives every row of {self.source} the weight 0", flush=True)
+            print(f"warning: step {step}: data.curriculum gives every row of {self.source} the weight 0")
             weights = dict.fromkeys(weights, 1.0)
             largest = 1.0
         self.chances = {row: weight / largest for row, weight in weights.items()}

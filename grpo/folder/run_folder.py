@@ -175,7 +175,7 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
     replace_file(saved, recipe)
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     short_commit = commit[:10] if commit else "unknown"
-    print(f"{packages}; commit {short_commit}", flush=True)
+    print(f"{packages}; commit {short_commit}")
     return lock
 
 
@@ -230,7 +230,7 @@ def _take_lock(folder: pathlib.Path, flags: int = 0) -> int:
             f"{folder} is in use by another run ({holder}); wait for its end, or choose another --run-dir"
         ) from error
     except OSError as error:  # some mounts of Lustre
-        print(f"warning: {folder} has no locks ({error.strerror}); nothing keeps a second run out of it", flush=True)
+        print(f"warning: {folder} has no locks ({error.strerror}); nothing keeps a second run out of it")
     return descriptor
 
 

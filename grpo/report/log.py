@@ -192,7 +192,7 @@ class RunLog:
             self.wandb.log({"step": step, **values})
         for warning in self.curve_reader.look(metrics):
             lines.append(f"warning: step {step}: {warning}")
-        print("\n".join(lines), flush=True)
+        print("\n".join(lines))
 
     def _append_records(
         self,
@@ -239,7 +239,7 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
         os.fsync(new.fileno())
     os.replace(new_path, path)
     if num_damaged:
-        print(f"warning: {num_damaged} lines of {path} are damaged and left out", flush=True)
+        print(f"warning: {num_damaged} lines of {path} are damaged and left out")
 
 
 def open_wandb(

@@ -265,7 +265,7 @@ def start_workers(
         missing = lockdown.missing_measures()
     workers = Workers("reward functions", loader, config.num_workers, config.memory_gib, variables)
     if missing:
-        print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined", flush=True)
+        print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined")
     return workers
 
 

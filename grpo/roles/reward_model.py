@@ -151,7 +151,7 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
     check_template(tokenizer, OWN_DATA, answered=True)
     hf = hf_folder.read_hf_config(folder, scores=True)
     max_tokens = min(hf.max_position_embeddings, trainer.micro_batch_tokens) - 1  # `RewardModel.scores` adds one
-    print(f"reward model {path}: reads up to {max_tokens} tokens of its own", flush=True)
+    print(f"reward model {path}: reads up to {max_tokens} tokens of its own")
     return RewardReader(folder, tokenizer, max_tokens, hf.pad_token_id)
 
 

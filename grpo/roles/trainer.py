@@ -67,7 +67,7 @@ class Trainer:
             parameters = list(self.model.module.parameters())
             num_parameters = sum(parameter.numel() for parameter in parameters)
             num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-            print(f"policy: {num_parameters:,} parameters, {num_trained:,} trained", flush=True)
+            print(f"policy: {num_parameters:,} parameters, {num_trained:,} trained")
 
     def lead(self, reference: ShardedModel, interval: int, mixture: float) -> None:
         """Move the reference towards the policy every `interval` steps, and save and load its weights too."""

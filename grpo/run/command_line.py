@@ -112,7 +112,7 @@ def _fit_to_processes(config: Config, recipe: Config) -> Config:
         if config.dry_run and not config.gpus:
             line += f", which --gpus {config.num_ranks} judges"
         lines = [line, *differences(fitted, config)]
-        print("\n  ".join(lines), flush=True)
+        print("\n  ".join(lines))
     return fitted
 
 

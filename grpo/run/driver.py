@@ -142,7 +142,6 @@ class Driver:
             print(
                 f"dynamic sampling: {num_informative} of {self.config.prompts_per_step} groups have different rewards "
                 f"after {buffer.num_rounds} rounds with {len(buffer.taken)} prompts; the step goes on with {remaining}",
-                flush=True,
             )
         return requests
 

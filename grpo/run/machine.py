@@ -84,7 +84,7 @@ def fit_to_machine(
     )
     for verdict in verdicts:
         if not verdict.fits:
-            print(f"warning: {verdict}", flush=True)
+            print(f"warning: {verdict}")
     return config
 
 
@@ -106,7 +106,7 @@ def print_what_fits(
         answer = "fits" if verdict.fits else "PROBLEM"
         print(f"{answer}  {verdict}")
     num_problems = sum(not verdict.fits for verdict in verdicts)
-    print(f"dry run: nothing was written; problems: {num_problems}", flush=True)
+    print(f"dry run: nothing was written; problems: {num_problems}")
     return not num_problems
 
 
@@ -131,7 +131,7 @@ def _judge(
     decided = memory.fit_trainer(sizes, config, gpu_gib)
     if device.num_gpus and decided != config:
         kind = decided.trainer.activation_checkpointing
-        print(f"trainer.activation_checkpointing: {kind}, by arithmetic", flush=True)
+        print(f"trainer.activation_checkpointing: {kind}, by arithmetic")
     verdicts = [
         check_versions(),
         *check_memory(decided, sizes, device),
@@ -154,7 +154,7 @@ def _fit_engine(
     decided = memory.fit_engine(sizes, config, num_asked, gpu_gib)
     number = decided.generator.max_num_seqs
     share = "all" if number >= num_asked else f"{number}"
-    print(f"engines: {config.num_engines}; each decodes {share} of its {num_asked} sequences at once", flush=True)
+    print(f"engines: {config.num_engines}; each decodes {share} of its {num_asked} sequences at once")
     return decided
 
 

@@ -80,7 +80,7 @@ class Scorer:
         self.environment = config.environment
         self.tokenizer = tokenizer
         if "code_reward" in reward.functions or "python" in self.environment.tools:
-            print(check_programs(reward.allow_without_landlock), flush=True)
+            print(check_programs(reward.allow_without_landlock))
         self.reader = None
         if reward.model:
             self.reader = open_reward_model(reward.model, config.trainer)
@@ -89,14 +89,14 @@ class Scorer:
         self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, more_stop_ids)
         ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
         ends += [f"the text {text!r}" for text in generator.stop]
-        print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
+        print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens")
         # A completion passes by the value of this one: the environment, or the first function; empty if there is none
         first_function = next(iter(reward.weights), "")
         self.pass_function = self.environment.reward_name or first_function
 
         opening, notes = look_at_prompt(tokenizer, config.data)
         for note in notes:
-            print(printable(note), flush=True)
+            print(printable(note))
         self.pool = RewardPool(reward, generator.max_completion_tokens, opening)
         self.answer_format = answer_format_of(self.pool.functions)
         self.collected_before = False
@@ -150,7 +150,7 @@ class Scorer:
             self.warned_of_unread_calls = bool(line)
         self.collected_before = True
         for line in filter(None, warnings):
-            print(printable(f"warning: {where}{line}"), flush=True)
+            print(printable(f"warning: {where}{line}"))
         return rollouts
 
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:

@@ -37,7 +37,7 @@ from grpo.run.machine import fit_to_machine, print_what_fits
 from grpo.run.scorer import check_version
 from grpo.run.step_timer import StepTimer, profile_step
 from grpo.types import Completion, Scalars
-from grpo.watch.failures import BadInput, refuse_bad_input, set_place
+from grpo.watch.failures import BadInput, refuse_bad_input, set_place, show_lines_at_once
 from grpo.watch.stopping import forget_old_stop, obey_stop, repeat_behind_launcher, stop_reason
 from grpo.watch.watchdog import watched
 
@@ -67,6 +67,7 @@ def run(
 
     script: its name in run.json. layout: which ranks do what, by default as the config says.
     """
+    show_lines_at_once()
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
             fits = dry_run(config, script, read_inputs)
@@ -89,7 +90,7 @@ def run(
         session = Session(config, script, read_inputs, layout, roles)
         train(config, session)
     if session.repository and session.is_exported:  # here no rank waits, however long it takes
-        print(push(config, session.repository), flush=True)
+        print(push(config, session.repository))
 
 
 def dry_run(config: Config, script: str, read_inputs: ReadInputs) -> bool:
@@ -155,7 +156,7 @@ class Session:
             inputs.model_folder,
             inputs.reward_model,
         )
-        print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {inputs.step}", flush=True)
+        print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {inputs.step}")
         return Start(fitted, inputs.for_all_ranks())
 
     def _open_log(self, step: int) -> RunLog:
@@ -398,7 +399,7 @@ class Session:
                 f"{message}; so did the {MOST_SKIPPED - 1} before it. The weights are those before them: lower "
                 "trainer.learning_rate, or look at earlier metrics, and continue with --resume (--record keeps batches)"
             )
-        print(f"warning: {message}", flush=True)
+        print(f"warning: {message}")
 
     # ---- after the last step ------------------------------------------------------------------------------------
 
@@ -429,7 +430,7 @@ class Session:
             self.inputs.scorer.pool.close()
         self.run_log.close()
         os.close(self.lock)
-        print(self.last_line, flush=True)
+        print(self.last_line)
         repeat_behind_launcher(self.last_line)
 
 
