@@ -94,7 +94,7 @@ def open_run_folder(
         groups = state.pop("flight", None)
         if groups:
             num_groups = len(groups["counts"])
-            print(f"{num_groups} groups in flight are left out: they are of the old config")
+            print(f"{num_groups} groups in flight are left out: they are of the old config", flush=True)
     return checkpoint, state
 
 
@@ -114,7 +114,7 @@ def is_same_run(config: Config) -> bool:
         )
     if changes:
         lines = ["resumed with another config than before", *changes]
-        print("\n  ".join(lines))
+        print("\n  ".join(lines), flush=True)
     return not refused
 
 

@@ -280,7 +280,7 @@ def resumed_stream(
         if not allow_changes:
             raise
         reason, _, _ = str(error).partition(";")
-        print(f"the data begin again: {reason}")
+        print(f"the data begin again: {reason}", flush=True)
         stream = new_stream()  # some sources of the first one may have their place already
     return stream
 
@@ -399,7 +399,7 @@ def check_environment(
             line += f" with the tools {tools}, called as {style}"
         if turns[name].line:
             line += f"; {turns[name].line}"
-        print(line)
+        print(line, flush=True)
 
 
 def learned_form(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> ChatForm:
@@ -425,5 +425,6 @@ def learned_form(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> Cha
         print(
             "thoughts and all else of earlier turns stay as sampled, which the chat template would change; that of the "
             f"exported model {result}",
+            flush=True,
         )
     return ChatForm(template)
