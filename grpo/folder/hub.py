@@ -37,7 +37,11 @@ def push(config: RunConfig, repository: str) -> str:
     card = model_card(config, repository, run_dir)
     (folder / "README.md").write_text(card)
     try:
-        commit = HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with PlainRL")
+        commit = HfApi().upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Trained with PlainRL",
+        )
     except HUB_ERRORS as error:
         return f"warning: {folder} was not uploaded ({reason_of(error)}); try `hf upload {repository} {folder} .`"
     return f"uploaded {folder}: {commit.repo_url}"
@@ -49,13 +53,13 @@ def model_card(config: RunConfig, repository: str, run_dir: pathlib.Path) -> str
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         for name, value in record.items():
-            counts = name in ("loss", "reward/mean") or name.startswith(("eval/", "validation/"))
-            if counts and value is not None:
-                measured.setdefault(name, []).append((record["step"], value))
+            is_shown = name in ("loss", "reward/mean") or name.startswith(("eval/", "validation/"))
+            if is_shown and value is not None:
+                cell = f"{value:.4g} (step {record['step']})"
+                measured.setdefault(name, []).append(cell)
     rows = ["| Metric | First | Last |", "|---|---|---|"]
-    for name, values in sorted(measured.items()):
-        first, last = (f"{value:.4g} (step {step})" for step, value in (values[0], values[-1]))
-        rows.append(f"| `{name}` | {first} | {last} |")
+    for name, cells in sorted(measured.items()):
+        rows.append(f"| `{name}` | {cells[0]} | {cells[-1]} |")
 
     facts = ["library_name: transformers", "tags: [plainrl]"]
     base = config.model.path
