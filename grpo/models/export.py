@@ -42,17 +42,20 @@ def stacked_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[s
             weight = weight.detach().to(dtype, copy=True)
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
+        # rows that the ranks do not divide are a view of padded memory, which cannot be saved
         if weight.nbytes != weight.untyped_storage().nbytes():
-            weight = (
-                weight.clone()
-            )  # rows that the ranks do not divide are a view of padded memory, which cannot be saved
+            weight = weight.clone()
         yield name, weight
 
 
 def stacked_shapes(model: ShardedModel) -> dict[str, torch.Size]:
     """Return the shapes of what `stacked_tensors` yields, by name, in the same order. Not collective."""
-    weights = _hf_weights(model).items()
-    return {name: (weight.weight if isinstance(weight, LoRALinear) else weight).shape for name, weight in weights}
+    shapes = {}
+    for name, weight in _hf_weights(model).items():
+        if isinstance(weight, LoRALinear):
+            weight = weight.weight
+        shapes[name] = weight.shape
+    return shapes
 
 
 def _hf_weights(model: ShardedModel) -> dict[str, torch.Tensor | LoRALinear]:
@@ -116,7 +119,7 @@ def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
         (name,) = model.names.to_hf({f"{layer.name}.weight": None})
         name = name.removesuffix(".weight")
         targets.add(name.rpartition(".")[2])
-        for ending, value in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b)):
+        for ending, value in {"lora_A": layer.lora_a, "lora_B": layer.lora_b}.items():
             value = value.detach()
             if isinstance(value, DTensor):
                 value = value.full_tensor()

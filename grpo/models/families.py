@@ -183,11 +183,8 @@ def olmo3_block(
     """Return torchtitan's config of a block of OLMo 3, whose layers have no norm before and one behind them."""
     dense = dense_block(hf, rope, inner_attention)
     head_dim = head_dim_of(hf)
-    norms = [
-        AllHeadsNorm.Config(normalized_shape=num_heads * head_dim, eps=hf.rms_norm_eps, param_init=_NO_INIT)
-        for num_heads in (hf.num_attention_heads, hf.num_key_value_heads)
-    ]
-    dense.attention.qk_norm = norms[0]
+    norm_of = partial(AllHeadsNorm.Config, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+    dense.attention.qk_norm = norm_of(normalized_shape=hf.num_attention_heads * head_dim)
     return NormedBlock.Config(
         attention_norm=Identity.Config(),
         attention=dense.attention,
@@ -195,7 +192,7 @@ def olmo3_block(
         ffn_norm=Identity.Config(),
         feed_forward=dense.feed_forward,
         ffn_post_norm=dense.ffn_norm,
-        key_norm=norms[1],
+        key_norm=norm_of(normalized_shape=hf.num_key_value_heads * head_dim),
         scale=head_dim**-0.5,
     )
 
@@ -420,9 +417,11 @@ class HFRoPE(CosSinRoPE):
 
     def _precompute_cache(self) -> torch.Tensor:
         inv_freq = torch.tensor(self.config.inv_freq, dtype=torch.float32)
-        angles = torch.outer(torch.arange(self.config.max_seq_len, dtype=torch.float32), inv_freq)
+        positions_T = torch.arange(self.config.max_seq_len, dtype=torch.float32)
+        angles = torch.outer(positions_T, inv_freq)
         angles = torch.cat([angles, angles], dim=-1)
-        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.attention_factor
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        return table * self.config.attention_factor
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
@@ -455,13 +454,16 @@ def titan_config(
     )
     if gives_scores(hf):
         head = ScoreHead.Config(in_features=hf.hidden_size, out_features=1, param_init=_NO_INIT)
+    layers = []
+    for layer in range(hf.num_hidden_layers):
+        layers.append(block(hf, _rope(hf, layer), attention_config(attention)))
     return Policy.Config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
         windows=tuple(windows_of(hf)),
         logits_divisor=getattr(hf, "logits_scaling", 1.0),
-        layers=[block(hf, _rope(hf, layer), attention_config(attention)) for layer in range(hf.num_hidden_layers)],
+        layers=layers,
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
         tok_embeddings=_embedding(hf),
         lm_head=head,

@@ -154,12 +154,14 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     homes = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         homes.append(folder.resolve().parents[1] / "blobs")
-    named = [folder / name for name in COPIED_FILES] + sorted(folder.glob(MORE_TEMPLATES))
+    named = [folder / name for name in COPIED_FILES]
+    named += sorted(folder.glob(MORE_TEMPLATES))
     files = [file for file in named if file.is_file()]
     for file in files:
-        if not any(file.resolve().is_relative_to(home) for home in homes):
+        target = file.resolve()
+        if not any(target.is_relative_to(home) for home in homes):
             raise ValueError(
-                f"{file} is a link to {file.resolve()}, which is not in the model's folder; put a copy of it there"
+                f"{file} is a link to {target}, which is not in the model's folder; put a copy of it there"
             )
     return files
 
@@ -343,7 +345,9 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
                 "tie_word_embeddings to false in it to train both, or take the head out of the file to train without it"
             )
     if unread:
-        shown = ", ".join(sorted(unread)[:SHOWN_TENSORS]) + ", .." * (len(unread) > SHOWN_TENSORS)
+        shown = ", ".join(sorted(unread)[:SHOWN_TENSORS])
+        if len(unread) > SHOWN_TENSORS:
+            shown += ", .."
         message = f"{len(unread)} tensors of {folder} belong to no weight of config.json's model: {shown}"
         print(printable(f"warning: {message}; they are not read, and an export lacks them"), flush=True)
 
@@ -359,13 +363,16 @@ def _read_tensors(files: Iterable[pathlib.Path], name: str) -> Iterator[torch.Te
 def tensors_of(config: transformers.PretrainedConfig) -> dict[str, torch.Size]:
     """Return name and shape of each tensor that a folder must have, from the model's module without memory."""
     module = empty_policy(config)
-    stacked = family_of(config).names(module.config, None).to_hf(module.state_dict())
-    return {name: part.shape for item in stacked.items() for name, part in by_expert(*item)}
+    names = family_of(config).names(module.config, None)
+    shapes = {}
+    for stacked_name, stacked in names.to_hf(module.state_dict()).items():
+        for name, part in by_expert(stacked_name, stacked):
+            shapes[name] = part.shape
+    return shapes
 
 
 def _check_shape(name: str, shape: list[int], expected: torch.Size) -> None:
     if shape != list(expected):
-        raise ValueError(
-            f"{name} is {' x '.join(map(str, shape))}, and by config.json {' x '.join(map(str, expected))}; bring the "
-            "config.json of these weights"
-        )
+        found = " x ".join(map(str, shape))
+        wanted = " x ".join(map(str, expected))
+        raise ValueError(f"{name} is {found}, and by config.json {wanted}; bring the config.json of these weights")

@@ -153,7 +153,8 @@ def add_adapters(module: Decoder, places: list[str], trainer: TrainerConfig, see
     for index, block in module.layers.items():
         for place in places:
             parent, _, attribute = place.rpartition(".")
-            adapted = LoRALinear(block.get_submodule(place), f"layers.{index}.{place}", trainer, seed)
+            base = block.get_submodule(place)
+            adapted = LoRALinear(base, f"layers.{index}.{place}", trainer, seed)
             setattr(block.get_submodule(parent), attribute, adapted)
 
 
@@ -190,10 +191,21 @@ def merged_weight(layer: LoRALinear, dtype: torch.dtype) -> torch.Tensor:
     a = layer.lora_a
     if not isinstance(weight, DTensor):
         return torch.addmm(weight.float(), layer.lora_b, a, alpha=layer.scale).to(dtype)
-    a = a.redistribute(placements=[p if p.is_shard(1) else Replicate() for p in a.placements])
-    local = torch.addmm(weight.to_local().float(), layer.lora_b.to_local(), a.to_local(), alpha=layer.scale).to(dtype)
+    placements = [p if p.is_shard(1) else Replicate() for p in a.placements]
+    a = a.redistribute(placements=placements)
+    local = torch.addmm(
+        weight.to_local().float(),
+        layer.lora_b.to_local(),
+        a.to_local(),
+        alpha=layer.scale,
+    )
     return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride(), run_check=False
+        local.to(dtype),
+        weight.device_mesh,
+        weight.placements,
+        shape=weight.shape,
+        stride=weight.stride(),
+        run_check=False,
     )
 
 
@@ -205,6 +217,7 @@ def draw_uniform(parameter: torch.Tensor, bound: float, seed: int) -> None:
         sizes, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-        whole = whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+        places = [slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)]
+        whole = whole[tuple(places)]
         parameter = parameter.to_local()
     parameter.copy_(whole)

@@ -51,12 +51,13 @@ def sizes_of(hf: transformers.PretrainedConfig, reward_model: transformers.Pretr
     """Count a model's parts on its module, and a reward model's, if there is one."""
     module = empty_policy(hf)
     block = module.layers["0"]
+    linears = {name: block.get_submodule(place) for name, place in family_of(hf).linears.items()}
     return Sizes(
         hf=hf,
         parameters=_count(module),
         block_parameters=_count(block),
         head_outputs=module.lm_head.out_features,
-        linears={name: block.get_submodule(place) for name, place in family_of(hf).linears.items()},
+        linears=linears,
         reward_model=sizes_of(reward_model) if reward_model else None,
     )
 
@@ -82,15 +83,20 @@ def fit_trainer(sizes: Sizes, config: Config, gpu_gib: float | None) -> Config:
     if config.trainer.activation_checkpointing != "auto":
         return config
     for kind in CHECKPOINTING:
-        decided = replace(config, trainer=replace(config.trainer, activation_checkpointing=kind))
-        if gpu_gib is None or trainer_peak(sizes, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
+        trainer = replace(config.trainer, activation_checkpointing=kind)
+        decided = replace(config, trainer=trainer)
+        if gpu_gib is None:
+            break
+        peak = trainer_peak(sizes, decided, gpu_gib)
+        if peak * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
             break
     return decided
 
 
 def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> float:
     """Return the most that a trainer rank's GPU of `gpu_gib` holds at one time, with an engine that shares it; GiB."""
-    return max(sum(parts.values()) for parts in trainer_moments(sizes, config, gpu_gib).values())
+    moments = trainer_moments(sizes, config, gpu_gib)
+    return max(sum(parts.values()) for parts in moments.values())
 
 
 def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> dict[str, dict[str, float]]:
@@ -103,7 +109,8 @@ def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float
     if not config.roles.colocated:
         return {TRAINS: parts}
     engine = generator.gpu_memory_utilization * gpu_gib
-    if cache := generator.engine.get("kv_cache_memory_bytes"):
+    cache = generator.engine.get("kv_cache_memory_bytes")
+    if cache:
         engine = (_engine_weights(sizes, config) + cache) / 2**30
     if not generator.sleep:
         return {TRAINS: parts | {"an engine": engine}}
@@ -158,7 +165,11 @@ def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
 
 
 def _of_a_forward(
-    sizes: Sizes, config: GRPOConfig | SFTConfig, num_ranks: int, tensor_parallel: int, trains: bool
+    sizes: Sizes,
+    config: Config,
+    num_ranks: int,
+    tensor_parallel: int,
+    trains: bool,
 ) -> dict[str, float]:
     """Return the bytes that a forward needs besides the model, by part; with `trains` also what the backward needs."""
     trainer = config.trainer
@@ -219,8 +230,12 @@ def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     With less cache than that, vLLM runs fewer sequences at once.
     """
     num_asked = math.ceil(config.completions_at_once / max(1, config.num_engines))
-    cache = min(config.generator.max_num_seqs, num_asked) * _cache_of_a_sequence(sizes, config)
-    return _in_gib({"weights": _engine_weights(sizes, config), "KV cache, if all run at full length": cache})
+    num_seqs = min(config.generator.max_num_seqs, num_asked)
+    parts = {
+        "weights": _engine_weights(sizes, config),
+        "KV cache, if all run at full length": num_seqs * _cache_of_a_sequence(sizes, config),
+    }
+    return _in_gib(parts)
 
 
 def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | None) -> Config:
