@@ -99,13 +99,8 @@ class ShardedModel:
     def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
         """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them."""
         num_ranks = self.data_ranks.size() if self.data_ranks else 1
-        return pack(
-            batch,
-            num_ranks,
-            trainer.micro_batch_tokens,
-            multiple=ROW_MULTIPLE[self.device.type],
-            share_prompts=trainer.share_prompts,
-        )
+        multiple = ROW_MULTIPLE[self.device.type]
+        return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
 
     def accumulate(self, is_last: bool) -> None:
         """Say before a micro-batch whether it is the last one before the gradients are used.

@@ -50,12 +50,8 @@ def stacked_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[s
 
 def stacked_shapes(model: ShardedModel) -> dict[str, torch.Size]:
     """Return the shapes of what `stacked_tensors` yields, by name, in the same order. Not collective."""
-    shapes = {}
-    for name, weight in _hf_weights(model).items():
-        if isinstance(weight, LoRALinear):
-            weight = weight.weight
-        shapes[name] = weight.shape
-    return shapes
+    weights = _hf_weights(model).items()
+    return {name: (weight.weight if isinstance(weight, LoRALinear) else weight).shape for name, weight in weights}
 
 
 def _hf_weights(model: ShardedModel) -> dict[str, torch.Tensor | LoRALinear]:
@@ -119,7 +115,7 @@ def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
         (name,) = model.names.to_hf({f"{layer.name}.weight": None})
         name = name.removesuffix(".weight")
         targets.add(name.rpartition(".")[2])
-        for ending, value in {"lora_A": layer.lora_a, "lora_B": layer.lora_b}.items():
+        for ending, value in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b)):
             value = value.detach()
             if isinstance(value, DTensor):
                 value = value.full_tensor()

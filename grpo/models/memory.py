@@ -51,13 +51,12 @@ def sizes_of(hf: transformers.PretrainedConfig, reward_model: transformers.Pretr
     """Count a model's parts on its module, and a reward model's, if there is one."""
     module = empty_policy(hf)
     block = module.layers["0"]
-    linears = {name: block.get_submodule(place) for name, place in family_of(hf).linears.items()}
     return Sizes(
         hf=hf,
         parameters=_count(module),
         block_parameters=_count(block),
         head_outputs=module.lm_head.out_features,
-        linears=linears,
+        linears={name: block.get_submodule(place) for name, place in family_of(hf).linears.items()},
         reward_model=sizes_of(reward_model) if reward_model else None,
     )
 
@@ -109,8 +108,7 @@ def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float
     if not config.roles.colocated:
         return {TRAINS: parts}
     engine = generator.gpu_memory_utilization * gpu_gib
-    cache = generator.engine.get("kv_cache_memory_bytes")
-    if cache:
+    if cache := generator.engine.get("kv_cache_memory_bytes"):
         engine = (_engine_weights(sizes, config) + cache) / 2**30
     if not generator.sleep:
         return {TRAINS: parts | {"an engine": engine}}
@@ -230,12 +228,8 @@ def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     With less cache than that, vLLM runs fewer sequences at once.
     """
     num_asked = math.ceil(config.completions_at_once / max(1, config.num_engines))
-    num_seqs = min(config.generator.max_num_seqs, num_asked)
-    parts = {
-        "weights": _engine_weights(sizes, config),
-        "KV cache, if all run at full length": num_seqs * _cache_of_a_sequence(sizes, config),
-    }
-    return _in_gib(parts)
+    cache = min(config.generator.max_num_seqs, num_asked) * _cache_of_a_sequence(sizes, config)
+    return _in_gib({"weights": _engine_weights(sizes, config), "KV cache, if all run at full length": cache})
 
 
 def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | None) -> Config:
