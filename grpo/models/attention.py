@@ -73,7 +73,17 @@ class DocumentAttention(VarlenAttention):
         Module.__init__(self)  # the parent's constructor asks for GPU kernels
 
     # torchtitan declares shardings for these argument names
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, enable_gqa=False, **unused):
+    def forward(
+        self,
+        q_BLNH,
+        k_BLNH,
+        v_BLNH,
+        *,
+        attention_masks,
+        scale=None,
+        enable_gqa=False,
+        **unused,
+    ):
         """Attend to a document's own keys and those of its shared prompt. Returns [B, L, N, H]."""
         index_SQ, real_SQ = _as_rows(attention_masks.cu_seq_q)
         index_SK = index_SQ
@@ -182,7 +192,14 @@ def document_masks(micro: MicroBatch, window: int | None = None) -> DocumentMask
     shared = micro.shared
     if shared is None:
         return DocumentMasks(bounds, bounds, longest, longest, None, window)
-    return DocumentMasks(bounds, shared.key_starts, longest, shared.longest, shared, window)
+    return DocumentMasks(
+        bounds,
+        shared.key_starts,
+        longest,
+        shared.longest,
+        shared,
+        window,
+    )
 
 
 def window_mask(positions_BT: Tensor, window: int) -> Callable[..., Tensor]:
@@ -293,7 +310,13 @@ def flash_attention(
     options = _options(bounds_S, key_bounds_S, longest, longest_keys, window, scale)
     k_KKH = _repeated(k_TKH, keys_K)
     v_KKH = _repeated(v_TKH, keys_K)
-    out_TNH, logsumexp_NT, *_ = forward(q_TNH, k_KKH, v_KKH, return_lse=True, **options)
+    out_TNH, logsumexp_NT, *_ = forward(
+        q_TNH,
+        k_KKH,
+        v_KKH,
+        return_lse=True,
+        **options,
+    )
     return out_TNH, logsumexp_NT
 
 
@@ -415,7 +438,12 @@ def _keep(ctx, inputs, output):
 
 def _backward(ctx, grad_TNH, _):
     *tensors, own_T, reused_R, uses_RU = ctx.saved_tensors
-    grad_q, grad_k, grad_v = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.window, ctx.scale)
+    grad_q, grad_k, grad_v = flash_attention_backward(
+        grad_TNH.contiguous(),
+        *tensors,
+        ctx.window,
+        ctx.scale,
+    )
     if own_T is not None:  # here and not in the kernels' operator, so that it is compiled
         grad_k = _added_up(grad_k, own_T, reused_R, uses_RU)
         grad_v = _added_up(grad_v, own_T, reused_R, uses_RU)

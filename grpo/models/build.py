@@ -100,7 +100,13 @@ class ShardedModel:
         """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them."""
         num_ranks = self.data_ranks.size() if self.data_ranks else 1
         multiple = ROW_MULTIPLE[self.device.type]
-        return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
+        return pack(
+            batch,
+            num_ranks,
+            trainer.micro_batch_tokens,
+            multiple,
+            trainer.share_prompts,
+        )
 
     def accumulate(self, is_last: bool) -> None:
         """Say before a micro-batch whether it is the last one before the gradients are used.
@@ -249,7 +255,13 @@ def build_model(
     compiled = compiles(trainer, device)
     keep_logits = trainer.activation_checkpointing == "none" and not frozen
     attention = choose_attention(model, device)
-    config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, keep_logits)
+    config = titan_config(
+        hf,
+        attention,
+        trainer.logprob_chunk_tokens,
+        compiled,
+        keep_logits,
+    )
     _set_shardings(config, parallelism, training)
     with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
         module = config.build()
@@ -296,7 +308,11 @@ def _compile_config(compiled: bool, experts: bool, dtype: str) -> CompileConfig:
     return CompileConfig(enable=compiled, components=["model"])
 
 
-def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
+def _set_shardings(
+    config: Policy.Config,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
+) -> None:
     """Let torchtitan write into a model's config how each of its parts is sharded."""
     titan = SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig())
     config.update_from_config(config=titan)
@@ -308,7 +324,12 @@ def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, traini
         config.lm_head.sharding_config = ShardingConfig(state_shardings=states)
 
 
-def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, device: torch.device) -> None:
+def _load_weights(
+    module: nn.Module,
+    names: StateDictAdapter,
+    folder: str,
+    device: torch.device,
+) -> None:
     """Give a sharded module on the meta device memory and the folder's weights. Collective over the role's ranks."""
     for part in module.modules():
         if device.type == "cpu" and isinstance(part, FSDPModule):

@@ -112,7 +112,13 @@ class MoEBlock(Qwen3TransformerBlock):
         return x + self.moe(self.ffn_norm(x))
 
 
-def moe_config(hidden_size: int, width: int, num_experts: int, chosen: int, renormalize: bool) -> MoELayer.Config:
+def moe_config(
+    hidden_size: int,
+    width: int,
+    num_experts: int,
+    chosen: int,
+    renormalize: bool,
+) -> MoELayer.Config:
     """Return torchtitan's config of `num_experts` experts of `width`, `chosen` for each token, and their router.
 
     renormalize: the chosen experts' scores are divided by their sum.

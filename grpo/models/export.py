@@ -60,7 +60,12 @@ def _hf_weights(model: ShardedModel) -> dict[str, torch.Tensor | LoRALinear]:
     return model.names.to_hf(model.module.state_dict() | layers)
 
 
-def export_hf(model: ShardedModel, target: pathlib.Path, dtype: torch.dtype, form: ChatForm | None = None) -> None:
+def export_hf(
+    model: ShardedModel,
+    target: pathlib.Path,
+    dtype: torch.dtype,
+    form: ChatForm | None = None,
+) -> None:
     """Write a folder that `from_pretrained` and vLLM load; with LoRA the adapters too, at `adapters_folder`.
 
     The tokenizer's files come from the folder that training started from; `form` adds to them. Collective over the

@@ -90,7 +90,10 @@ def dense_block(
         ffn_norm=_norm(hf, hf.hidden_size),
         attention=attention,
         feed_forward=make_ffn_config(
-            dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
+            dim=hf.hidden_size,
+            hidden_dim=hf.intermediate_size,
+            w1_param_init=_NO_INIT,
+            w2w3_param_init=_NO_INIT,
         ),
     )
 
@@ -153,7 +156,9 @@ class DenseNames(Qwen3StateDictAdapter):
 
 
 def gemma3_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> NormedBlock.Config:
     """Return torchtitan's config of a block of Gemma 3, whose layers have a norm before and a norm behind them."""
     dense = dense_block(hf, rope, inner_attention, qk_norm=True)
@@ -178,7 +183,9 @@ def unsupported_in_gemma3(raw: dict[str, Any], config: transformers.PretrainedCo
 
 
 def olmo3_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> NormedBlock.Config:
     """Return torchtitan's config of a block of OLMo 3, whose layers have no norm before and one behind them."""
     dense = dense_block(hf, rope, inner_attention)
@@ -198,7 +205,9 @@ def olmo3_block(
 
 
 def granite_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> NormedBlock.Config:
     """Return torchtitan's config of a block of Granite, which multiplies what it adds by a number."""
     dense = dense_block(hf, rope, inner_attention)
@@ -232,7 +241,9 @@ class NormedNames(DenseNames):
 
 
 def moe_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> MoEBlock.Config:
     """Return torchtitan's config of a block of grouped-query attention and experts, as Qwen3 has them."""
     dense = dense_block(hf, rope, inner_attention, qk_norm=True)
@@ -241,7 +252,11 @@ def moe_block(
         ffn_norm=dense.ffn_norm,
         attention=dense.attention,
         moe=moe_config(
-            hf.hidden_size, hf.moe_intermediate_size, hf.num_experts, hf.num_experts_per_tok, hf.norm_topk_prob
+            hf.hidden_size,
+            hf.moe_intermediate_size,
+            hf.num_experts,
+            hf.num_experts_per_tok,
+            hf.norm_topk_prob,
         ),
     )
 
@@ -388,7 +403,16 @@ class Policy(Qwen3Model):
             masks[window] = self._create_flex_attention_mask(micro.positions_BT, attention, parts)
         return masks
 
-    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M, kept=None):
+    def forward(
+        self,
+        ids_BT,
+        targets_BT,
+        positions_BT,
+        attention_masks,
+        temperatures_BT,
+        scored_M,
+        kept=None,
+    ):
         """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             # here, behind FSDP, which moves tensors to the GPU
@@ -398,7 +422,13 @@ class Policy(Qwen3Model):
             h_BTD = layer(h_BTD, attention_masks[window], positions_BT)
         if self.config.logits_divisor != 1:
             temperatures_BT = temperatures_BT * self.config.logits_divisor
-        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M, kept)
+        return self.lm_head(
+            self.norm(h_BTD),
+            targets_BT,
+            temperatures_BT,
+            scored_M,
+            kept,
+        )
 
 
 class HFRoPE(CosSinRoPE):
@@ -424,7 +454,10 @@ class HFRoPE(CosSinRoPE):
         return table * self.config.attention_factor
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys by their positions."""
         if not self.config.inv_freq:

@@ -120,7 +120,12 @@ def fetch_folder(path: str, control: dist.ProcessGroup, scores: bool = False) ->
     return resolve_folder(path, scores)
 
 
-def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int, scores: bool = False) -> None:
+def check_folder(
+    folder: str,
+    max_sequence_tokens: int,
+    tensor_parallel: int,
+    scores: bool = False,
+) -> None:
     """Refuse a model that cannot be loaded or is too short for the configured lengths, before it is loaded.
 
     Raises FileNotFoundError if there are no weights, ValueError with the numbers for what does not fit, for broken
@@ -166,7 +171,11 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, scores: bool = False) -> None:
+def check_vocabulary(
+    folder: str,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    scores: bool = False,
+) -> None:
     """Refuse a tokenizer with more tokens than the embedding has rows, except for tokens that were added.
 
     Added tokens beyond the embedding are refused here if they end a completion. A data row with others is refused when
@@ -191,7 +200,11 @@ def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBas
         )
 
 
-def check_reference(folder: str, policy_folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def check_reference(
+    folder: str,
+    policy_folder: str,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+) -> None:
     """Refuse a reference, or teacher, whose token ids differ from those of the policy's `tokenizer`.
 
     It must have every token of the policy under the same id, and an embedding row for every id that the policy can
@@ -216,7 +229,11 @@ def check_reference(folder: str, policy_folder: str, tokenizer: transformers.Pre
         )
 
 
-def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, more: Iterable[int] = ()) -> list[int]:
+def stop_token_ids(
+    folder: str,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    more: Iterable[int] = (),
+) -> list[int]:
     """List the tokens that end a completion: the tokenizer's EOS, those of generation_config.json, and `more`.
 
     Raises ValueError if one of `more` is not in the vocabulary, or generation_config.json has something that is no

@@ -84,7 +84,13 @@ class LogprobHead(Linear):
             )
         else:
             keep_logits = self.keep_logits and torch.is_grad_enabled()
-            product = partial(chunk_product, weight_VD, first_row, self.chunk_tokens, kept)
+            product = partial(
+                chunk_product,
+                weight_VD,
+                first_row,
+                self.chunk_tokens,
+                kept,
+            )
             logprobs_M, entropy_M = ChunkedLogprobs.apply(
                 hidden_MD,
                 weight_VD,
@@ -155,7 +161,12 @@ class ChunkedLogprobs(torch.autograd.Function):
         chunks = _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N)
         for index, (hidden, targets, temperatures) in enumerate(chunks):
             product_NV = product(index, hidden)
-            maximum, total, weighted, target = head.statistics(product_NV, targets, temperatures, first_row)
+            maximum, total, weighted, target = head.statistics(
+                product_NV,
+                targets,
+                temperatures,
+                first_row,
+            )
             if keep_logits:
                 kept_products.append(product_NV)
             if group is not None:
@@ -195,14 +206,23 @@ class ChunkedLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
 
-        def backward_of_chunk(product_NV, hidden_ND, *per_token):  # when a function ends, its [N, V] are free
+        def backward_of_chunk(
+            product_NV,
+            hidden_ND,
+            *per_token,
+        ):  # when a function ends, its [N, V] are free
             grad_NV = head.gradients(product_NV, *per_token, ctx.first_row)
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_NV.T, hidden_ND)
             return grad_NV @ weight_VD
 
         gradients = []
-        chunks = _chunks(head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N)
+        chunks = _chunks(
+            head.chunk_tokens,
+            *per_token,
+            grad_logprobs_N,
+            grad_entropy_N,
+        )
         for index, (hidden, *rest) in enumerate(chunks):
             if kept_products:
                 gradient_ND = backward_of_chunk(kept_products[index], hidden, *rest)
@@ -255,7 +275,12 @@ class FrozenHeadLogprobs(torch.autograd.Function):
             return grad_ND.to(unit_ND.dtype), *[None] * 4
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(grad_entropy_N)
-        chunks = _chunks(ctx.head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N)
+        chunks = _chunks(
+            ctx.head.chunk_tokens,
+            *per_token,
+            grad_logprobs_N,
+            grad_entropy_N,
+        )
         grads = []
         for hidden, *rest in chunks:
             grads.append(ctx.head.gradients(hidden @ weight_VD.T, *rest, 0) @ weight_VD)

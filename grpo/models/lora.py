@@ -148,7 +148,12 @@ def adapted_places(hf: transformers.PretrainedConfig, trainer: TrainerConfig) ->
     return [place for target, place in linears.items() if target in targets]
 
 
-def add_adapters(module: Decoder, places: list[str], trainer: TrainerConfig, seed: int) -> None:
+def add_adapters(
+    module: Decoder,
+    places: list[str],
+    trainer: TrainerConfig,
+    seed: int,
+) -> None:
     """Put adapters at `places` of every block, before the module is sharded; A follows from `seed`."""
     for index, block in module.layers.items():
         for place in places:

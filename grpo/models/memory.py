@@ -98,7 +98,11 @@ def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -
     return max(sum(parts.values()) for parts in moments.values())
 
 
-def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> dict[str, dict[str, float]]:
+def trainer_moments(
+    sizes: Sizes,
+    config: GRPOConfig | SFTConfig,
+    gpu_gib: float,
+) -> dict[str, dict[str, float]]:
     """Return what a trainer rank's GPU of `gpu_gib` holds while it trains; GiB, by part.
 
     An engine on the same GPU is included. If it sleeps meanwhile, the time while it is awake is the second moment.
@@ -232,7 +236,12 @@ def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     return _in_gib({"weights": _engine_weights(sizes, config), "KV cache, if all run at full length": cache})
 
 
-def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | None) -> Config:
+def fit_engine(
+    sizes: Sizes,
+    config: Config,
+    num_asked: int,
+    gpu_gib: float | None,
+) -> Config:
     """Return the config with vLLM's `max_num_seqs` decided, if `generator.engine` does not say it.
 
     It becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above MAX_NUM_SEQS only
