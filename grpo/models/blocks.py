@@ -28,7 +28,8 @@ class OffsetNorm(RMSNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimension."""
         weight = 1 + self.weight.float()
-        return F.rms_norm(input.float(), self.normalized_shape, weight, self.eps).to(input.dtype)
+        normed = F.rms_norm(input.float(), self.normalized_shape, weight, self.eps)
+        return normed.to(input.dtype)
 
 
 class AllHeadsNorm(RMSNorm):
@@ -68,7 +69,8 @@ class GeGLU(FeedForward):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
-        return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
+        gate = F.gelu(self.w1(x), approximate="tanh")
+        return self.w2(gate * self.w3(x))
 
 
 class ScaledEmbedding(Embedding):
@@ -109,8 +111,10 @@ class NormedBlock(Qwen3TransformerBlock):
             self.attention.k_norm = config.key_norm.build()
 
     def forward(self, x, attention_masks, positions=None):
-        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), attention_masks, positions))
-        return x + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x)))
+        attended = self.attention(self.attention_norm(x), attention_masks, positions)
+        x = x + self.attention_post_norm(attended)
+        fed = self.feed_forward(self.ffn_norm(x))
+        return x + self.ffn_post_norm(fed)
 
 
 def set_norm_shardings(block: NormedBlock.Config) -> None:

@@ -93,20 +93,15 @@ class ShardedModel:
     @torch.no_grad()
     def move_towards(self, other: "ShardedModel", share: float) -> None:
         """Make each weight (1 - share) x itself + share x that of the other model, which is sharded alike."""
-        for weight, new in zip(self.module.parameters(), other.module.parameters(), strict=True):
+        pairs = zip(self.module.parameters(), other.module.parameters(), strict=True)
+        for weight, new in pairs:
             _local(weight).lerp_(_local(new), share)
 
     def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
         """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them."""
         num_ranks = self.data_ranks.size() if self.data_ranks else 1
         multiple = ROW_MULTIPLE[self.device.type]
-        return pack(
-            batch,
-            num_ranks,
-            trainer.micro_batch_tokens,
-            multiple,
-            trainer.share_prompts,
-        )
+        return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
 
     def accumulate(self, is_last: bool) -> None:
         """Say before a micro-batch whether it is the last one before the gradients are used.

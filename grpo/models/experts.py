@@ -76,7 +76,8 @@ class Router(TokenChoiceTopKRouter):
         scores_BTE = scores_BTX.gather(-1, experts_BTE)
         if self.route_norm:
             scores_BTE = scores_BTE / scores_BTE.sum(dim=-1, keepdim=True)
-        chosen_BTX = torch.zeros_like(scores_BTX, dtype=torch.bool).scatter(-1, experts_BTE, True)
+        chosen_BTX = torch.zeros_like(scores_BTX, dtype=torch.bool)
+        chosen_BTX = chosen_BTX.scatter(-1, experts_BTE, True)
         return scores_BTE, experts_BTE, chosen_BTX.sum(dim=(0, 1))
 
 
@@ -180,7 +181,8 @@ class ExpertsReader(HuggingFaceStorageReader):
             stacked_name = f"{match[1]}*{match[3]}"
             start = [int(match[2]), 0, 0]
             matrix = tensors.pop(name)
-            empty = TensorStorageMetadata(matrix.properties, torch.Size([0, *matrix.size]), [])
+            no_experts = torch.Size([0, *matrix.size])
+            empty = TensorStorageMetadata(matrix.properties, no_experts, [])
             stacked = tensors.setdefault(stacked_name, empty)
             stacked.size = torch.Size([stacked.size[0] + 1, *matrix.size])
             chunk_size = torch.Size([1, *matrix.size])

@@ -324,8 +324,11 @@ def chunk_statistics(product_NV, targets_N, temperatures_N, first_row: int):
     exp_NV = (logits_NV - maximum_N[:, None]).exp()
     local_N = targets_N - first_row
     mine_N = (local_N >= 0) & (local_N < product_NV.shape[1])
-    target_N = logits_NV.gather(1, local_N.where(mine_N, 0)[:, None])[:, 0].where(mine_N, 0.0)
-    return maximum_N, exp_NV.sum(-1), (exp_NV * logits_NV).sum(-1), target_N
+    index_N1 = local_N.where(mine_N, 0)[:, None]
+    target_N = logits_NV.gather(1, index_N1)[:, 0].where(mine_N, 0.0)
+    total_N = exp_NV.sum(-1)
+    weighted_N = (exp_NV * logits_NV).sum(-1)
+    return maximum_N, total_N, weighted_N, target_N
 
 
 def chunk_gradients(
@@ -345,7 +348,8 @@ def chunk_gradients(
     log_p_NV = product_NV.float() / temperatures_N[:, None] - logsumexp_N[:, None]
     grad_NV = -log_p_NV.exp() * (grad_logprobs_N[:, None] + grad_entropy_N[:, None] * (log_p_NV + entropy_N[:, None]))
     # a comparison, because scattering would write [N, V] in float32 where compiled code needs only registers
-    is_target_NV = torch.arange(product_NV.shape[1], device=product_NV.device) == (targets_N - first_row)[:, None]
+    row_V = torch.arange(product_NV.shape[1], device=product_NV.device)
+    is_target_NV = row_V == (targets_N - first_row)[:, None]
     grad_NV = grad_NV + grad_logprobs_N[:, None].where(is_target_NV, 0.0)
     return (grad_NV / temperatures_N[:, None]).to(product_NV.dtype)
 

@@ -69,7 +69,8 @@ class LoRALinear(Linear):
         a = self.lora_a.to(self.weight.dtype)
         b = self.lora_b.to(self.weight.dtype)
         if isinstance(self.weight, DTensor):  # with tensor parallelism
-            return super().forward(input) + self.scale * F.linear(F.linear(input, a), b)
+            low_rank = F.linear(F.linear(input, a), b)
+            return super().forward(input) + self.scale * low_rank
         return merged_linear(input, self.weight, self.bias, a, b, self.scale)
 
 
@@ -88,7 +89,8 @@ def merged_linear(
     same weight. One large product replaces two thin ones and a sum, in the backward too. The backward merges again;
     the compiler, if it saw this function's body, would keep the merged weight instead.
     """
-    return F.linear(input, torch.addmm(weight_OI, b_OR, a_RI, alpha=scale), bias_O)
+    merged_OI = torch.addmm(weight_OI, b_OR, a_RI, alpha=scale)
+    return F.linear(input, merged_OI, bias_O)
 
 
 @merged_linear.register_fake
@@ -195,7 +197,8 @@ def merged_weight(layer: LoRALinear, dtype: torch.dtype) -> torch.Tensor:
     weight = layer.weight
     a = layer.lora_a
     if not isinstance(weight, DTensor):
-        return torch.addmm(weight.float(), layer.lora_b, a, alpha=layer.scale).to(dtype)
+        merged = torch.addmm(weight.float(), layer.lora_b, a, alpha=layer.scale)
+        return merged.to(dtype)
     placements = [p if p.is_shard(1) else Replicate() for p in a.placements]
     a = a.redistribute(placements=placements)
     local = torch.addmm(

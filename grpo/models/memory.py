@@ -163,7 +163,8 @@ def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     if sizes.reward_model:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_ranks
         forwards.append(_of_a_forward(sizes.reward_model, config, num_ranks, tensor_parallel=1, trains=False))
-    return _in_gib(parts | max(forwards, key=lambda forward: sum(forward.values())))
+    largest = max(forwards, key=lambda forward: sum(forward.values()))
+    return _in_gib(parts | largest)
 
 
 def _of_a_forward(

@@ -51,7 +51,8 @@ class Muon(torch.optim.Muon):
                         src_data_rank=None,
                     )
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], weight.shape))
+                rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], weight.shape)
+        weight.add_(update, alpha=-rate)
 
 
 class Optimizers(OptimizersContainer):
