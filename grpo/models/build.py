@@ -250,13 +250,7 @@ def build_model(
     compiled = compiles(trainer, device)
     keep_logits = trainer.activation_checkpointing == "none" and not frozen
     attention = choose_attention(model, device)
-    config = titan_config(
-        hf,
-        attention,
-        trainer.logprob_chunk_tokens,
-        compiled,
-        keep_logits,
-    )
+    config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, keep_logits)
     _set_shardings(config, parallelism, training)
     with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
         module = config.build()

@@ -52,7 +52,7 @@ class Muon(torch.optim.Muon):
                     )
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], weight.shape)
-        weight.add_(update, alpha=-rate)
+                weight.add_(update, alpha=-rate)
 
 
 class Optimizers(OptimizersContainer):
