@@ -15,11 +15,11 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import tyro
@@ -71,7 +71,7 @@ ANSWER_CHARACTERS = 200
 class Options:
     """The command line."""
 
-    run_dirs: Positional[tuple[pathlib.Path, ...]]
+    run_dirs: Positional[tuple[Path, ...]]
     step: str = ""
     """Show the rollouts after this number of steps, or of the `latest` one."""
     num: int = 10
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
 # The summary
 
 
-def summarize(run_dirs: Sequence[pathlib.Path]) -> str:
+def summarize(run_dirs: Sequence[Path]) -> str:
     """Return what runs achieved: a table with the config fields that differ, a plot, answers, and their files.
 
     Raises ValueError if a run has no metrics.jsonl, or there are more runs than MARKS.
@@ -153,7 +153,7 @@ def summarize(run_dirs: Sequence[pathlib.Path]) -> str:
 
 
 def table_of(
-    run_dirs: Sequence[pathlib.Path],
+    run_dirs: Sequence[Path],
     runs: list[list[Record]],
     curves: list[dict[str, Curve]],
 ) -> list[list[str]]:
@@ -236,7 +236,7 @@ def first_to_last(curve: Curve) -> str:
     return " to ".join(ends)
 
 
-def differing_fields(run_dirs: Sequence[pathlib.Path]) -> list[list[str]]:
+def differing_fields(run_dirs: Sequence[Path]) -> list[list[str]]:
     """Return rows of a config field and its value in each run, for fields that differ.
 
     The run folder is left out. Without a run.json in each folder there are none.
@@ -297,7 +297,7 @@ def terminal_curves(
     return "\n".join(reversed(lines))
 
 
-def answers_before_and_after(run_dir: pathlib.Path) -> list[str]:
+def answers_before_and_after(run_dir: Path) -> list[str]:
     """Show the first held-out questions with the model's greedy answers in the first and the last evaluation.
 
     Returns lines for a terminal; none if there were not two evaluations.
@@ -390,12 +390,12 @@ def page_text(options: Options) -> str:
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser; it needs no other file"
 
 
-def read_metrics(run_dir: pathlib.Path) -> list[Record]:
+def read_metrics(run_dir: Path) -> list[Record]:
     """Return what a run logged, a record per step and per evaluation. Raises ValueError if there is no such file."""
     return list(read_lines(run_dir / METRICS, "train first, or name another run folder"))
 
 
-def read_lines(path: pathlib.Path, way_out: str) -> Iterator[Record]:
+def read_lines(path: Path, way_out: str) -> Iterator[Record]:
     """Read the records of a .jsonl file. A last line that is still being written is left out.
 
     Raises ValueError with the line's number if one is damaged.

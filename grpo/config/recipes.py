@@ -6,10 +6,10 @@ import io
 import json
 import math
 import os
-import pathlib
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from grpo.config.checks import cautions, check_effects, validate
@@ -123,7 +123,7 @@ def load_recipe(path: str, *config_types: type) -> Any:
 
     Raises ValueError if there is none, a field does not take its value, or a line raised, which the message names.
     """
-    file = pathlib.Path(path)
+    file = Path(path)
     if not file.is_file():
         neighbours = sorted(map(str, file.parent.glob("*.py"))) or ["none"]
         raise ValueError(f"recipe {path} does not exist; recipes in that folder: {', '.join(neighbours)}")

@@ -12,9 +12,9 @@ import hashlib
 import itertools
 import json
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig, SFTConfig, TrainOn
@@ -291,7 +291,7 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
     fingerprint = _fingerprint(rows, encoder)
     cache_file = None
     if not table.cache_files:  # the library keeps nothing for the next start if rows lie in memory
-        folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "encoded"
+        folder = Path(datasets.config.HF_DATASETS_CACHE) / "encoded"
         folder.mkdir(parents=True, exist_ok=True)
         cache_file = str(folder / f"{fingerprint}.arrow")
     num_cores = len(os.sched_getaffinity(0))
@@ -358,7 +358,7 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
         [(name, version(name)) for name in LIBRARIES],
     ]
     name = hashlib.sha256(repr(facts).encode())
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.glob("*.py")):
         name.update(path.read_bytes())
     return name.hexdigest()[:32]
 

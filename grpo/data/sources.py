@@ -11,10 +11,10 @@ import csv
 import hashlib
 import itertools
 import json
-import pathlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.config.user_files import cause_and_line, load_function
@@ -172,7 +172,7 @@ def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
     FileNotFoundError for a file that does not exist, ValueError for a compressed file, a split of a single file, and a
     folder without files or with files of several kinds.
     """
-    path = pathlib.Path(source.path)
+    path = Path(source.path)
     if source.is_file:
         if not path.is_file():
             raise FileNotFoundError(f"data file {path.absolute()} does not exist; correct the path or create it")
@@ -220,7 +220,7 @@ def _kind_of(path: str) -> str:
             first_line = next(filter(None, lines), b"")
             if first_line.startswith(b"["):
                 return "list"
-    return FILE_KINDS.get(pathlib.Path(path).suffix, "json")
+    return FILE_KINDS.get(Path(path).suffix, "json")
 
 
 def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[Row]:
@@ -252,7 +252,7 @@ def _part_of(rows: dict[str, list], source: Source) -> list:
 def _read_list(path: str) -> list[Row]:
     """Read a file that is one JSON list of all rows, perhaps over many lines."""
     try:
-        rows = _parse_json(pathlib.Path(path).read_text(encoding="utf-8-sig"), list)
+        rows = _parse_json(Path(path).read_text(encoding="utf-8-sig"), list)
         for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
                 raise ValueError(f"entry {number} is a {type(row).__name__}, not a JSON object")

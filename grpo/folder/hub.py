@@ -1,7 +1,7 @@
 """A trained model at Hugging Face's hub: its repository before the run, its files and card afterwards."""
 
 import json
-import pathlib
+from pathlib import Path
 
 import httpx
 from huggingface_hub import HfApi
@@ -32,7 +32,7 @@ def open_repository(name: str) -> str:
 
 def push(config: RunConfig, repository: str) -> str:
     """Upload a run's exported folder with a card. Returns a line that says where it is, or why not and what to do."""
-    run_dir = pathlib.Path(config.run_dir)
+    run_dir = Path(config.run_dir)
     folder = run_dir / "model"
     card = model_card(config, repository, run_dir)
     (folder / "README.md").write_text(card)
@@ -47,7 +47,7 @@ def push(config: RunConfig, repository: str) -> str:
     return f"uploaded {folder}: {commit.repo_url}"
 
 
-def model_card(config: RunConfig, repository: str, run_dir: pathlib.Path) -> str:
+def model_card(config: RunConfig, repository: str, run_dir: Path) -> str:
     """Write a model's card: its base, what was measured first and last, and the recipe."""
     measured = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
@@ -63,7 +63,7 @@ def model_card(config: RunConfig, repository: str, run_dir: pathlib.Path) -> str
 
     facts = ["library_name: transformers", "tags: [plainrl]"]
     base = config.model.path
-    if not config.model.is_built and not pathlib.Path(base).exists():  # the hub refuses a base that it does not know
+    if not config.model.is_built and not Path(base).exists():  # the hub refuses a base that it does not know
         facts.append(f"base_model: {base}")
     recipe = (run_dir / "config.py").read_text().strip()
     return "\n\n".join(

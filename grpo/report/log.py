@@ -6,11 +6,11 @@ A `step` is always the number of finished optimizer steps: 0 is before the first
 import collections
 import json
 import os
-import pathlib
 import secrets
 import statistics
 import textwrap
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 from torch.utils.tensorboard import SummaryWriter
@@ -55,7 +55,7 @@ class RunLog:
         whole_config: dict[str, Any] | None = None,
     ) -> None:
         """Open the files. whole_config: the run's, for its page at Weights & Biases."""
-        self.run_dir = pathlib.Path(run_dir)
+        self.run_dir = Path(run_dir)
         self.num_steps = num_steps
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
@@ -219,7 +219,7 @@ class RunLog:
         return f"{step:>{width}}/{self.num_steps} {step / self.num_steps:4.0%}"
 
 
-def drop_steps_after(path: pathlib.Path, step: int) -> None:
+def drop_steps_after(path: Path, step: int) -> None:
     """Rewrite a JSON-lines file with only the lines up to `step`, atomically; with step 0 nothing stays.
 
     A last line that a dying process cut short is dropped too, and, with a warning, every line that cannot be read, such
@@ -244,7 +244,7 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
 
 def open_wandb(
     project: str,
-    run_dir: pathlib.Path,
+    run_dir: Path,
     start_step: int,
     config: dict[str, Any] | None,
 ) -> Any:

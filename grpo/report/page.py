@@ -12,8 +12,8 @@ import functools
 import gzip
 import itertools
 import json
-import pathlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from grpo.data.chat import open_tokenizer
@@ -21,17 +21,17 @@ from grpo.data.recorded import batch_path, read_step
 from grpo.text import replace_file
 from grpo.types import Record, TrainBatch
 
-TEMPLATE = pathlib.Path(__file__).with_name("page.html")
+TEMPLATE = Path(__file__).with_name("page.html")
 DATA = "<!-- data -->"  # where the data go in the template
 CHARACTER_BYTES = 4  # most bytes of a character in UTF-8, and so most tokens
 
 
 def write_page(
-    run_dir: pathlib.Path,
+    run_dir: Path,
     metrics: list[Record],
     rollouts: Iterable[Record],
     models: list[str],
-) -> pathlib.Path:
+) -> Path:
     """Write the page and return its path. Raises ValueError if a recorded batch cannot be read.
 
     metrics, rollouts: the records of the run's .jsonl files, with rollouts of one step and kind next to each other.

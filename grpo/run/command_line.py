@@ -9,10 +9,10 @@ each kind of GPU in it (vllm_engine.py, attention.py). All of it can be deleted 
 import importlib.util
 import logging
 import os
-import pathlib
 import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
 from grpo.config.checks import check_world_size, num_processes
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
@@ -21,7 +21,7 @@ from grpo.folder.run_folder import check_run_folder
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.watch.stopping import end_with_launcher
 
-RECIPES = pathlib.Path(__file__).parents[2] / "configs"
+RECIPES = Path(__file__).parents[2] / "configs"
 # The recipe of a script or tool when the command line names none
 DEFAULT_RECIPES = {
     GRPOConfig: str(RECIPES / "qwen3_1_7b_gsm8k.py"),
@@ -148,7 +148,7 @@ def keep_caches() -> None:
     if inductor and os.environ.get("TORCHINDUCTOR_CACHE_DIR") == inductor.default_cache_dir():
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]  # torch sets it to a folder in /tmp while it is imported
     path = os.environ.get(CACHE_VARIABLE, "~/.cache/grpo")
-    folder = pathlib.Path(path).expanduser().absolute()
+    folder = Path(path).expanduser().absolute()
     for variable, part in CACHES.items():
         os.environ.setdefault(variable, str(folder / part))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # it keeps nothing otherwise

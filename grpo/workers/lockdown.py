@@ -19,12 +19,12 @@ import functools
 import glob
 import itertools
 import os
-import pathlib
 import stat
 import struct
 import sys
 import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 from grpo.workers import kernel, processes
 
@@ -98,7 +98,7 @@ def new_user() -> int | None:
         kernel.CAP_SETUID,
     )
     is_able = all(map(kernel.has_capability, needed)) and _reading_capability()
-    numbers = pathlib.Path("/proc/self/uid_map").read_text().split()
+    numbers = Path("/proc/self/uid_map").read_text().split()
     if os.geteuid() == 0 and numbers == _ALL_USERS and is_able:
         return _FIRST_USER + os.getpid()
     return None
@@ -143,7 +143,7 @@ def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
         if path.startswith("/") and not is_private(path):
             places.add(path)
     # the libraries of this process, since some systems keep even libc elsewhere
-    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text().splitlines():
         path = "/" + line.partition("/")[2]
         if ".so" in os.path.basename(path) and os.path.isfile(path):
             places.add(path)
@@ -175,7 +175,7 @@ def is_private(place: str) -> bool:
     """Return whether a place is or holds the working folder, the home folder, the project or temporary files."""
     place = os.path.realpath(place)
     folders = (os.getcwd(), os.path.expanduser("~"), processes.ROOT, tempfile.gettempdir())
-    paths = [pathlib.Path(os.path.realpath(folder)) for folder in folders]
+    paths = [Path(os.path.realpath(folder)) for folder in folders]
     return any(path.is_relative_to(place) for path in paths)
 
 

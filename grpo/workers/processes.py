@@ -15,7 +15,6 @@ and lost its parent becomes a child of the supervisor, which is their subreaper,
 import contextlib
 import json
 import os
-import pathlib
 import pickle
 import re
 import resource
@@ -27,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo.workers import kernel
@@ -40,7 +40,7 @@ CLOSE_SECONDS = 60.0
 # Seconds between two looks for outcomes; the supervisor keeps the deadlines
 POLL_SECONDS = 1.0
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 
 # What Python and its libraries need, and who the user is. Proxies are left out: their addresses hold passwords.
 _PASSED = re.compile(
@@ -269,7 +269,7 @@ def kill_children(spared: Collection[int] = ()) -> None:
 def children() -> set[int]:
     """Return the process ids of this process's children, including dead ones that were not waited for."""
     try:
-        text = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
     except FileNotFoundError:  # a kernel without this file
         parent = str(os.getpid()).encode()
         pids = map(int, filter(str.isdigit, os.listdir("/proc")))
@@ -293,7 +293,7 @@ def _stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat after the command, which may hold blanks. Empty if the process is gone."""
     fields = b""
     with contextlib.suppress(OSError):
-        _, _, fields = pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+        _, _, fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
     return fields.split()
 
 
