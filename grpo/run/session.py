@@ -140,11 +140,8 @@ class Session:
             inputs = self.read_inputs(config, self.script, "")
             if config.checkpoint.push_to_hub and self.layout.num_trainers:
                 self.repository = open_repository(config.checkpoint.push_to_hub)
-            self.lock = begin_run(
-                config,
-                self.script,
-                inputs.step,
-            )  # another run may have begun there meanwhile
+            # another run may have begun there meanwhile
+            self.lock = begin_run(config, self.script, inputs.step)
             forget_old_stop(config.run_dir)
             self.run_log = self._open_log(inputs.step)  # W&B may refuse
         self.inputs = inputs
