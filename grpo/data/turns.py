@@ -75,15 +75,15 @@ def write_prompt(
     """
     messages = prompt_messages(data, prompt)
     text, _ = render(tokenizer, data, messages, opening=True, tools=tools or more_tools)
+    ignored = []
     text_without_tools = text
     if tools:
         text_without_tools, _ = render(tokenizer, data, messages, opening=True)
+        if text_without_tools == text:
+            ignored.append("tools")
     own_messages = as_messages(prompt)
-    ignored = []
-    for entries in _unwritten(own_messages, text, text_without_tools):
-        ignored += entries
-    if tools and text_without_tools == text:
-        ignored.append("tools")
+    unwritten = _unwritten(own_messages, text, text_without_tools)
+    ignored += itertools.chain(*unwritten)
     notes = _notes(tokenizer, data, own_messages, ignored)
     return Written(text, [], bos=_needs_bos(tokenizer, data, text), eos=False, notes=notes)
 

@@ -163,8 +163,4 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
     warnings.filterwarnings("ignore", message=r"Argument aux_data .* cannot be converted")  # flash-attn-4's compiler
     for name, noise in KNOWN_NOISE.items():
-        logging.getLogger(name).addFilter(partial(_is_no_noise, noise))
-
-
-def _is_no_noise(noise: str, record: logging.LogRecord) -> bool:
-    return noise not in record.getMessage()
+        logging.getLogger(name).addFilter(lambda record, noise=noise: noise not in record.getMessage())
