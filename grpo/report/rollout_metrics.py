@@ -186,51 +186,42 @@ def evaluation_metrics(
     several held-out sets, each has its own metrics, such as `eval/SET/accuracy`.
     """
     greedy_by_set = by_source(greedy)
-    if len(greedy_by_set) > 1:
-        samples_by_set = by_source(samples)
-        metrics = {}
-        for held_out_set, rollouts in greedy_by_set.items():
-            metrics_of_set = evaluation_metrics(
-                rollouts,
-                samples_by_set[held_out_set],
-                num_samples,
-                function,
-                answer_format,
-                pass_value,
-            )
-            for name, value in metrics_of_set.items():
-                metrics[name.replace("eval/", f"eval/{held_out_set}/")] = value
-        return metrics
+    samples_by_set = by_source(samples)
+    metrics = {}
+    for held_out_set, rollouts in greedy_by_set.items():
+        has_passed = _have_passed(rollouts, function, pass_value)
+        accuracy = sum(has_passed) / len(rollouts)
+        variance = accuracy * (1 - accuracy) / len(rollouts)
+        lengths = [r.completion.num_tokens for r in rollouts]
+        of_set = {
+            "eval/accuracy": accuracy,
+            "eval/accuracy_stderr": math.sqrt(variance),
+            "eval/reward_mean": reward_mean(rollouts),
+            "eval/completion_length_mean": _mean(lengths),
+            "eval/truncated_frac": truncated_frac(rollouts),
+            "eval/none_count": sum(r.reward is None for r in rollouts),
+        }
+        if answer_format:
+            of_set["eval/has_answer_frac"] = has_answer_frac(rollouts, answer_format)
 
-    def num_passed(rollouts: list[Rollout]) -> int:
-        return sum(_have_passed(rollouts, function, pass_value))
+        sampled = samples_by_set[held_out_set]
+        if sampled:
+            num_passed_P = []
+            for start in range(0, len(sampled), num_samples):
+                group = sampled[start : start + num_samples]
+                has_passed = _have_passed(group, function, pass_value)
+                num_passed_P.append(sum(has_passed))
+            for k in passes(num_samples):
+                estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P]
+                of_set[f"eval/pass_at_{k}"] = statistics.fmean(estimates_P)
+            lengths = [r.completion.num_tokens for r in sampled]
+            of_set["eval/sample_reward_mean"] = reward_mean(sampled)
+            of_set["eval/sample_length_mean"] = _mean(lengths)
 
-    accuracy = num_passed(greedy) / len(greedy)
-    variance = accuracy * (1 - accuracy) / len(greedy)
-    lengths = [r.completion.num_tokens for r in greedy]
-    metrics = {
-        "eval/accuracy": accuracy,
-        "eval/accuracy_stderr": math.sqrt(variance),
-        "eval/reward_mean": reward_mean(greedy),
-        "eval/completion_length_mean": _mean(lengths),
-        "eval/truncated_frac": truncated_frac(greedy),
-        "eval/none_count": sum(r.reward is None for r in greedy),
-    }
-    if answer_format:
-        metrics["eval/has_answer_frac"] = has_answer_frac(greedy, answer_format)
-    if not samples:
-        return metrics
-
-    num_passed_P = []
-    for start in range(0, len(samples), num_samples):
-        group = samples[start : start + num_samples]
-        num_passed_P.append(num_passed(group))
-    for k in passes(num_samples):
-        estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P]
-        metrics[f"eval/pass_at_{k}"] = statistics.fmean(estimates_P)
-    lengths = [r.completion.num_tokens for r in samples]
-    metrics["eval/sample_reward_mean"] = reward_mean(samples)
-    metrics["eval/sample_length_mean"] = _mean(lengths)
+        for name, value in of_set.items():
+            if len(greedy_by_set) > 1:
+                name = name.replace("eval/", f"eval/{held_out_set}/")
+            metrics[name] = value
     return metrics
 
 
