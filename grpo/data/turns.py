@@ -117,12 +117,13 @@ def write_example(
     messages = [_without_eos(message, tokenizer.eos_token) for message in messages]
     num_added = len(messages) - len(example.chat)  # the system prompt
     is_learned = [_is_learned(message) for message in messages]
-    if train_on == "all" and not all(is_learned):
+    learns_all = train_on == "all"
+    if learns_all and not all(is_learned):
         raise Refused("a message says that it is not learned, and train_on all learns every token; use assistant")
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     candidates = turns[-1:] if train_on == "last" else turns
     learned_turns = [turn for turn in candidates if is_learned[turn]]
-    if turns and train_on != "all":
+    if turns and not learns_all:
         last_turn = learned_turns[-1] if learned_turns else turns[-1]
         messages = messages[: last_turn + 1]
 
@@ -134,7 +135,7 @@ def write_example(
     whole, marked = write(len(messages), opening=False)
     text = whole
     ends_with_turn = messages[-1]["role"] == "assistant"
-    ends_with_label = ends_with_turn and (train_on == "all" or bool(learned_turns))
+    ends_with_label = ends_with_turn and (learns_all or bool(learned_turns))
     prompt = None
     if ends_with_label and marked is None and len(messages) > 1:
         prompt, _ = write(len(messages) - 1, opening=True)
@@ -148,9 +149,9 @@ def write_example(
         spans = _marked_spans(text, marked, ends)
         if learned_turns != turns:
             spans = _spans_of_turns(write, spans, learned_turns)
-    elif ends_with_label and train_on != "all":
+    elif ends_with_label and not learns_all:
         spans = _prefix_spans(write, text, learned_turns, len(messages), name)
-    if train_on == "all":
+    if learns_all:
         spans = [(0, len(text))]
     else:
         spans = [_cut_after_end(text, span, ends) for span in spans]
@@ -165,7 +166,7 @@ def write_example(
     unwritten = _unwritten(own_messages, text, text_without_tools)
     for index, entries in enumerate(unwritten, start=num_added):
         labels = [entry for entry in entries if entry in SAID]
-        if labels and (train_on == "all" or index in learned_turns):
+        if labels and (learns_all or index in learned_turns):
             raise Refused(
                 f"{name} leaves out {labels[0]} of message {index - num_added + 1}, which is to be learned; give a "
                 "template that writes it as data.prompt_template FILE.jinja, or put it into the content"
@@ -173,7 +174,7 @@ def write_example(
         ignored += entries
     notes = _notes(tokenizer, data, own_messages, ignored)
     eos = ends_with_label and not text.rstrip().endswith(ends)
-    if eos and len(learned_turns) > 1 and train_on != "all":
+    if eos and len(learned_turns) > 1 and not learns_all:
         notes.append(f"have several turns of which only the last one learns where to end: {name} ends no turn itself")
     return Written(
         text,
