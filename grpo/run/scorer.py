@@ -41,7 +41,7 @@ def with_value(
     name: str,
     weight: float,
     value: float | None,
-    failure: str = "",
+    failure: str,
 ) -> Rollout:
     """Add a value that is not a reward function's, or the reason why there is none."""
     failures = dict(rollout.failures)

@@ -98,7 +98,7 @@ def ranks_behind(places: Mapping[int, Place]) -> list[int]:
 class HangDetector:
     """Remembers the places of all ranks, and finds that nothing has happened for too long."""
 
-    def __init__(self, deadline_minutes: float, patience: float = 0.0):
+    def __init__(self, deadline_minutes: float, patience: float):
         """patience: seconds after the deadline, for a rank that only stands in for another."""
         self.deadline_minutes = deadline_minutes
         self.patience = patience

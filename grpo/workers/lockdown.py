@@ -208,7 +208,7 @@ _WRITE = (_ALL_OF_VERSION_1 | _REFER | _TRUNCATE) & ~(_EXECUTE | _MAKE_CHAR | _M
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV  # what the kernel takes for a single file
 
 
-def restrict_files(readable: Iterable[str], writable: Iterable[str] = ()) -> None:
+def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     """Have the kernel open only these files, and those below these folders, for this process. Sets no_new_privs.
 
     Paths that do not exist are left out. What is open stays open. All else that this kernel's Landlock knows is refused
