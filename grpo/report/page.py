@@ -93,17 +93,20 @@ def add_tokens(
     logprobs_N = {"generator": batch.generator_logprobs_N}
     if batch.ref_logprobs_N is not None:
         logprobs_N["reference"] = batch.ref_logprobs_N
-    places_S = zip(starts_S.tolist(), ends_S.tolist(), strict=True)
-    for record, (start, end) in zip(records, places_S, strict=True):
+    starts = starts_S.tolist()
+    ends = ends_S.tolist()
+    for record, start, end in zip(records, starts, ends, strict=True):
         places = slice(start, end)
         mask_T = batch.loss_mask_N[places]
         in_loss_T = mask_T & (record["advantage"] is not None)
+        are_known = mask_T.tolist()
         logprobs = {}
         for name, values_N in logprobs_N.items():
             logprobs[name] = []
             values = values_N[places].tolist()
-            for value, is_known in zip(values, mask_T.tolist(), strict=True):
-                logprobs[name].append(round(value, 3) if is_known else None)
+            for value, is_known in zip(values, are_known, strict=True):
+                shown = round(value, 3) if is_known else None
+                logprobs[name].append(shown)
         ids = batch.ids_N[places].tolist()
         record["tokens"] = {
             "texts": spell(ids),

@@ -154,7 +154,10 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     if counts[answer_format] or not texts:
         return ""
     distance = math.ceil(len(texts) / 3)
-    ends = [one_line(text)[-END_CHARACTERS:] for text in texts[::distance]]
+    ends = []
+    for text in texts[::distance]:
+        end = one_line(text)[-END_CHARACTERS:]
+        ends.append(end)
     line = f"none of {len(texts)} completions has an answer in {ANSWER_FORMS[answer_format]}"
     line += f"; they end like {', '.join(map(repr, ends))}"
     for form, count in counts.items():
@@ -270,7 +273,8 @@ def _is_in(value: Any, prompt: str) -> bool:
     """Return whether the prompt shows this value of a column, a text or messages, anyway."""
     if isinstance(value, list):
         messages = [message for message in value if isinstance(message, dict)]
-        are_shown = [_is_in(message.get("content"), prompt) for message in messages]
+        contents = [message.get("content") for message in messages]
+        are_shown = [_is_in(content, prompt) for content in contents]
         return bool(value) and are_shown.count(True) == len(value)
     if not isinstance(value, str):
         return False

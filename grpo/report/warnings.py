@@ -77,7 +77,8 @@ def collapse(history: History) -> str:
     neighbours = itertools.pairwise(rewards[-WINDOW:])
     squares = [(after - before) ** 2 for before, after in neighbours]
     variance = statistics.fmean(squares) / 2
-    if rewards[0] - now > DROP_ERRORS * math.sqrt(variance):
+    error = math.sqrt(variance)
+    if rewards[0] - now > DROP_ERRORS * error:
         best = max(best, rewards[0])
     if best - now <= REWARD_DROP * spread:
         return ""
@@ -207,7 +208,9 @@ class CurveReader:
             if math.isnan(first.reward):  # made before the first step
                 reward_after = statistics.fmean(rewards[:WINDOW])
                 evaluations[0] = first._replace(reward=reward_after)
-        reward_before = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
+        reward_before = math.nan
+        if rewards:
+            reward_before = statistics.fmean(rewards[-WINDOW:])
         now = Evaluation(
             accuracy=metrics[name],
             error=metrics.get(f"{name}_stderr", 0.0),

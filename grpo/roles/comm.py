@@ -150,7 +150,9 @@ def finish_sampling_ahead(ahead: SampledAhead | None, driver: Any, roles: Roles)
         began = min(times[head][0] for head in roles.heads)
         ended = max(times[head][1] for head in roles.heads)
         seconds = ended - began
-        overlap_seconds = max(0.0, min(ended, arrived) - max(began, ahead.began))
+        overlap_began = max(began, ahead.began)
+        overlap_ended = min(ended, arrived)
+        overlap_seconds = max(0.0, overlap_ended - overlap_began)
     driver.receive_ahead(completions, seconds, overlap_seconds)
 
 

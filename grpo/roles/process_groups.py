@@ -339,4 +339,8 @@ def collectives_entered(roles: Roles, is_saving: bool) -> dict[str, int]:
 def _collectives_of(group: ProcessGroup) -> int:
     """Return the collectives of all backends of a group, for CPU and GPU, without the fake one of one-rank groups."""
     backends = {group._get_backend(device) for device in group._device_types}
-    return sum(backend._get_sequence_number_for_group() for backend in backends if backend.name() != "fake")
+    count = 0
+    for backend in backends:
+        if backend.name() != "fake":
+            count += backend._get_sequence_number_for_group()
+    return count

@@ -114,16 +114,18 @@ class RewardReader:
     def read(self, conversations: Sequence[list[Message]]) -> list[list[int] | str]:
         """Return each conversation's token ids, by the model's own chat template, or the reason it cannot be scored."""
         texts = []
-        refused = {}
-        for number, messages in enumerate(conversations):
-            text = ""
+        reasons = []
+        for messages in conversations:
+            text = reason = ""
             try:
                 text, _ = render(self.tokenizer, OWN_DATA, messages, opening=False)
             except Refused as error:
-                refused[number] = str(error)
+                reason = str(error)
             texts.append(text)
+            reasons.append(reason)
         encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [refused.get(number) or self._cut(ids) for number, ids in enumerate(encoded)]
+        pairs = zip(reasons, encoded, strict=True)
+        return [reason or self._cut(ids) for reason, ids in pairs]
 
     def _cut(self, ids: list[int]) -> list[int] | str:
         while ids and ids[-1] == self.pad_token_id:

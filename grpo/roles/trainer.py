@@ -79,7 +79,8 @@ class Trainer:
     def end_step(self) -> None:
         """Take the next step's learning rate, and move the reference if that is due."""
         self.schedule.step()
-        if self.follower and self.schedule.schedulers[0].last_epoch % self.follow_interval == 0:
+        num_steps = self.schedule.schedulers[0].last_epoch
+        if self.follower and num_steps % self.follow_interval == 0:
             self.follower.move_towards(self.model, self.follow_mixture)
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
@@ -115,10 +116,11 @@ class Trainer:
             self.model.accumulate(is_last)
             logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, measured = objective(micro, logprobs_BT, entropy_BT)
+            measured["entropy"] = entropy_BT.detach()
             self._note("policy", ~logprobs_BT.detach().isfinite() & micro.loss_mask_BT)
             self._note("loss", ~loss.detach().isfinite())
             loss.backward()
-            metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
+            metrics.add(micro, loss.detach(), measured)
         self.model.drop_copy()
         metrics.record(**packing.metrics())
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
