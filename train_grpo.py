@@ -53,6 +53,7 @@ from grpo.run.command_line import read_config
 CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # before torch, so that a typo is answered at once
 
 import torch
+from torch import Tensor
 
 from grpo.algorithm.advantages import AdvantageInputs, group_mean_std, named_advantages, teacher_advantages
 from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
@@ -137,7 +138,11 @@ def train(config: GRPOConfig, session: Session) -> None:
 
 
 def sample(
-    config: GRPOConfig, plan: StepPlan, generator: Generator | None, driver: Driver, roles: Roles
+    config: GRPOConfig,
+    plan: StepPlan,
+    generator: Generator | None,
+    driver: Driver,
+    roles: Roles,
 ) -> list[Rollout] | None:
     """Complete groups of `config.group_size` until the step is full. Returns the rollouts on the driver, else None."""
     requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
@@ -156,9 +161,9 @@ def sample(
 def add_advantages(
     config: GRPOConfig,
     batch: TrainBatch,
-    rewards_S: torch.Tensor,
-    has_reward_S: torch.Tensor,
-    parts_FS: torch.Tensor,
+    rewards_S: Tensor,
+    has_reward_S: Tensor,
+    parts_FS: Tensor,
     kl_coef: float,
     metrics: StepMetrics,
 ) -> TrainBatch:
@@ -171,7 +176,8 @@ def add_advantages(
     algorithm = config.algorithm.resolved  # with the values that follow from the loss
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # by the generator's log-probs
-        metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
+        penalty = penalty_S[has_reward_S].mean().item()
+        metrics.record(**{"reward/kl_penalty": penalty})
         rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # not finite: the trainer skips the update
 
     x = AdvantageInputs.of(batch, rewards_S, has_reward_S, parts_FS, config)
@@ -186,7 +192,8 @@ def add_advantages(
     if algorithm.distill_coef:  # on-policy distillation: the reference is a teacher, who judges every token
         trained_S = torch.ones_like(has_reward_S)
         teacher_N = teacher_advantages(batch)
-        metrics.record(**{"distill/reverse_kl": -teacher_N[batch.loss_mask_N].mean().item()})
+        reverse_kl = -teacher_N[batch.loss_mask_N].mean().item()
+        metrics.record(**{"distill/reverse_kl": reverse_kl})
         advantages_N = advantages_N + algorithm.distill_coef * teacher_N
     if algorithm.mask_truncated:
         trained_S = trained_S & ~batch.truncated_S
@@ -220,7 +227,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
     algorithm = config.algorithm.resolved
     totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)  # however it is split over ranks
 
-    def objective(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    def objective(micro: MicroBatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict]:
         x = LossInputs.of(micro, logprobs_BT, entropy_BT)  # log-probs and advantages are 0 where the mask is False
         loss_BT, metrics = policy_loss(x, algorithm)
         loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # times old policy / generator
@@ -244,7 +251,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
     return objective
 
 
-def policy_loss(x: LossInputs, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def policy_loss(x: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each token [B, T], and metrics: the clipped surrogate, or what `algorithm.loss` names."""
     if algorithm.loss in CLIPPED_LOSSES:  # grpo, dr_grpo, dapo: one formula, other clips
         ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).exp()

@@ -90,7 +90,10 @@ def dense_block(
         ffn_norm=_norm(hf, hf.hidden_size),
         attention=attention,
         feed_forward=make_ffn_config(
-            dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
+            dim=hf.hidden_size,
+            hidden_dim=hf.intermediate_size,
+            w1_param_init=_NO_INIT,
+            w2w3_param_init=_NO_INIT,
         ),
     )
 
@@ -164,7 +167,9 @@ class DenseNames(Qwen3StateDictAdapter):
 
 
 def gemma3_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> NormedBlock.Config:
     """Return torchtitan's config of a block of Gemma 3, whose layers have a norm before and a norm behind them."""
     dense = dense_block(hf, rope, inner_attention, qk_norm=True)
@@ -189,16 +194,15 @@ def unsupported_in_gemma3(raw: dict[str, Any], config: transformers.PretrainedCo
 
 
 def olmo3_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> NormedBlock.Config:
     """Return torchtitan's config of a block of OLMo 3, whose layers have no norm before and one behind them."""
     dense = dense_block(hf, rope, inner_attention)
     head_dim = head_dim_of(hf)
-    norms = [
-        AllHeadsNorm.Config(normalized_shape=num_heads * head_dim, eps=hf.rms_norm_eps, param_init=_NO_INIT)
-        for num_heads in (hf.num_attention_heads, hf.num_key_value_heads)
-    ]
-    dense.attention.qk_norm = norms[0]
+    norm_of = partial(AllHeadsNorm.Config, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+    dense.attention.qk_norm = norm_of(normalized_shape=hf.num_attention_heads * head_dim)
     return NormedBlock.Config(
         attention_norm=Identity.Config(),
         attention=dense.attention,
@@ -206,13 +210,15 @@ def olmo3_block(
         ffn_norm=Identity.Config(),
         feed_forward=dense.feed_forward,
         ffn_post_norm=dense.ffn_norm,
-        key_norm=norms[1],
+        key_norm=norm_of(normalized_shape=hf.num_key_value_heads * head_dim),
         scale=head_dim**-0.5,
     )
 
 
 def granite_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> NormedBlock.Config:
     """Return torchtitan's config of a block of Granite, which multiplies what it adds by a number."""
     dense = dense_block(hf, rope, inner_attention)
@@ -246,7 +252,9 @@ class NormedNames(DenseNames):
 
 
 def moe_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> MoEBlock.Config:
     """Return torchtitan's config of a block of grouped-query attention and experts, as Qwen3 has them."""
     dense = dense_block(hf, rope, inner_attention, qk_norm=True)
@@ -255,7 +263,11 @@ def moe_block(
         ffn_norm=dense.ffn_norm,
         attention=dense.attention,
         moe=moe_config(
-            hf.hidden_size, hf.moe_intermediate_size, hf.num_experts, hf.num_experts_per_tok, hf.norm_topk_prob
+            hf.hidden_size,
+            hf.moe_intermediate_size,
+            hf.num_experts,
+            hf.num_experts_per_tok,
+            hf.norm_topk_prob,
         ),
     )
 
@@ -402,7 +414,16 @@ class Policy(Qwen3Model):
             masks[window] = self._create_flex_attention_mask(micro.positions_BT, attention, parts)
         return masks
 
-    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M, kept=None):
+    def forward(
+        self,
+        ids_BT,
+        targets_BT,
+        positions_BT,
+        attention_masks,
+        temperatures_BT,
+        scored_M,
+        kept=None,
+    ):
         """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             # here, behind FSDP, which moves tensors to the GPU
@@ -412,7 +433,13 @@ class Policy(Qwen3Model):
             h_BTD = layer(h_BTD, attention_masks[window], positions_BT)
         if self.config.logits_divisor != 1:
             temperatures_BT = temperatures_BT * self.config.logits_divisor
-        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M, kept)
+        return self.lm_head(
+            self.norm(h_BTD),
+            targets_BT,
+            temperatures_BT,
+            scored_M,
+            kept,
+        )
 
 
 class HFRoPE(CosSinRoPE):
@@ -431,12 +458,17 @@ class HFRoPE(CosSinRoPE):
 
     def _precompute_cache(self) -> torch.Tensor:
         inv_freq = torch.tensor(self.config.inv_freq, dtype=torch.float32)
-        angles = torch.outer(torch.arange(self.config.max_seq_len, dtype=torch.float32), inv_freq)
+        positions_T = torch.arange(self.config.max_seq_len, dtype=torch.float32)
+        angles = torch.outer(positions_T, inv_freq)
         angles = torch.cat([angles, angles], dim=-1)
-        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.attention_factor
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        return table * self.config.attention_factor
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys by their positions."""
         if not self.config.inv_freq:
@@ -466,13 +498,16 @@ def titan_config(
     )
     if gives_scores(hf):
         head = ScoreHead.Config(in_features=hf.hidden_size, out_features=1, param_init=_NO_INIT)
+    layers = []
+    for layer in range(hf.num_hidden_layers):
+        layers.append(block(hf, _rope(hf, layer), attention_config(attention)))
     return Policy.Config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
         windows=tuple(windows_of(hf)),
         logits_divisor=getattr(hf, "logits_scaling", 1.0),
-        layers=[block(hf, _rope(hf, layer), attention_config(attention)) for layer in range(hf.num_hidden_layers)],
+        layers=layers,
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
         tok_embeddings=_embedding(hf),
         lm_head=head,

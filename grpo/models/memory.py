@@ -97,18 +97,27 @@ def fit_trainer(sizes: Sizes, config: Config, gpu_gib: float | None) -> Config:
     if config.trainer.activation_checkpointing != "auto":
         return config
     for kind in CHECKPOINTING:
-        decided = replace(config, trainer=replace(config.trainer, activation_checkpointing=kind))
-        if gpu_gib is None or trainer_peak(sizes, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
+        trainer = replace(config.trainer, activation_checkpointing=kind)
+        decided = replace(config, trainer=trainer)
+        if gpu_gib is None:
+            break
+        peak = trainer_peak(sizes, decided, gpu_gib)
+        if peak * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
             break
     return decided
 
 
 def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> float:
     """Return the most that a trainer rank's GPU of `gpu_gib` holds at one time, with an engine that shares it; GiB."""
-    return max(sum(parts.values()) for parts in trainer_moments(sizes, config, gpu_gib).values())
+    moments = trainer_moments(sizes, config, gpu_gib)
+    return max(sum(parts.values()) for parts in moments.values())
 
 
-def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> dict[str, dict[str, float]]:
+def trainer_moments(
+    sizes: Sizes,
+    config: GRPOConfig | SFTConfig,
+    gpu_gib: float,
+) -> dict[str, dict[str, float]]:
     """Return what a trainer rank's GPU of `gpu_gib` holds while it trains; GiB, by part.
 
     An engine on the same GPU is included. If it sleeps meanwhile, the time while it is awake is the second moment.
@@ -169,11 +178,16 @@ def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     if sizes.reward_model:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_ranks
         forwards.append(_of_a_forward(sizes.reward_model, config, num_ranks, tensor_parallel=1, trains=False))
-    return _in_gib(parts | max(forwards, key=lambda forward: sum(forward.values())))
+    largest = max(forwards, key=lambda forward: sum(forward.values()))
+    return _in_gib(parts | largest)
 
 
 def _of_a_forward(
-    sizes: Sizes, config: GRPOConfig | SFTConfig, num_ranks: int, tensor_parallel: int, trains: bool
+    sizes: Sizes,
+    config: Config,
+    num_ranks: int,
+    tensor_parallel: int,
+    trains: bool,
 ) -> dict[str, float]:
     """Return the bytes that a forward needs besides the model, by part; with `trains` also what the backward needs."""
     trainer = config.trainer
@@ -238,7 +252,12 @@ def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     return _in_gib({"weights": _engine_weights(sizes, config), "KV cache, if all run at full length": cache})
 
 
-def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | None) -> Config:
+def fit_engine(
+    sizes: Sizes,
+    config: Config,
+    num_asked: int,
+    gpu_gib: float | None,
+) -> Config:
     """Return the config with vLLM's `max_num_seqs` decided, if `generator.engine` does not say it.
 
     It becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above MAX_NUM_SEQS only

@@ -35,7 +35,13 @@ class Reference:
         self.trainer = trainer
         self.as_trained = as_trained
         self.model = policy or build_model(
-            model, trainer, folder, device=roles.device, tensor_parallel=tensor_parallel, frozen=True, moves=moves
+            model,
+            trainer,
+            folder,
+            device=roles.device,
+            tensor_parallel=tensor_parallel,
+            frozen=True,
+            moves=moves,
         )
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
