@@ -74,6 +74,16 @@ GRANITE = {
     "attention_multiplier": 0.1,
     "logits_scaling": 2.0,
 }
+# Three gated delta nets and an attention of rotary positions over half a head. Two value heads share a key head.
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": ROTARY | {"partial_rotary_factor": 0.5},
+}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "initializer_range": 0.2}
 KINDS = {
     "qwen3-tied": {"tie_word_embeddings": True},
@@ -90,9 +100,13 @@ KINDS = {
     "gemma3": {"tie_word_embeddings": True} | GEMMA3,
     "olmo3": {"tie_word_embeddings": False} | OLMO3,
     "granite": {"tie_word_embeddings": True} | GRANITE,
+    "qwen3_5": {"tie_word_embeddings": False} | QWEN3_5,
+    "qwen3_5-tied": {"tie_word_embeddings": True} | QWEN3_5,
     "moe": {"tie_word_embeddings": False} | QWEN3_MOE,
     "moe-tied": {"tie_word_embeddings": True} | QWEN3_MOE | {"norm_topk_prob": False},
 }
+# vLLM samples from these on GPUs alone
+WITH_STATES = ("qwen3_5", "qwen3_5-tied")
 
 
 def make_tiny(folder: pathlib.Path, kind: str) -> str:

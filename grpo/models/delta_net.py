@@ -1,0 +1,212 @@
+"""The layers of Qwen3.5 in plain torch: gated delta nets, and attention with a gate, within documents of packed rows.
+
+A gated delta net (Yang et al. 2024, arXiv:2412.06464) keeps a matrix S for each head in place of keys and values. A
+token makes S' = exp(g) S, then S = S' + beta k (v - k S')^T, and reads q S. Documents are cut into chunks. Within a
+chunk all tokens are computed at once; S goes from chunk to chunk, in all documents side by side, and begins at 0 in
+each. Left out: kernels for GPUs, tensor parallelism, prompts that documents share.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchtitan.models.common import Conv1d, Linear, RMSNorm
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.protocols.module import Module
+
+from grpo.types import MicroBatch
+
+CHUNK_TOKENS = 64
+
+
+class DocumentChunks(NamedTuple):
+    """The documents of a micro-batch in chunks: the first chunks of all documents, then the second ones, and so on.
+
+    Longer documents come first, so those that have another chunk are always the first ones.
+    """
+
+    place_T: torch.Tensor
+    """int64 [B * T]: where a position lies among the chunks, which have CHUNK_TOKENS places each."""
+    offset_T: torch.Tensor
+    """int64 [B * T]: how many positions of its document come before a position."""
+    counts: list[int]
+    """How many documents have a first chunk, a second one, and so on."""
+
+
+def document_chunks(micro: MicroBatch) -> DocumentChunks:
+    """Cut a micro-batch's documents into chunks. Waits for the device, which knows how long the documents are.
+
+    Raises ValueError if documents share a prompt, whose state they would have to start from.
+    """
+    if micro.shared is not None:
+        raise ValueError("gated delta nets cannot share prompts; set --trainer.no-share-prompts")
+    starts = micro.document_starts.long()
+    lengths_S = starts.diff()
+    rank_S = lengths_S.argsort(descending=True, stable=True).argsort()
+    document_T = torch.arange(len(lengths_S), device=starts.device).repeat_interleave(lengths_S)
+    offset_T = torch.arange(len(document_T), device=starts.device) - starts[document_T]
+    first_offset_C = torch.arange(0, micro.longest_document, CHUNK_TOKENS, device=starts.device)
+    count_C = (lengths_S > first_offset_C[:, None]).sum(1)
+    first_chunk_C = count_C.cumsum(0) - count_C
+    chunk_T = first_chunk_C[offset_T // CHUNK_TOKENS] + rank_S[document_T]
+    place_T = chunk_T * CHUNK_TOKENS + offset_T % CHUNK_TOKENS
+    return DocumentChunks(place_T, offset_T, count_C.tolist())
+
+
+def causal_convolution(x_TD: torch.Tensor, weight_DW: torch.Tensor, offset_T: torch.Tensor) -> torch.Tensor:
+    """Weigh each channel of a token and of the W - 1 tokens before it in its document, and add them up: [T, D]."""
+    out_TD = x_TD * weight_DW[:, -1]
+    for back in range(1, weight_DW.shape[1]):
+        earlier_TD = F.pad(x_TD, (0, 0, back, 0))[: len(x_TD)]
+        earlier_TD = earlier_TD.where((offset_T >= back)[:, None], 0)
+        out_TD = out_TD + earlier_TD * weight_DW[:, -1 - back]
+    return out_TD
+
+
+def gated_delta_rule(
+    q_TNK: torch.Tensor,
+    k_TNK: torch.Tensor,
+    v_TNV: torch.Tensor,
+    g_TN: torch.Tensor,
+    beta_TN: torch.Tensor,
+    chunks: DocumentChunks,
+) -> torch.Tensor:
+    """Return what each token reads from its document's states: [T, N, V] for N heads. All inputs are float32.
+
+    Within a chunk (suffix C of C, L and M its places) it is the WY form of the paper, which solves a triangular system
+    for what all tokens of the chunk write.
+    """
+
+    def in_chunks(x: torch.Tensor) -> torch.Tensor:
+        """Lay [T, N, ..] out as [C, N, L, ..], with 0 in places without a token."""
+        places = x.new_zeros(sum(chunks.counts) * CHUNK_TOKENS, *x.shape[1:])
+        return places.index_copy(0, chunks.place_T, x).unflatten(0, (-1, CHUNK_TOKENS)).transpose(1, 2)
+
+    q = in_chunks(q_TNK)
+    k = in_chunks(k_TNK)
+    beta = in_chunks(beta_TN[..., None])
+    decay_CNL = in_chunks(g_TN).cumsum(-1)  # since the chunk's beginning, as a logarithm
+    decayed = decay_CNL.exp()[..., None]
+    is_later = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=q.device).triu(1)
+    between = decay_CNL[..., :, None] - decay_CNL[..., None, :]
+    between_CNLM = between.masked_fill(is_later, -torch.inf).exp()
+    system_CNLM = (k * beta) @ k.mT * between_CNLM  # its diagonal is taken to be 1
+    wanted = torch.cat([in_chunks(v_TNV) * beta, k * beta * decayed], dim=-1)
+    written = torch.linalg.solve_triangular(system_CNLM, wanted, upper=False, unitriangular=True)
+    values, keys = written.split([v_TNV.shape[-1], k.shape[-1]], dim=-1)
+    to_end = (decay_CNL[..., -1:] - decay_CNL).exp()[..., None]
+    parts = (values, keys, q * decayed, q @ k.mT * between_CNLM, (k * to_end).mT, decayed[..., -1:, :])
+
+    state = q.new_zeros(chunks.counts[0], *q.shape[1::2], v_TNV.shape[-1])
+    outputs = []
+    for values, keys, q, scores, k_to_end, decay in zip(*(part.split(chunks.counts) for part in parts), strict=True):
+        state = state[: len(q)]
+        values = values - keys @ state
+        outputs.append(q @ state + scores @ values)
+        state = state * decay + k_to_end @ values
+    return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[chunks.place_T]
+
+
+class GatedDeltaNet(Module):
+    """A layer with states, in a block's place of attention. Its parts have the names of Hugging Face's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        dim: int
+        num_key_heads: int
+        num_value_heads: int
+        key_dim: int
+        """Of a head, as `value_dim`."""
+        value_dim: int
+        conv_width: int
+        eps: float
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        keys = config.num_key_heads * config.key_dim
+        values = config.num_value_heads * config.value_dim
+        channels = 2 * keys + values
+        self.in_proj_qkv = self._linear(config.dim, channels)
+        self.in_proj_z = self._linear(config.dim, values)
+        self.in_proj_b = self._linear(config.dim, config.num_value_heads)
+        self.in_proj_a = self._linear(config.dim, config.num_value_heads)
+        self.out_proj = self._linear(values, config.dim)
+        self.conv1d = Conv1d.Config(
+            in_channels=channels,
+            out_channels=channels,
+            kernel_size=config.conv_width,
+            groups=channels,
+            bias=False,
+            param_init=config.param_init,
+        ).build()
+        self.norm = RMSNorm.Config(
+            normalized_shape=config.value_dim, eps=config.eps, param_init=config.param_init
+        ).build()
+        self.A_log = nn.Parameter(torch.empty(config.num_value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(config.num_value_heads))
+
+    def _linear(self, inputs: int, outputs: int) -> Linear:
+        return Linear.Config(in_features=inputs, out_features=outputs, param_init=self.config.param_init).build()
+
+    def forward(
+        self, x_BTD: torch.Tensor, chunks: DocumentChunks, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply the layer to packed rows. `positions` is what attention gets too.
+
+        The rule is computed again in the backward: its float32 values would take a hundred times the memory of its input.
+        """
+        x_TD = x_BTD.flatten(0, 1)
+        inputs = self.in_proj_qkv(x_TD), self.in_proj_a(x_TD), self.in_proj_b(x_TD)
+        read_TNV = checkpoint(self._mix, *inputs, chunks, use_reentrant=False, preserve_rng_state=False)
+        gate_TNV = self.in_proj_z(x_TD).view(read_TNV.shape).float()
+        normed_TNV = F.rms_norm(read_TNV.float(), read_TNV.shape[-1:], self.norm.weight.float(), self.norm.eps)
+        out_TNV = (normed_TNV * F.silu(gate_TNV)).to(x_BTD.dtype)
+        return self.out_proj(out_TNV.flatten(1)).view_as(x_BTD)
+
+    def _mix(
+        self, qkv_TD: torch.Tensor, a_TN: torch.Tensor, b_TN: torch.Tensor, chunks: DocumentChunks
+    ) -> torch.Tensor:
+        config = self.config
+        mixed_TD = causal_convolution(qkv_TD.float(), self.conv1d.weight[:, 0].float(), chunks.offset_T)
+        mixed_TD = F.silu(mixed_TD).to(qkv_TD.dtype).float()  # rounded as the engine rounds it
+        keys = config.num_key_heads * config.key_dim
+        q_TD, k_TD, v_TD = mixed_TD.split([keys, keys, config.num_value_heads * config.value_dim], dim=-1)
+        repeats = config.num_value_heads // config.num_key_heads
+        q_TNK = _unit(q_TD.unflatten(1, (-1, config.key_dim))).repeat_interleave(repeats, 1) * config.key_dim**-0.5
+        k_TNK = _unit(k_TD.unflatten(1, (-1, config.key_dim))).repeat_interleave(repeats, 1)
+        v_TNV = v_TD.unflatten(1, (-1, config.value_dim))
+        g_TN = -self.A_log.float().exp() * F.softplus(a_TN.float() + self.dt_bias.float())
+        out_TNV = gated_delta_rule(q_TNK, k_TNK, v_TNV, g_TN, b_TN.sigmoid().float(), chunks)
+        return out_TNV.to(qkv_TD.dtype)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """Scale the last dimension to length 1."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+class GatedAttention(GQAttention):
+    """Grouped-query attention with a sigmoid gate on what each head gives. wq has each head's query, then its gate."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):
+        pass
+
+    def forward(self, x_BLD, attention_masks, positions=None):
+        """Apply the layer. The names of the arguments are torchtitan's."""
+        queries_and_gates, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
+        q_BLNH, gate_BLNH = queries_and_gates.unflatten(2, (-1, 2)).unbind(3)
+        q_BLNH, k_BLNH = self.rope(self.q_norm(q_BLNH), self.k_norm(k_BLNH), positions)
+        out_BLNH = self.inner_attention(
+            q_BLNH,
+            k_BLNH,
+            v_BLNH,
+            attention_masks=attention_masks,
+            scale=self.scaling,
+            enable_gqa=self.enable_gqa,
+        )
+        return self.wo((out_BLNH * gate_BLNH.sigmoid()).flatten(2))
