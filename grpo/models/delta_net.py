@@ -157,31 +157,45 @@ class GatedDeltaNet(Module):
     ) -> torch.Tensor:
         """Apply the layer to packed rows. `positions` is what attention gets too.
 
-        The rule is computed again in the backward: its float32 values would take a hundred times the memory of its input.
+        What lies between its linear layers is computed again in the backward: the float32 values of the rule would take
+        more than twenty times the memory of its input.
         """
         x_TD = x_BTD.flatten(0, 1)
-        inputs = self.in_proj_qkv(x_TD), self.in_proj_a(x_TD), self.in_proj_b(x_TD)
-        read_TNV = checkpoint(self._mix, *inputs, chunks, use_reentrant=False, preserve_rng_state=False)
-        gate_TNV = self.in_proj_z(x_TD).view(read_TNV.shape).float()
-        normed_TNV = F.rms_norm(read_TNV.float(), read_TNV.shape[-1:], self.norm.weight.float(), self.norm.eps)
-        out_TNV = (normed_TNV * F.silu(gate_TNV)).to(x_BTD.dtype)
-        return self.out_proj(out_TNV.flatten(1)).view_as(x_BTD)
+        mixed_TD = checkpoint(
+            self._mix,
+            self.in_proj_qkv(x_TD),
+            self.in_proj_z(x_TD),
+            self.in_proj_a(x_TD),
+            self.in_proj_b(x_TD),
+            chunks,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        return self.out_proj(mixed_TD).view_as(x_BTD)
 
     def _mix(
-        self, qkv_TD: torch.Tensor, a_TN: torch.Tensor, b_TN: torch.Tensor, chunks: DocumentChunks
+        self,
+        qkv_TD: torch.Tensor,
+        gate_TD: torch.Tensor,
+        a_TN: torch.Tensor,
+        b_TN: torch.Tensor,
+        chunks: DocumentChunks,
     ) -> torch.Tensor:
+        """Read from the states, normalize each head and multiply it by its gate: [T, heads * value_dim]."""
         config = self.config
-        mixed_TD = causal_convolution(qkv_TD.float(), self.conv1d.weight[:, 0].float(), chunks.offset_T)
-        mixed_TD = F.silu(mixed_TD).to(qkv_TD.dtype).float()  # rounded as the engine rounds it
+        convolved_TD = causal_convolution(qkv_TD.float(), self.conv1d.weight[:, 0].float(), chunks.offset_T)
+        convolved_TD = F.silu(convolved_TD).to(qkv_TD.dtype).float()  # rounded where engines round
         keys = config.num_key_heads * config.key_dim
-        q_TD, k_TD, v_TD = mixed_TD.split([keys, keys, config.num_value_heads * config.value_dim], dim=-1)
+        q_TD, k_TD, v_TD = convolved_TD.split([keys, keys, config.num_value_heads * config.value_dim], dim=-1)
         repeats = config.num_value_heads // config.num_key_heads
         q_TNK = _unit(q_TD.unflatten(1, (-1, config.key_dim))).repeat_interleave(repeats, 1) * config.key_dim**-0.5
         k_TNK = _unit(k_TD.unflatten(1, (-1, config.key_dim))).repeat_interleave(repeats, 1)
         v_TNV = v_TD.unflatten(1, (-1, config.value_dim))
         g_TN = -self.A_log.float().exp() * F.softplus(a_TN.float() + self.dt_bias.float())
-        out_TNV = gated_delta_rule(q_TNK, k_TNK, v_TNV, g_TN, b_TN.sigmoid().float(), chunks)
-        return out_TNV.to(qkv_TD.dtype)
+        read_TNV = gated_delta_rule(q_TNK, k_TNK, v_TNV, g_TN, b_TN.sigmoid().float(), chunks)
+        read_TNV = read_TNV.to(qkv_TD.dtype).float()
+        normed_TNV = F.rms_norm(read_TNV, read_TNV.shape[-1:], self.norm.weight.float(), self.norm.eps)
+        return (normed_TNV.flatten(1) * F.silu(gate_TD.float())).to(qkv_TD.dtype)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

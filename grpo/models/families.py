@@ -3,8 +3,8 @@
 An entry says how a family differs: which of its models cannot be trained, its block, its tensors' names, how it is
 sharded, its norm, which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query
 attention, some of it within windows, SwiGLU or a mixture of such experts, RMSNorm, rotary positions. blocks.py and
-delta_net.py have what torchtitan lacks. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets and the entropy
-instead of logits; a reward model has a head of one output instead.
+delta_net.py have what torchtitan lacks. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets
+and the entropy instead of logits; a reward model has a head of one output instead.
 Left out: mixtures with shared experts, or with some dense blocks.
 """
 
@@ -488,7 +488,9 @@ class Policy(Qwen3Model):
         """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             # here, behind FSDP, which moves tensors to the GPU
-            attention_masks = attention_masks | {window: for_compiler(masks) for window, masks in attention_masks.items() if window != 0}
+            attention_masks = attention_masks | {
+                window: for_compiler(masks) for window, masks in attention_masks.items() if window != 0
+            }
         h_BTD = settled(self.tok_embeddings(ids_BT))
         for layer, window in zip(self.layers.values(), self.config.windows, strict=True):
             h_BTD = layer(h_BTD, attention_masks[window], positions_BT)
@@ -528,8 +530,7 @@ class HFRoPE(CosSinRoPE):
             return super().forward(query, key, positions)
         rotated = super().forward(query[..., :width], key[..., :width], positions)
         query, key = (
-            torch.cat([first, whole[..., width:]], dim=-1)
-            for first, whole in zip(rotated, (query, key), strict=True)
+            torch.cat([first, whole[..., width:]], dim=-1) for first, whole in zip(rotated, (query, key), strict=True)
         )
         return query, key
 
@@ -589,6 +590,14 @@ def windows_of(hf: transformers.PretrainedConfig) -> list[int | None]:
     """
     windows = {LINEAR: 0, WINDOWED: getattr(hf, "sliding_window", None)}
     return [windows.get(kind) for kind in layer_kinds(hf)]
+
+
+def state_values(hf: transformers.PretrainedConfig) -> int:
+    """Return how many numbers the states of one sequence are, in all layers; 0 for a model without states."""
+    num_layers = windows_of(hf).count(0)
+    if not num_layers:
+        return 0
+    return num_layers * hf.linear_num_value_heads * hf.linear_key_head_dim * hf.linear_value_head_dim
 
 
 def head_dim_of(config: transformers.PretrainedConfig) -> int:

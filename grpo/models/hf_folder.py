@@ -319,9 +319,9 @@ def read_table(path: pathlib.Path) -> dict[str, Any]:
 def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -> None:
     """Check that the weights are whole files with all tensors of config.json's model.
 
-    Prints which tensors do not belong to that model, without those that an export carries along. Raises FileNotFoundError if there are no weights, ValueError if a
-    tensor is missing, has another shape or begins with NaN, a head differs from the embedding that it is tied to, or a
-    file is broken.
+    Prints which tensors do not belong to that model, except those that an export carries along. Raises
+    FileNotFoundError if there are no weights, ValueError if a tensor is missing, has another shape or begins with NaN,
+    a head differs from the embedding that it is tied to, or a file is broken.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:

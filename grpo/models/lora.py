@@ -139,7 +139,7 @@ def adapted_places(hf: transformers.PretrainedConfig, trainer: TrainerConfig) ->
     """
     if trainer.lora_rank and has_states(hf):
         raise ValueError(
-            f"trainer.lora_rank={trainer.lora_rank}: gated delta nets, as in a {hf.model_type} model, take no adapters; "
+            f"trainer.lora_rank={trainer.lora_rank}: the gated delta nets of a {hf.model_type} model take no adapters; "
             "leave it out, which trains all weights"
         )
     linears = family_of(hf).linears
