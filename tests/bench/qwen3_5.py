@@ -8,7 +8,7 @@ lines as they come, and ends at its limit; what it says is in OUT/PART.log, and 
 agreement: log-probs of the same completions by trainer and engine, before and after three updates, each of which is
 synced into the live engine; beside them what two runs of the engine differ by, and both beside transformers in float32
 on the same bfloat16 weights. grpo: four steps with a sync check in each and an engine that sleeps, then the export by
-transformers. images: one step from a folder as on the hub, with a vision encoder and a draft layer, which the export
+transformers. images: two steps from a folder as on the hub, with a vision encoder and a draft layer, which the export
 must carry along bit by bit. train: forwards and backwards in the shape of Qwen3.5-0.8B, beside the arithmetic of
 `--dry-run`.
 """
@@ -30,6 +30,7 @@ import torch  # noqa: E402
 
 from configs.examples.toys import addition_tokenizer  # noqa: E402
 from grpo.data.toy import make_model  # noqa: E402
+from tests.tiny_models import make_image_model  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 # Seconds that each part may take
@@ -50,14 +51,6 @@ TINY = {
     "initializer_range": 0.08,
     "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-}
-VISION = {
-    "depth": 1,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 256,
-    "num_position_embeddings": 16,
 }
 # Shape of Qwen3.5-0.8B
 SHAPE = TINY | {
@@ -128,10 +121,19 @@ def say(out: pathlib.Path, part: str, **numbers: Any) -> None:
 
 
 def tiny(out: pathlib.Path, name: str, **changes: Any) -> str:
-    """Write a tiny model, if it is not there yet, and return its folder."""
+    """Write a tiny model, if it is not there yet, and return its folder.
+
+    transformers begins the embedding of the padding token at 0, where the gradient of each norm is a thousandfold.
+    """
+    from safetensors.torch import load_file, save_file
+
     folder = out / name
     if not (folder / "config.json").is_file():
         make_model(folder, addition_tokenizer(), 0, TINY | changes)
+        tensors = load_file(folder / "model.safetensors")
+        embedding = tensors["model.embed_tokens.weight"]
+        embedding[0] = embedding[-1].flip(0)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
 
@@ -296,9 +298,10 @@ def grpo(out: pathlib.Path) -> None:
 
 
 def images(out: pathlib.Path) -> None:
-    """One step from a folder of a model that sees images, without compiled graphs in the engine."""
-    start = str(image_folder(out / "images"))
-    exported = run_grpo(out, "images", start, 1, "--generator.engine", "enforce_eager", "true")
+    """Two steps from a folder of a model that sees images, without compiled graphs in the engine."""
+    start = str(out / "images")
+    make_image_model(out / "images", TINY)
+    exported = run_grpo(out, "images", start, 2, "--generator.engine", "enforce_eager", "true")
     compare_export(out, "images", start, exported)
 
 
@@ -318,30 +321,6 @@ def compare_export(out: pathlib.Path, part: str, start: str, exported: pathlib.P
     facts["lost"] = len(before.keys() - after.keys())
     facts["loading"] = {name: len(found) for name, found in report.items()}
     say(out, part, **facts)
-
-
-def image_folder(folder: pathlib.Path) -> pathlib.Path:
-    """Write a model as on the hub: text and vision in one config, and a draft layer that no config mentions."""
-    from safetensors.torch import load_file, save_file
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    if (folder / "config.json").is_file():
-        return folder
-    tokenizer = addition_tokenizer()
-    text = TINY | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "dtype": "bfloat16"}
-    config = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=False, dtype="bfloat16")
-    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    for index, name in enumerate(ids):
-        setattr(config, name, len(tokenizer) - 1 - index)
-    torch.manual_seed(0)
-    model = Qwen3_5ForConditionalGeneration(config).bfloat16()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["mtp.fc.weight"] = torch.randn(256, 512).bfloat16()
-    tensors["mtp.norm.weight"] = torch.randn(256)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -166,8 +166,12 @@ def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: to
         return options
     if has_experts(hf):  # these kernels read weights as a folder has them, so a sync can write them in place
         options["moe_backend"] = "triton"
+    if has_states(hf):
+        options["gdn_prefill_backend"] = (
+            "triton"  # on Hopper vLLM's own choice is compiled, by nvcc, at the first prompt
+        )
     chosen = any(name in engine for name in CHOOSE_ATTENTION)
-    if any(windows_of(hf)):  # triton's attention was measured without windows
+    if any(window is not None for window in windows_of(hf)):  # triton's attention was measured without windows, states
         return options
     if not chosen and head_dim_of(hf) == WIDE_HEAD_DIM and torch.cuda.get_device_capability(device) == HOPPER:
         options["attention_config"] = {"backend": "TRITON_ATTN"}
