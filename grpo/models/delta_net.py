@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common import Conv1d, Linear, RMSNorm
@@ -85,29 +86,28 @@ def gated_delta_rule(
         places = x.new_zeros(sum(chunks.counts) * CHUNK_TOKENS, *x.shape[1:])
         return places.index_copy(0, chunks.place_T, x).unflatten(0, (-1, CHUNK_TOKENS)).transpose(1, 2)
 
-    q = in_chunks(q_TNK)
-    k = in_chunks(k_TNK)
-    beta = in_chunks(beta_TN[..., None])
+    q, k, v, beta = map(in_chunks, (q_TNK, k_TNK, v_TNV, beta_TN[..., None]))
     decay_CNL = in_chunks(g_TN).cumsum(-1)  # since the chunk's beginning, as a logarithm
-    decayed = decay_CNL.exp()[..., None]
-    is_later = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=q.device).triu(1)
-    between = decay_CNL[..., :, None] - decay_CNL[..., None, :]
-    between_CNLM = between.masked_fill(is_later, -torch.inf).exp()
+    decay_CNL1 = decay_CNL.exp()[..., None]
+    decay_to_end_CNL1 = (decay_CNL[..., -1:] - decay_CNL).exp()[..., None]
+    is_later_LM = q.new_ones(CHUNK_TOKENS, CHUNK_TOKENS).triu(1).bool()
+    between_CNLM = decay_CNL[..., :, None] - decay_CNL[..., None, :]
+    between_CNLM = between_CNLM.masked_fill(is_later_LM, -torch.inf).exp()
     system_CNLM = (k * beta) @ k.mT * between_CNLM  # its diagonal is taken to be 1
-    wanted = torch.cat([in_chunks(v_TNV) * beta, k * beta * decayed], dim=-1)
-    written = torch.linalg.solve_triangular(system_CNLM, wanted, upper=False, unitriangular=True)
-    values, keys = written.split([v_TNV.shape[-1], k.shape[-1]], dim=-1)
-    to_end = (decay_CNL[..., -1:] - decay_CNL).exp()[..., None]
-    parts = (values, keys, q * decayed, q @ k.mT * between_CNLM, (k * to_end).mT, decayed[..., -1:, :])
+    right = torch.cat([v * beta, k * beta * decay_CNL1], dim=-1)
+    solved = torch.linalg.solve_triangular(system_CNLM, right, upper=False, unitriangular=True)
+    written, held = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    scores_CNLM = q @ k.mT * between_CNLM
+    parts = (q * decay_CNL1, scores_CNLM, written, held, (k * decay_to_end_CNL1).mT, decay_CNL1[..., -1:, :])
 
-    state = q.new_zeros(chunks.counts[0], *q.shape[1::2], v_TNV.shape[-1])
+    state = q.new_zeros(chunks.counts[0], *q.shape[1::2], v.shape[-1])
     outputs = []
-    for values, keys, q, scores, k_to_end, decay in zip(*(part.split(chunks.counts) for part in parts), strict=True):
+    for q, scores, written, held, k_to_end, decay in zip(*(part.split(chunks.counts) for part in parts), strict=True):
         state = state[: len(q)]
-        values = values - keys @ state
-        outputs.append(q @ state + scores @ values)
-        state = state * decay + k_to_end @ values
-    return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[chunks.place_T]
+        written = written - held @ state
+        outputs.append(q @ state + scores @ written)
+        state = state * decay + k_to_end @ written
+    return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, chunks.place_T)
 
 
 class GatedDeltaNet(Module):
@@ -115,42 +115,38 @@ class GatedDeltaNet(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        dim: int
-        num_key_heads: int
-        num_value_heads: int
-        key_dim: int
-        """Of a head, as `value_dim`."""
-        value_dim: int
-        conv_width: int
-        eps: float
+        hf: transformers.PretrainedConfig
 
     def __init__(self, config: Config):
         super().__init__()
-        self.config = config
-        keys = config.num_key_heads * config.key_dim
-        values = config.num_value_heads * config.value_dim
-        channels = 2 * keys + values
-        self.in_proj_qkv = self._linear(config.dim, channels)
-        self.in_proj_z = self._linear(config.dim, values)
-        self.in_proj_b = self._linear(config.dim, config.num_value_heads)
-        self.in_proj_a = self._linear(config.dim, config.num_value_heads)
-        self.out_proj = self._linear(values, config.dim)
+        hf = config.hf
+        init = {"param_init": config.param_init}
+        self.num_heads = hf.linear_num_value_heads
+        self.num_key_heads = hf.linear_num_key_heads
+        keys = self.num_key_heads * hf.linear_key_head_dim
+        values = self.num_heads * hf.linear_value_head_dim
+        self.widths = [keys, keys, values]
+        channels = sum(self.widths)
         self.conv1d = Conv1d.Config(
             in_channels=channels,
             out_channels=channels,
-            kernel_size=config.conv_width,
+            kernel_size=hf.linear_conv_kernel_dim,
             groups=channels,
             bias=False,
-            param_init=config.param_init,
+            **init,
         ).build()
-        self.norm = RMSNorm.Config(
-            normalized_shape=config.value_dim, eps=config.eps, param_init=config.param_init
-        ).build()
-        self.A_log = nn.Parameter(torch.empty(config.num_value_heads))
-        self.dt_bias = nn.Parameter(torch.empty(config.num_value_heads))
-
-    def _linear(self, inputs: int, outputs: int) -> Linear:
-        return Linear.Config(in_features=inputs, out_features=outputs, param_init=self.config.param_init).build()
+        outputs = {
+            "in_proj_qkv": channels,
+            "in_proj_z": values,
+            "in_proj_b": self.num_heads,
+            "in_proj_a": self.num_heads,
+        }
+        for name, width in outputs.items():
+            setattr(self, name, Linear.Config(in_features=hf.hidden_size, out_features=width, **init).build())
+        self.out_proj = Linear.Config(in_features=values, out_features=hf.hidden_size, **init).build()
+        self.norm = RMSNorm.Config(normalized_shape=hf.linear_value_head_dim, eps=hf.rms_norm_eps, **init).build()
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
 
     def forward(
         self, x_BTD: torch.Tensor, chunks: DocumentChunks, positions: torch.Tensor | None = None
@@ -161,38 +157,24 @@ class GatedDeltaNet(Module):
         more than twenty times the memory of its input.
         """
         x_TD = x_BTD.flatten(0, 1)
-        mixed_TD = checkpoint(
-            self._mix,
-            self.in_proj_qkv(x_TD),
-            self.in_proj_z(x_TD),
-            self.in_proj_a(x_TD),
-            self.in_proj_b(x_TD),
-            chunks,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        return self.out_proj(mixed_TD).view_as(x_BTD)
+        inputs = [layer(x_TD) for layer in (self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)]
+        read_TD = checkpoint(self._read, *inputs, chunks, use_reentrant=False, preserve_rng_state=False)
+        return self.out_proj(read_TD).view_as(x_BTD)
 
-    def _mix(
-        self,
-        qkv_TD: torch.Tensor,
-        gate_TD: torch.Tensor,
-        a_TN: torch.Tensor,
-        b_TN: torch.Tensor,
-        chunks: DocumentChunks,
-    ) -> torch.Tensor:
-        """Read from the states, normalize each head and multiply it by its gate: [T, heads * value_dim]."""
-        config = self.config
+    def _read(self, qkv_TD, gate_TD, a_TN, b_TN, chunks: DocumentChunks) -> torch.Tensor:
+        """Read from the states, normalize what each head gives and multiply it by its gate."""
         convolved_TD = causal_convolution(qkv_TD.float(), self.conv1d.weight[:, 0].float(), chunks.offset_T)
         convolved_TD = F.silu(convolved_TD).to(qkv_TD.dtype).float()  # rounded where engines round
-        keys = config.num_key_heads * config.key_dim
-        q_TD, k_TD, v_TD = convolved_TD.split([keys, keys, config.num_value_heads * config.value_dim], dim=-1)
-        repeats = config.num_value_heads // config.num_key_heads
-        q_TNK = _unit(q_TD.unflatten(1, (-1, config.key_dim))).repeat_interleave(repeats, 1) * config.key_dim**-0.5
-        k_TNK = _unit(k_TD.unflatten(1, (-1, config.key_dim))).repeat_interleave(repeats, 1)
-        v_TNV = v_TD.unflatten(1, (-1, config.value_dim))
+        q_TD, k_TD, v_TD = convolved_TD.split(self.widths, dim=1)
+        repeats = self.num_heads // self.num_key_heads
+        q_TNK, k_TNK = (
+            _unit(part_TD.unflatten(1, (self.num_key_heads, -1))).repeat_interleave(repeats, dim=1)
+            for part_TD in (q_TD, k_TD)
+        )
+        v_TNV = v_TD.unflatten(1, (self.num_heads, -1))
         g_TN = -self.A_log.float().exp() * F.softplus(a_TN.float() + self.dt_bias.float())
-        read_TNV = gated_delta_rule(q_TNK, k_TNK, v_TNV, g_TN, b_TN.sigmoid().float(), chunks)
+        scale = q_TNK.shape[-1] ** -0.5
+        read_TNV = gated_delta_rule(q_TNK * scale, k_TNK, v_TNV, g_TN, b_TN.sigmoid().float(), chunks)
         read_TNV = read_TNV.to(qkv_TD.dtype).float()
         normed_TNV = F.rms_norm(read_TNV, read_TNV.shape[-1:], self.norm.weight.float(), self.norm.eps)
         return (normed_TNV.flatten(1) * F.silu(gate_TD.float())).to(qkv_TD.dtype)

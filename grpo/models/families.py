@@ -248,16 +248,7 @@ def qwen3_5_block(
     """Return torchtitan's config of a block of Qwen3.5: with gated attention, or without `rope` a gated delta net."""
     block = dense_block(hf, rope or HFRoPE.Config(dim=0, max_seq_len=0), inner_attention, qk_norm=True)
     if rope is None:
-        block.attention = GatedDeltaNet.Config(
-            dim=hf.hidden_size,
-            num_key_heads=hf.linear_num_key_heads,
-            num_value_heads=hf.linear_num_value_heads,
-            key_dim=hf.linear_key_head_dim,
-            value_dim=hf.linear_value_head_dim,
-            conv_width=hf.linear_conv_kernel_dim,
-            eps=hf.rms_norm_eps,
-            param_init=_NO_INIT,
-        )
+        block.attention = GatedDeltaNet.Config(hf=hf, param_init=_NO_INIT)
         return block
     block.attention.qkv_linear.wq.out_features *= 2
     parts = {part.name: getattr(block.attention, part.name) for part in fields(block.attention)}
