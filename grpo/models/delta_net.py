@@ -75,39 +75,45 @@ def gated_delta_rule(
     beta_TN: torch.Tensor,
     chunks: DocumentChunks,
 ) -> torch.Tensor:
-    """Return what each token reads from its document's states: [T, N, V] for N heads. All inputs are float32.
+    """Return what each token reads from its document's states: [T, N, V] for N heads. All inputs are float32."""
+    num_places = sum(chunks.counts) * CHUNK_TOKENS
+    parts = within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, chunks.place_T, num_places)
+    state = q_TNK.new_zeros(chunks.counts[0], *q_TNK.shape[1:], v_TNV.shape[-1])
+    outputs = []
+    for q, scores, written, held, k, decay in zip(*(part.split(chunks.counts) for part in parts), strict=True):
+        state = state[: len(q)]
+        written = written - held @ state
+        outputs.append(q @ state + scores @ written)
+        state = state * decay + k @ written
+    return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, chunks.place_T)
 
-    Within a chunk (suffix C of C, L and M its places) it is the WY form of the paper, which solves a triangular system
-    for what all tokens of the chunk write.
+
+def within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, place_T: torch.Tensor, num_places: int) -> list[torch.Tensor]:
+    """Compute for all chunks at once what their states need not be known for, each [C, N, ..].
+
+    Of the L = CHUNK_TOKENS places of a chunk: queries that read the state before it, what queries read of the chunk's
+    own tokens, what tokens write, what they hold of the state before, keys that write into the state behind it, and
+    how much it decays. This is the paper's WY form: tokens write what solves a triangular system.
     """
 
     def in_chunks(x: torch.Tensor) -> torch.Tensor:
         """Lay [T, N, ..] out as [C, N, L, ..], with 0 in places without a token."""
-        places = x.new_zeros(sum(chunks.counts) * CHUNK_TOKENS, *x.shape[1:])
-        return places.index_copy(0, chunks.place_T, x).unflatten(0, (-1, CHUNK_TOKENS)).transpose(1, 2)
+        places = x.new_zeros(num_places, *x.shape[1:]).index_copy(0, place_T, x)
+        return places.unflatten(0, (-1, CHUNK_TOKENS)).transpose(1, 2)
 
     q, k, v, beta = map(in_chunks, (q_TNK, k_TNK, v_TNV, beta_TN[..., None]))
     decay_CNL = in_chunks(g_TN).cumsum(-1)  # since the chunk's beginning, as a logarithm
     decay_CNL1 = decay_CNL.exp()[..., None]
     decay_to_end_CNL1 = (decay_CNL[..., -1:] - decay_CNL).exp()[..., None]
-    is_later_LM = q.new_ones(CHUNK_TOKENS, CHUNK_TOKENS).triu(1).bool()
-    between_CNLM = decay_CNL[..., :, None] - decay_CNL[..., None, :]
-    between_CNLM = between_CNLM.masked_fill(is_later_LM, -torch.inf).exp()
-    system_CNLM = (k * beta) @ k.mT * between_CNLM  # its diagonal is taken to be 1
+    is_later_LL = q.new_ones(CHUNK_TOKENS, CHUNK_TOKENS).triu(1).bool()
+    between_CNLL = decay_CNL[..., :, None] - decay_CNL[..., None, :]
+    between_CNLL = between_CNLL.masked_fill(is_later_LL, -torch.inf).exp()
+    system_CNLL = (k * beta) @ k.mT * between_CNLL  # its diagonal is taken to be 1
     right = torch.cat([v * beta, k * beta * decay_CNL1], dim=-1)
-    solved = torch.linalg.solve_triangular(system_CNLM, right, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(system_CNLL, right, upper=False, unitriangular=True)
     written, held = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    scores_CNLM = q @ k.mT * between_CNLM
-    parts = (q * decay_CNL1, scores_CNLM, written, held, (k * decay_to_end_CNL1).mT, decay_CNL1[..., -1:, :])
-
-    state = q.new_zeros(chunks.counts[0], *q.shape[1::2], v.shape[-1])
-    outputs = []
-    for q, scores, written, held, k_to_end, decay in zip(*(part.split(chunks.counts) for part in parts), strict=True):
-        state = state[: len(q)]
-        written = written - held @ state
-        outputs.append(q @ state + scores @ written)
-        state = state * decay + k_to_end @ written
-    return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, chunks.place_T)
+    scores_CNLL = q @ k.mT * between_CNLL
+    return [q * decay_CNL1, scores_CNLL, written, held, (k * decay_to_end_CNL1).mT, decay_CNL1[..., -1:, :]]
 
 
 class GatedDeltaNet(Module):
@@ -163,21 +169,25 @@ class GatedDeltaNet(Module):
 
     def _read(self, qkv_TD, gate_TD, a_TN, b_TN, chunks: DocumentChunks) -> torch.Tensor:
         """Read from the states, normalize what each head gives and multiply it by its gate."""
-        convolved_TD = causal_convolution(qkv_TD.float(), self.conv1d.weight[:, 0].float(), chunks.offset_T)
-        convolved_TD = F.silu(convolved_TD).to(qkv_TD.dtype).float()  # rounded where engines round
+        q_TNK, k_TNK, v_TNV, g_TN, beta_TN = self.rule_inputs(qkv_TD, a_TN, b_TN, chunks.offset_T)
+        read_TNV = gated_delta_rule(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, chunks)
+        read_TNV = read_TNV.to(qkv_TD.dtype).float()  # rounded where engines round
+        normed_TNV = F.rms_norm(read_TNV, read_TNV.shape[-1:], self.norm.weight.float(), self.norm.eps)
+        return (normed_TNV.flatten(1) * F.silu(gate_TD.float())).to(qkv_TD.dtype)
+
+    def rule_inputs(self, qkv_TD, a_TN, b_TN, offset_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys, values, decays as logarithms and betas of all heads, float32 [T, N, ..]."""
+        convolved_TD = causal_convolution(qkv_TD.float(), self.conv1d.weight[:, 0].float(), offset_T)
+        convolved_TD = F.silu(convolved_TD).to(qkv_TD.dtype).float()  # likewise
         q_TD, k_TD, v_TD = convolved_TD.split(self.widths, dim=1)
         repeats = self.num_heads // self.num_key_heads
         q_TNK, k_TNK = (
             _unit(part_TD.unflatten(1, (self.num_key_heads, -1))).repeat_interleave(repeats, dim=1)
             for part_TD in (q_TD, k_TD)
         )
-        v_TNV = v_TD.unflatten(1, (self.num_heads, -1))
         g_TN = -self.A_log.float().exp() * F.softplus(a_TN.float() + self.dt_bias.float())
-        scale = q_TNK.shape[-1] ** -0.5
-        read_TNV = gated_delta_rule(q_TNK * scale, k_TNK, v_TNV, g_TN, b_TN.sigmoid().float(), chunks)
-        read_TNV = read_TNV.to(qkv_TD.dtype).float()
-        normed_TNV = F.rms_norm(read_TNV, read_TNV.shape[-1:], self.norm.weight.float(), self.norm.eps)
-        return (normed_TNV.flatten(1) * F.silu(gate_TD.float())).to(qkv_TD.dtype)
+        v_TNV = v_TD.unflatten(1, (self.num_heads, -1))
+        return q_TNK * q_TNK.shape[-1] ** -0.5, k_TNK, v_TNV, g_TN, b_TN.sigmoid().float()
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

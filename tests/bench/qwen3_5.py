@@ -356,13 +356,17 @@ def train(out: pathlib.Path) -> None:
     lengths = [num_tokens // 8] * 4 + [num_tokens // 32] * 16  # one long row
     ids = [torch.randint(3, 32, (length,), generator=draw) for length in lengths]
     batch = make_batch([Sample(row, torch.arange(len(row)) > 0, prompt_tokens=1) for row in ids])
-    for checkpointing, attention in (("full", "auto"), ("selective", "auto"), ("none", "auto"), ("full", "flex")):
+    cases = [("full", "auto"), ("selective", "auto"), ("none", "auto"), ("full", "flex"), ("full, compiled", "flex")]
+    for case, attention in cases:
+        checkpointing, _, compiled = case.partition(", ")
+        if compiled:
+            compile_parts()
         trainer = TrainerConfig(micro_batch_tokens=num_tokens, activation_checkpointing=checkpointing)
         kind = ModelConfig(path=str(folder), dtype="bfloat16", attention=attention if ON_GPU else "auto")
         config = SFTConfig(model=kind, trainer=trainer, num_trainers=1)
         model = Trainer(config.model, trainer, str(folder), 10, roles)
         attention = type(model.model.module.layers["3"].attention.inner_attention).__name__
-        facts = {"checkpointing": checkpointing, "attention": attention}
+        facts = {"checkpointing": case, "attention": attention}
         seconds = []
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
@@ -384,6 +388,14 @@ def train(out: pathlib.Path) -> None:
         del model
         if ON_GPU:
             torch.cuda.empty_cache()
+
+
+def compile_parts() -> None:
+    """Compile what a gated delta net computes around its loop over chunks."""
+    from grpo.models import delta_net
+
+    delta_net.within_chunks = torch.compile(delta_net.within_chunks, dynamic=True)
+    delta_net.GatedDeltaNet.rule_inputs = torch.compile(delta_net.GatedDeltaNet.rule_inputs, dynamic=True)
 
 
 class NoMetrics:
