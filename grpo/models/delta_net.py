@@ -44,15 +44,13 @@ def document_chunks(micro: MicroBatch) -> DocumentChunks:
     """
     if micro.shared is not None:
         raise ValueError("gated delta nets cannot share prompts; set --trainer.no-share-prompts")
-    starts = micro.document_starts.long()
-    lengths_S = starts.diff()
+    lengths_S = micro.document_starts.diff()
     rank_S = lengths_S.argsort(descending=True, stable=True).argsort()
-    document_T = torch.arange(len(lengths_S), device=starts.device).repeat_interleave(lengths_S)
-    offset_T = torch.arange(len(document_T), device=starts.device) - starts[document_T]
-    first_offset_C = torch.arange(0, micro.longest_document, CHUNK_TOKENS, device=starts.device)
+    first_offset_C = torch.arange(0, micro.longest_document, CHUNK_TOKENS, device=lengths_S.device)
     count_C = (lengths_S > first_offset_C[:, None]).sum(1)
     first_chunk_C = count_C.cumsum(0) - count_C
-    chunk_T = first_chunk_C[offset_T // CHUNK_TOKENS] + rank_S[document_T]
+    offset_T = micro.positions_BT.flatten()
+    chunk_T = first_chunk_C[offset_T // CHUNK_TOKENS] + rank_S.repeat_interleave(lengths_S)
     place_T = chunk_T * CHUNK_TOKENS + offset_T % CHUNK_TOKENS
     return DocumentChunks(place_T, offset_T, count_C.tolist())
 

@@ -19,7 +19,9 @@ LENGTHS = [3, CHUNK_TOKENS + 1, 1, 3 * CHUNK_TOKENS, CHUNK_TOKENS, 2 * CHUNK_TOK
 
 def chunks_of(lengths):
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
-    micro = types.SimpleNamespace(document_starts=starts, longest_document=max(lengths), shared=None)
+    positions_BT = torch.cat([torch.arange(length) for length in lengths])[None]
+    facts = {"document_starts": starts, "positions_BT": positions_BT, "longest_document": max(lengths)}
+    micro = types.SimpleNamespace(**facts, shared=None)
     return document_chunks(micro)
 
 
@@ -67,9 +69,8 @@ def test_a_convolution_sees_nothing_of_the_document_before():
 
 
 def test_shared_prompts_are_refused():
-    micro = types.SimpleNamespace(document_starts=torch.tensor([0, 3]), longest_document=3, shared=object())
     with pytest.raises(ValueError, match="no-share-prompts"):
-        document_chunks(micro)
+        document_chunks(types.SimpleNamespace(shared=object()))
 
 
 def test_what_is_refused_has_a_remedy(tmp_path):
