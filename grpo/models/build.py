@@ -21,6 +21,7 @@ from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, Tra
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.attention import GQAttention
 from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.utils import set_default_dtype
@@ -30,7 +31,7 @@ from grpo.data.batches import take_out
 from grpo.data.packing import Packing, pack
 from grpo.models.attention import SelectiveCheckpointing, allow_any_length, choose_attention
 from grpo.models.blocks import NormedBlock, set_norm_shardings
-from grpo.models.families import Policy, family_of, has_experts, titan_config
+from grpo.models.families import Policy, family_of, has_experts, has_states, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
 from grpo.models.muon import Optimizers, muon_group
@@ -98,10 +99,14 @@ class ShardedModel:
             _local(weight).lerp_(_local(new), share)
 
     def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
-        """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them."""
+        """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them.
+
+        A model with states shares no prompts.
+        """
         num_ranks = self.data_ranks.size() if self.data_ranks else 1
         multiple = ROW_MULTIPLE[self.device.type]
-        return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
+        shares = trainer.share_prompts and 0 not in self.module.config.windows
+        return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, shares)
 
     def accumulate(self, is_last: bool) -> None:
         """Say before a micro-batch whether it is the last one before the gradients are used.
@@ -251,7 +256,8 @@ def build_model(
     keep_logits = trainer.activation_checkpointing == "none" and not frozen
     attention = choose_attention(model, device)
     config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, keep_logits)
-    _set_shardings(config, parallelism, training)
+    if not has_states(hf):  # those are never tensor-parallel
+        _set_shardings(config, parallelism, training)
     with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
         module = config.build()
         if adapted:
@@ -267,7 +273,8 @@ def build_model(
         parallel_dims=parallel_dims,
         training=training,
         parallelism=parallelism,
-        compile_config=_compile_config(compiled, has_experts(hf), model.dtype),
+        # the loop over chunks has another length in each row, and would be compiled each time
+        compile_config=_compile_config(compiled and not has_states(hf), has_experts(hf), model.dtype),
         ac_config=None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing],
         dump_folder="",
         skip_dp=alone and not casts,
@@ -276,7 +283,7 @@ def build_model(
     if holds_copy:  # otherwise each forward and backward would cast all weights again
         module.set_reshard_after_forward(False)
         module.set_reshard_after_backward(False)
-    if compiled and attention == "flash":
+    if compiled and attention == "flash" and not has_states(hf):
         for block in module.layers.values():
             block.register_forward_pre_hook(allow_any_length)
     names = family_of(hf).names(config, None)  # torchtitan would want a number in each file's name of the index
@@ -327,8 +334,10 @@ def _load_weights(
     with torch.no_grad():
         module.init_weights(buffer_device=None)
     tables: dict[tuple[float, ...], torch.Tensor] = {}
-    for layer in module.layers.values():
-        rope = layer.attention.rope  # each made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
+    for attention in module.modules():
+        if not isinstance(attention, GQAttention):
+            continue
+        rope = attention.rope  # each made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
         rope.cache = tables.setdefault(rope.config.inv_freq, rope.cache)
     tensors = names.to_hf(module.state_dict())
     dcp.load(tensors, storage_reader=names.get_hf_storage_reader(folder))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo.models.build import ShardedModel
 from grpo.models.experts import by_expert
-from grpo.models.hf_folder import ChatForm, copied_files, open_tokenizer, stop_token_ids
+from grpo.models.hf_folder import ChatForm, carried_tensors, copied_files, open_tokenizer, stop_token_ids
 from grpo.models.lora import LoRALinear, adapted_layers, merged_weight
 
 EXPORT_SHARD_BYTES = 4 * 2**30
@@ -77,6 +77,7 @@ def export_hf(
     tensors = {name: tensor.cpu() for name, tensor in hf_tensors(model, dtype) if writes}
     if not writes:
         return
+    tensors |= carried_tensors(model.folder)
     with _written_whole(target) as folder:
         save_torch_state_dict(tensors, folder, max_shard_size=EXPORT_SHARD_BYTES)
         source = pathlib.Path(model.folder)
@@ -85,8 +86,9 @@ def export_hf(
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
         config = json.loads((source / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        config["torch_dtype"] = config["dtype"]  # all that transformers before 4.56 reads
+        for part in (config, config.get("text_config", config)):
+            part["dtype"] = str(dtype).removeprefix("torch.")
+            part["torch_dtype"] = part["dtype"]  # all that transformers before 4.56 reads
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         if form is not None:
             write_form(folder, form)

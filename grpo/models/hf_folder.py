@@ -20,11 +20,12 @@ from safetensors import SafetensorError, safe_open
 
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
-from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of, gives_scores
+from grpo.models.families import FAMILIES, SCORES, SEES, WRITES, empty_policy, family_of, gives_scores, has_states
 from grpo.models.known_fields import misread_fields, unread_fields
 from grpo.text import one_line, printable, shorten
 
-# What an export copies, besides config.json, from the folder that training started from: the files of a tokenizer.
+# What an export copies, besides config.json, from the folder that training started from: the files of a tokenizer, and
+# of what prepares images for a model that sees some.
 # They are listed by name, so that no code, pickles or other files that lie there are copied.
 TABLES = (
     "generation_config.json",
@@ -34,6 +35,8 @@ TABLES = (
     "added_tokens.json",
     "vocab.json",
     "chat_template.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 COPIED_FILES = (*TABLES, "tokenizer.model", "vocab.txt", "merges.txt", "chat_template.jinja")
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
@@ -147,6 +150,11 @@ def check_folder(
             f"sequences of up to {max_sequence_tokens} tokens do not fit into {folder}, which has "
             f"{config.max_position_embeddings} positions (max_position_embeddings); lower --data.max-prompt-tokens or "
             "--generator.max-completion-tokens, in SFT --max-sequence-tokens"
+        )
+    if has_states(config) and tensor_parallel > 1:
+        raise ValueError(
+            f"{folder} has gated delta nets, which are not split: tensor_parallel={tensor_parallel} must be 1, of "
+            "trainers, references and generators; more trainer ranks share its weights all the same"
         )
     if config.num_key_value_heads % tensor_parallel or config.vocab_size % tensor_parallel:
         raise ValueError(
@@ -282,8 +290,9 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         architectures = ["nothing"]
     head = "head that scores" if scores else "language model head"
     ending = SCORES if scores else WRITES
+    sees = "text_config" in raw and not scores
     for name in architectures:
-        if not str(name).endswith(ending):
+        if not str(name).endswith((ending, SEES) if sees else ending):
             raise ValueError(f"{folder}: {name} in architectures has no {head}; use a ...{ending}")
     if raw.get("quantization_config") or raw.get("compression_config"):  # first: transformers fails on some of them
         raise ValueError(
@@ -294,6 +303,10 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{path} cannot be read: {shorten(one_line(str(error)), SHOWN_CHARACTERS)}") from error
+    if sees:  # its part that reads text is trained
+        raw = raw["text_config"]
+        config = config.text_config
+        config.model_type = model_type
     if config.model_type != model_type:
         raise ValueError(
             f"{folder}: transformers reads a {model_type} model with layer_types as {config.model_type}, which is not "
@@ -336,21 +349,24 @@ def read_table(path: pathlib.Path) -> dict[str, Any]:
 def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -> None:
     """Check that the weights are whole files with all tensors of config.json's model.
 
-    Prints which tensors do not belong to that model. Raises FileNotFoundError if there are no weights, ValueError if a
-    tensor is missing, has another shape or begins with NaN, a head differs from the embedding that it is tied to, or a
-    file is broken.
+    Prints which tensors do not belong to that model, except those that an export carries along. Raises
+    FileNotFoundError if there are no weights, ValueError if a tensor is missing, has another shape or begins with NaN,
+    a head differs from the embedding that it is tied to, or a file is broken.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
     expected = tensors_of(config)
     missing = dict(expected)
+    carried = family_of(config).carried
     unread = {}  # the file of each tensor
     for file in files:
         is_unwanted = any(file.match(pattern) for pattern in UNWANTED_FILES)
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 it is no dict
+                    if name.startswith(carried):
+                        continue
                     if name in missing:
                         tensor = tensors.get_slice(name)
                         _check_shape(f"{file}: {name}", tensor.get_shape(), missing.pop(name))
@@ -367,9 +383,10 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
         )
     if HEAD in unread and not gives_scores(config):  # config.json ties it to the embedding
         head = next(_read_tensors([unread.pop(HEAD)], HEAD))
-        if not torch.equal(head, next(_read_tensors(files, EMBEDDING))):
+        embedding = next(name for name in expected if name.endswith(EMBEDDING.removeprefix("model.")))
+        if not torch.equal(head, next(_read_tensors(files, embedding))):
             raise ValueError(
-                f"{folder} has an {HEAD} that differs from {EMBEDDING}, and config.json ties them; set "
+                f"{folder} has an {HEAD} that differs from {embedding}, and config.json ties them; set "
                 "tie_word_embeddings to false in it to train both, or take the head out of the file to train without it"
             )
     if unread:
@@ -386,6 +403,17 @@ def _read_tensors(files: Iterable[pathlib.Path], name: str) -> Iterator[torch.Te
         with safe_open(file, framework="pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118 it is no dict
                 yield tensors.get_tensor(name)
+
+
+def carried_tensors(folder: str) -> dict[str, torch.Tensor]:
+    """Read the tensors of a folder that are not trained, and that an export carries along."""
+    carried = family_of(read_hf_config(folder)).carried
+    found = {}
+    for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if name.startswith(carried)]  # noqa: SIM118 it is no dict
+            found |= {name: tensors.get_tensor(name) for name in names}
+    return found
 
 
 def tensors_of(config: transformers.PretrainedConfig) -> dict[str, torch.Size]:

@@ -29,7 +29,7 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 
 from grpo.config import TrainerConfig
 from grpo.config.fields import LoRATarget
-from grpo.models.families import family_of
+from grpo.models.families import family_of, has_states
 
 ADAPTERS = ("lora_a", "lora_b")
 
@@ -139,6 +139,11 @@ def adapted_places(hf: transformers.PretrainedConfig, trainer: TrainerConfig) ->
 
     All targets, the default, mean all that the model has. In a mixture of experts these are attention's.
     """
+    if trainer.lora_rank and has_states(hf):
+        raise ValueError(
+            f"trainer.lora_rank={trainer.lora_rank}: the gated delta nets of a {hf.model_type} model take no adapters; "
+            "leave it out, which trains all weights"
+        )
     linears = family_of(hf).linears
     targets = trainer.lora_targets
     lacking = [target for target in targets if target not in linears]

@@ -18,6 +18,7 @@ from grpo.config.checks import describe_roles, suggest_roles
 from grpo.config.fields import SHARED_GPU, Config
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
 from grpo.models import memory
+from grpo.models.families import has_states
 from grpo.models.hf_folder import read_hf_config, resolve_folder
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -122,7 +123,10 @@ def _judge(
     if reward_model:
         reward_folder = resolve_folder(reward_model, scores=True)
         hf_reward = read_hf_config(reward_folder, scores=True)
-    sizes = memory.sizes_of(read_hf_config(folder), hf_reward)
+    hf = read_hf_config(folder)
+    sizes = memory.sizes_of(hf, hf_reward)
+    if layout.num_trainers and config.trainer.share_prompts and has_states(hf):
+        print("trainer.share_prompts: off, since each completion continues the states of its own prompt", flush=True)
     gpu_gib = device.gib if device.num_gpus else None
     if layout.num_engine_ranks:
         config = _fit_engine(sizes, config, layout.num_trainers > 0, gpu_gib)
