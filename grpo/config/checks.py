@@ -2,7 +2,7 @@
 
 import math
 
-from grpo.config.engine_options import TRUNCATING, check_engine_options, needing_texts, reshaping_options
+from grpo.config.engine_options import LORA_RANKS, TRUNCATING, check_engine_options, needing_texts, reshaping_options
 from grpo.config.fields import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
@@ -23,6 +23,7 @@ READ_WITH = {
     **dict.fromkeys(("environment.hung_reward", "environment.weight"), A_CLASS),
     "reward.model_weight": "reward.model",
     "trainer.lora_alpha": "trainer.lora_rank",
+    "trainer.lora_sync": "trainer.lora_rank",
     "trainer.lora_targets": "trainer.lora_rank",
     "trainer.min_lr_ratio": "trainer.schedule",
     "gpus": "dry_run",
@@ -103,6 +104,11 @@ def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
         raise ValueError(
             f"trainer.optimizer=muon does not go with trainer.lora_rank={trainer.lora_rank}: it makes the update of a "
             "whole matrix orthogonal, and adapters are two factors of one; set --trainer.optimizer adamw"
+        )
+    if trainer.syncs_adapters and trainer.lora_rank > LORA_RANKS[-1]:
+        raise ValueError(
+            f"trainer.lora_sync=adapters goes up to rank {LORA_RANKS[-1]}, vLLM's largest, and trainer.lora_rank="
+            f"{trainer.lora_rank}; lower it, or set --trainer.lora-sync merged"
         )
     num_data_ranks = num_trainers // trainer.tensor_parallel
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:

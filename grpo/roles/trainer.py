@@ -38,6 +38,7 @@ class Trainer:
         self.config = trainer
         self.roles = roles
         self.dtype = getattr(torch, model.dtype)
+        self.only_adapters = trainer.syncs_adapters  # in a weight sync
         self.num_loss_tokens = 0  # loss tokens that the gradient at hand comes from
         self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)  # 1 for what was not finite on this rank
         self.model = build_model(

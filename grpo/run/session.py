@@ -272,6 +272,7 @@ class Session:
             stop_token_ids,
             self.roles,
             episodes,
+            config.trainer,
         )
 
     @from_driver

@@ -92,3 +92,8 @@ def test_experts_take_no_adapters(folder: str):
     assert adapted_places(hf, TrainerConfig(lora_rank=4, lora_targets=("v_proj",))) == places[2:3]
     with pytest.raises(ValueError, match="qwen3_moe .*up_proj, down_proj .*experts; .*q_proj"):
         adapted_places(hf, TrainerConfig(lora_rank=4, lora_targets=("q_proj", "up_proj", "down_proj")))
+
+
+def test_an_engine_with_adapters_beside_experts_is_refused(folder: str):
+    with pytest.raises(ValueError, match="does not go with a mixture of experts .*--trainer.lora-sync merged"):
+        adapted_places(read_hf_config(folder), TrainerConfig(lora_rank=4, lora_sync="adapters"))
