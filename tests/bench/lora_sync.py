@@ -1,12 +1,14 @@
 """LoRA's syncs, merged and with adapters alone, in turns: what syncing and sampling take in whole steps of a recipe.
 
-    python tests/bench/lora_sync.py RECIPE [--rank 16] [--rounds 2] [--steps 8] [--out FOLDER] [-- --field value ...]
+    python tests/bench/lora_sync.py [--recipe FILE] [--rank 16] [--rounds 2] [--steps 8] [--out FOLDER] [-- --field ...]
 
-Two CPU cores, with the model that `launch/quickstart.sh` gets, or one GPU, with folders of a model and of rows:
+By default on two CPU cores, with the model that `launch/quickstart.sh` gets. On one GPU, with folders of a model and of
+rows of GSM8K, also with an engine that sleeps:
 
-    python tests/bench/lora_sync.py configs/smollm2_smallest.py
-    python tests/bench/lora_sync.py configs/qwen2_5_coder_0_5b_gsm8k.py --rounds 2 --steps 8 \
+    python tests/bench/lora_sync.py --recipe configs/qwen2_5_coder_0_5b_gsm8k.py --out runs/lora_sync_gpu \
         -- --model.path MODEL --data.path ROWS.jsonl
+    python tests/bench/lora_sync.py --recipe configs/qwen2_5_coder_1_5b_gsm8k.py --out runs/lora_sync_sleep \
+        -- --model.path MODEL --data.path ROWS.jsonl --generator.sleep
 
 Every run has one rank with every role. Each leaves `OUT/SYNC-ROUND`; one that is finished there is not run again. The
 first two steps, which compile, do not count. Prints a markdown table: median, lowest and highest of all counted steps.
@@ -33,7 +35,7 @@ COLUMNS = {  # metric -> its header
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe")
+    parser.add_argument("--recipe", default="configs/smollm2_smallest.py")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)

@@ -201,9 +201,9 @@ class Generator:
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load new weights through vLLM's loader, or new adapters, and clear the prefix cache.
+        """Load new weights, or new adapters beside the weights, and clear the prefix cache.
 
-        `tensors` yields every (HF name, full tensor). Each tensor owns its memory, because vLLM may keep it until its
+        `tensors` yields every (HF name, full tensor) of what a sync moves. Each tensor owns its memory, because vLLM may keep it until its
         layer is complete. Collective over the replica and as `tensors` is: each rank consumes all of it.
         """
         self._wake("weights")
@@ -219,6 +219,7 @@ class Generator:
         self.version = version
 
     def _load_all(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load all weights through vLLM's loader."""
         quantized = any(self.config.engine.get(name) for name in ("quantization", "quantization_config"))
         # kernels read repacked (on a CPU) or quantized copies, and only a full reload makes them again
         if self.roles.device.type == "cpu" or quantized:
