@@ -203,8 +203,8 @@ class Generator:
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Load new weights, or new adapters beside the weights, and clear the prefix cache.
 
-        `tensors` yields every (HF name, full tensor) of what a sync moves. Each tensor owns its memory, because vLLM may keep it until its
-        layer is complete. Collective over the replica and as `tensors` is: each rank consumes all of it.
+        `tensors` yields every (name, full tensor) that a sync moves. Each owns its memory, because vLLM may keep it
+        until its layer is complete. Collective over the replica and as `tensors` is: each rank consumes all of it.
         """
         self._wake("weights")
         if self.only_adapters:
