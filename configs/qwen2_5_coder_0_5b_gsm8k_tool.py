@@ -31,6 +31,7 @@ config = change(
     "qwen2_5_coder_0_5b_gsm8k.py",
     {
         "data.system_prompt": SYSTEM_PROMPT,
+        "reward.functions": {"configs/examples/calculator.py:right_by_tool": 1.0},
         "environment": c.EnvironmentConfig(
             tools=("configs/examples/calculator.py:calculate",), calls="fence", max_turns=4
         ),
