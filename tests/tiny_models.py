@@ -5,7 +5,13 @@ import pathlib
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from configs.examples.toys import addition_tokenizer
 from grpo.data.toy import MODEL, make_model
@@ -74,6 +80,16 @@ GRANITE = {
     "attention_multiplier": 0.1,
     "logits_scaling": 2.0,
 }
+# Three gated delta nets and an attention of rotary positions over half a head. Two value heads share a key head.
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": ROTARY | {"partial_rotary_factor": 0.5},
+}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "initializer_range": 0.2}
 KINDS = {
     "qwen3-tied": {"tie_word_embeddings": True},
@@ -90,9 +106,13 @@ KINDS = {
     "gemma3": {"tie_word_embeddings": True} | GEMMA3,
     "olmo3": {"tie_word_embeddings": False} | OLMO3,
     "granite": {"tie_word_embeddings": True} | GRANITE,
+    "qwen3_5": {"tie_word_embeddings": False} | QWEN3_5,
+    "qwen3_5-tied": {"tie_word_embeddings": True} | QWEN3_5,
     "moe": {"tie_word_embeddings": False} | QWEN3_MOE,
     "moe-tied": {"tie_word_embeddings": True} | QWEN3_MOE | {"norm_topk_prob": False},
 }
+# vLLM samples from these on GPUs alone
+WITH_STATES = ("qwen3_5", "qwen3_5-tied")
 
 
 def make_tiny(folder: pathlib.Path, kind: str) -> str:
@@ -103,6 +123,28 @@ def make_tiny(folder: pathlib.Path, kind: str) -> str:
     if kind == "mistral":
         add_second_layout(made)
     return str(made)
+
+
+def make_image_model(folder: pathlib.Path, text: dict[str, object]) -> None:
+    """Write a Qwen3.5 as on the hub: text and vision in one config, and a draft layer that no config mentions.
+
+    text: fields of the part that reads text. All is in bfloat16, except two tensors.
+    """
+    tokenizer = addition_tokenizer()
+    text = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id} | text
+    vision = {"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": text["hidden_size"]}
+    vision |= {"hidden_size": 64, "intermediate_size": 64}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"])
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(3)
+        Qwen3_5ForConditionalGeneration(config).bfloat16().save_pretrained(folder)
+        draft = {"mtp.fc.weight": torch.randn(8, 16).bfloat16(), "mtp.norm.weight": torch.randn(8)}
+    tokenizer.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors") | draft
+    first = "model.language_model.layers.0.linear_attn.A_log"
+    tensors[first] = tensors[first].float()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 16}))
 
 
 def tensors_of(model: PreTrainedModel, gradients: bool = False) -> dict[str, torch.Tensor]:

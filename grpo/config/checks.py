@@ -1,11 +1,13 @@
 """Checks of fields against each other and against torchrun's ranks. The bounds of a single field stand at the field."""
 
 import math
+import os
 
-from grpo.config.engine_options import EXCLUDING, check_engine_options, inexact_options, needing_texts
+from grpo.config.engine_options import EXCLUDING, LORA_RANKS, check_engine_options, inexact_options, needing_texts
 from grpo.config.fields import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
+    Config,
     DataConfig,
     EnvironmentConfig,
     GRPOConfig,
@@ -23,6 +25,7 @@ READ_WITH = {
     **dict.fromkeys(("environment.hung_reward", "environment.weight"), A_CLASS),
     "reward.model_weight": "reward.model",
     "trainer.lora_alpha": "trainer.lora_rank",
+    "trainer.lora_sync": "trainer.lora_rank",
     "trainer.lora_targets": "trainer.lora_rank",
     "trainer.min_lr_ratio": "trainer.schedule",
     "gpus": "dry_run",
@@ -44,7 +47,7 @@ REPLACED_BY = {
 }
 
 
-def validate(config: GRPOConfig | SFTConfig) -> None:
+def validate(config: Config) -> None:
     """Refuse what cannot work, before anything is loaded. Raises ValueError with the numbers and the way out."""
     check_fields(config)
     _check_data(config.data)
@@ -77,7 +80,7 @@ def _check_data(data: DataConfig) -> None:
         )
 
 
-def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
+def _check_trainers(config: Config) -> None:
     """Refuse trainer ranks that do not split, rows too short for a sequence, and moments that would never fall."""
     trainer = config.trainer
     num_trainers = config.roles.num_trainers
@@ -103,6 +106,11 @@ def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
         raise ValueError(
             f"trainer.optimizer=muon does not go with trainer.lora_rank={trainer.lora_rank}: it makes the update of a "
             "whole matrix orthogonal, and adapters are two factors of one; set --trainer.optimizer adamw"
+        )
+    if trainer.syncs_adapters and trainer.lora_rank > LORA_RANKS[-1]:
+        raise ValueError(
+            f"trainer.lora_sync=adapters goes up to rank {LORA_RANKS[-1]}, vLLM's largest, and trainer.lora_rank="
+            f"{trainer.lora_rank}; lower it, or set --trainer.lora-sync merged"
         )
     num_data_ranks = num_trainers // trainer.tensor_parallel
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
@@ -307,7 +315,7 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         )
 
 
-def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
+def _check_rewards(config: Config) -> None:
     """Refuse a run that compares rewards and has none."""
     compares = config.evaluation.interval > 0
     curriculum = bool(config.data.curriculum)
@@ -323,7 +331,7 @@ def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
         )
 
 
-def _check_steps(config: GRPOConfig | SFTConfig) -> None:
+def _check_steps(config: Config) -> None:
     """Refuse a profile of a step that does not come, an upload without an export, and a best checkpoint of none."""
     saved = config.checkpoint.interval
     evaluated = config.evaluation.interval
@@ -338,7 +346,7 @@ def _check_steps(config: GRPOConfig | SFTConfig) -> None:
         )
 
 
-def check_effects(config: GRPOConfig | SFTConfig, recipe: GRPOConfig | SFTConfig) -> None:
+def check_effects(config: Config, recipe: Config) -> None:
     """Raise ValueError for a field that a flag changed although nothing reads it."""
     values = settings(config)
     before = settings(recipe)
@@ -354,7 +362,7 @@ def check_effects(config: GRPOConfig | SFTConfig, recipe: GRPOConfig | SFTConfig
             raise ValueError(f"{path}={value!r} does nothing with {replacement}={values[replacement]!r}; drop one")
 
 
-def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
+def cautions(config: Config) -> list[str]:
     """Return warnings of what is allowed but may surprise, one sentence each; `load` prints them once."""
     warnings = []
     data = config.data
@@ -384,7 +392,12 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
 # ---- Who runs where
 
 
-def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
+def num_processes() -> int:
+    """Return the number of processes that torchrun started, 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world_size(config: Config, world_size: int) -> None:
     """Compare torchrun's number of processes with the config's. Raises ValueError that names both and a way out."""
     if world_size == config.num_ranks:
         return
@@ -403,7 +416,7 @@ def describe_roles(roles: RolesConfig) -> str:
     return " + ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def suggest_roles(config: GRPOConfig | SFTConfig, world_size: int) -> str:
+def suggest_roles(config: Config, world_size: int) -> str:
     """Return flags that give `world_size` ranks roles, with this config's parallel degrees."""
     if isinstance(config, SFTConfig):
         return f"--num-trainers {world_size}"

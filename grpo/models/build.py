@@ -21,6 +21,7 @@ from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, Tra
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.attention import GQAttention
 from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.utils import set_default_dtype
@@ -30,7 +31,7 @@ from grpo.data.batches import take_out
 from grpo.data.packing import Packing, pack
 from grpo.models.attention import SelectiveCheckpointing, allow_any_length, choose_attention
 from grpo.models.blocks import NormedBlock, set_norm_shardings
-from grpo.models.families import Policy, family_of, has_experts, titan_config
+from grpo.models.families import Policy, family_of, has_experts, has_states, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
 from grpo.models.muon import Optimizers, muon_group
@@ -67,7 +68,7 @@ class ShardedModel:
 
     @property
     def data_ranks(self) -> dist.ProcessGroup | None:
-        """The data-parallel ranks, which share a batch out; None if there is only one."""
+        """Group of the data-parallel ranks, which share a batch out; None if there is only one."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None or mesh.size() == 1:
             return None
@@ -75,7 +76,7 @@ class ShardedModel:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's position among those that share each layer."""
+        """Position of this rank among those that share each layer."""
         if not self.parallel_dims.tp_enabled:
             return 0
         return self.parallel_dims.get_mesh("tp").get_local_rank()
@@ -93,14 +94,19 @@ class ShardedModel:
     @torch.no_grad()
     def move_towards(self, other: "ShardedModel", share: float) -> None:
         """Make each weight (1 - share) x itself + share x that of the other model, which is sharded alike."""
-        for weight, new in zip(self.module.parameters(), other.module.parameters(), strict=True):
+        pairs = zip(self.module.parameters(), other.module.parameters(), strict=True)
+        for weight, new in pairs:
             _local(weight).lerp_(_local(new), share)
 
     def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
-        """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them."""
+        """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them.
+
+        A model with states shares no prompts.
+        """
         num_ranks = self.data_ranks.size() if self.data_ranks else 1
         multiple = ROW_MULTIPLE[self.device.type]
-        return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
+        shares = trainer.share_prompts and 0 not in self.module.config.windows
+        return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, shares)
 
     def accumulate(self, is_last: bool) -> None:
         """Say before a micro-batch whether it is the last one before the gradients are used.
@@ -122,14 +128,12 @@ class ShardedModel:
         The next micro-batch is laid out before this one is yielded, so that the device is busy meanwhile.
         """
         rank = self.data_ranks.rank() if self.data_ranks else 0
-        laid_out = (
-            MicroBatch(**{name: _on_device(value, self.device) for name, value in vars(micro).items()})
-            for micro in packing.micro_batches(rank)
-        )
-        micro = next(laid_out)
-        for following in laid_out:
-            yield micro, False
-            micro = following
+        micro = None
+        for following in packing.micro_batches(rank):
+            fields = {name: _on_device(value, self.device) for name, value in vars(following).items()}
+            if micro is not None:
+                yield micro, False
+            micro = MicroBatch(**fields)
         yield micro, True
 
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,9 +142,15 @@ class ShardedModel:
         They are 0 without a gradient at places that are not in the micro-batch's `scored_M`. The micro-batch lies on
         this rank's device. Collective over the role's ranks.
         """
-        masks = self.module.masks(micro)
-        inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
-        return self.module(*inputs, micro.kept)
+        return self.module(
+            micro.ids_BT,
+            micro.targets_BT,
+            micro.positions_BT,
+            self.module.masks(micro),
+            micro.temperatures_BT,
+            micro.scored_M,
+            micro.kept,
+        )
 
     @torch.no_grad()
     def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
@@ -152,7 +162,10 @@ class ShardedModel:
         logprobs_N = torch.zeros(batch.num_tokens)
         packing = self.pack(batch, trainer)
         # all forwards are launched before the first result is read, which waits for the device
-        results = [(micro, self.logprobs(micro)[0]) for micro, _ in self.micro_batches(packing)]
+        results = []
+        for micro, _ in self.micro_batches(packing):
+            logprobs_BT, _ = self.logprobs(micro)
+            results.append((micro, logprobs_BT))
         if self.tensor_parallel_rank == 0:
             for micro, logprobs_BT in results:
                 index_M, logprobs_M = take_out(logprobs_BT, micro)
@@ -166,7 +179,9 @@ class ShardedModel:
 
         Collective over the role's ranks.
         """
-        return float(titan_dist.clip_grad_norm_(list(self.module.parameters()), max_norm, foreach=True))
+        parameters = list(self.module.parameters())
+        norm = titan_dist.clip_grad_norm_(parameters, max_norm, foreach=True)
+        return float(norm)
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
@@ -175,7 +190,8 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):  # SharedPrompts, KeptIds
-        return type(value)(*(_on_device(part, device) for part in value))
+        parts = [_on_device(part, device) for part in value]
+        return type(value)(*parts)
     if not isinstance(value, torch.Tensor):
         return value
     if device.type == "cuda":  # from memory that may be swapped out, a copy waits for all that was launched before
@@ -228,7 +244,10 @@ def build_model(
         data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
     keeps_dtype = adapted or (frozen and not moves)
-    training = TrainingConfig(dtype=model.dtype if keeps_dtype else "float32", mixed_precision_param=model.dtype)
+    training = TrainingConfig(
+        dtype=model.dtype if keeps_dtype else "float32",
+        mixed_precision_param=model.dtype,
+    )
     titan_dist.set_spmd_backend(parallelism.spmd_backend)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
 
@@ -237,7 +256,8 @@ def build_model(
     keep_logits = trainer.activation_checkpointing == "none" and not frozen
     attention = choose_attention(model, device)
     config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, keep_logits)
-    _set_shardings(config, parallelism, training)
+    if not has_states(hf):  # those are never tensor-parallel
+        _set_shardings(config, parallelism, training)
     with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
         module = config.build()
         if adapted:
@@ -253,7 +273,8 @@ def build_model(
         parallel_dims=parallel_dims,
         training=training,
         parallelism=parallelism,
-        compile_config=_compile_config(compiled, has_experts(hf), model.dtype),
+        # the loop over chunks has another length in each row, and would be compiled each time
+        compile_config=_compile_config(compiled and not has_states(hf), has_experts(hf), model.dtype),
         ac_config=None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing],
         dump_folder="",
         skip_dp=alone and not casts,
@@ -262,10 +283,10 @@ def build_model(
     if holds_copy:  # otherwise each forward and backward would cast all weights again
         module.set_reshard_after_forward(False)
         module.set_reshard_after_backward(False)
-    if compiled and attention == "flash":
+    if compiled and attention == "flash" and not has_states(hf):
         for block in module.layers.values():
             block.register_forward_pre_hook(allow_any_length)
-    names = family_of(hf).names(config, folder)
+    names = family_of(hf).names(config, None)  # torchtitan would want a number in each file's name of the index
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
@@ -283,17 +304,28 @@ def _compile_config(compiled: bool, experts: bool, dtype: str) -> CompileConfig:
     return CompileConfig(enable=compiled, components=["model"])
 
 
-def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
+def _set_shardings(
+    config: Policy.Config,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
+) -> None:
     """Let torchtitan write into a model's config how each of its parts is sharded."""
-    config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig()))
+    titan = SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig())
+    config.update_from_config(config=titan)
     for block in config.layers:
         if isinstance(block, NormedBlock.Config):
             set_norm_shardings(block)
     if parallelism.tensor_parallel_degree > 1:  # LogprobHead reduces over the vocabulary itself
-        config.lm_head.sharding_config = ShardingConfig(state_shardings=config.lm_head.sharding_config.state_shardings)
+        states = config.lm_head.sharding_config.state_shardings
+        config.lm_head.sharding_config = ShardingConfig(state_shardings=states)
 
 
-def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, device: torch.device) -> None:
+def _load_weights(
+    module: nn.Module,
+    names: StateDictAdapter,
+    folder: str,
+    device: torch.device,
+) -> None:
     """Give a sharded module on the meta device memory and the folder's weights. Collective over the role's ranks."""
     for part in module.modules():
         if device.type == "cpu" and isinstance(part, FSDPModule):
@@ -302,8 +334,10 @@ def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, devic
     with torch.no_grad():
         module.init_weights(buffer_device=None)
     tables: dict[tuple[float, ...], torch.Tensor] = {}
-    for layer in module.layers.values():
-        rope = layer.attention.rope  # each made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
+    for attention in module.modules():
+        if not isinstance(attention, GQAttention):
+            continue
+        rope = attention.rope  # each made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
         rope.cache = tables.setdefault(rope.config.inv_freq, rope.cache)
     tensors = names.to_hf(module.state_dict())
     dcp.load(tensors, storage_reader=names.get_hf_storage_reader(folder))
@@ -312,11 +346,15 @@ def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, devic
 
 def _cast_moments(dtype: torch.dtype, optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for state in optimizer.state.values():
-        state.update({name: state[name].to(dtype) for name in ("exp_avg", "exp_avg_sq") if name in state})
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state:
+                state[name] = state[name].to(dtype)
 
 
 def build_optimizer(
-    model: ShardedModel, trainer: TrainerConfig, num_steps: int
+    model: ShardedModel,
+    trainer: TrainerConfig,
+    num_steps: int,
 ) -> tuple[OptimizersContainer, LRSchedulersContainer]:
     """Build `trainer.optimizer` over the parameters that have a gradient, and the learning rate over `num_steps` steps.
 

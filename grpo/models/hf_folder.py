@@ -20,11 +20,12 @@ from safetensors import SafetensorError, safe_open
 
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
-from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of, gives_scores
+from grpo.models.families import FAMILIES, SCORES, SEES, WRITES, empty_policy, family_of, gives_scores, has_states
 from grpo.models.known_fields import misread_fields, unread_fields
 from grpo.text import one_line, printable, shorten
 
-# What an export copies, besides config.json, from the folder that training started from: the files of a tokenizer.
+# What an export copies, besides config.json, from the folder that training started from: the files of a tokenizer, and
+# of what prepares images for a model that sees some.
 # They are listed by name, so that no code, pickles or other files that lie there are copied.
 TABLES = (
     "generation_config.json",
@@ -34,6 +35,8 @@ TABLES = (
     "added_tokens.json",
     "vocab.json",
     "chat_template.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 COPIED_FILES = (*TABLES, "tokenizer.model", "vocab.txt", "merges.txt", "chat_template.jinja")
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
@@ -122,7 +125,12 @@ def fetch_folder(path: str, control: dist.ProcessGroup, scores: bool = False) ->
     return resolve_folder(path, scores)
 
 
-def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int, scores: bool = False) -> None:
+def check_folder(
+    folder: str,
+    max_sequence_tokens: int,
+    tensor_parallel: int,
+    scores: bool = False,
+) -> None:
     """Refuse a model that cannot be loaded or is too short for the configured lengths, before it is loaded.
 
     Raises FileNotFoundError if there are no weights, ValueError with the numbers for what does not fit, for broken
@@ -143,6 +151,11 @@ def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int, sc
             f"{config.max_position_embeddings} positions (max_position_embeddings); lower --data.max-prompt-tokens or "
             "--generator.max-completion-tokens, in SFT --max-sequence-tokens"
         )
+    if has_states(config) and tensor_parallel > 1:
+        raise ValueError(
+            f"{folder} has gated delta nets, which are not split: tensor_parallel={tensor_parallel} must be 1, of "
+            "trainers, references and generators; more trainer ranks share its weights all the same"
+        )
     if config.num_key_value_heads % tensor_parallel or config.vocab_size % tensor_parallel:
         raise ValueError(
             f"{folder} has {config.num_key_value_heads} key-value heads and {config.vocab_size} vocabulary entries; "
@@ -160,17 +173,23 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     homes = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         homes.append(folder.resolve().parents[1] / "blobs")
-    named = [folder / name for name in COPIED_FILES] + sorted(folder.glob(MORE_TEMPLATES))
+    named = [folder / name for name in COPIED_FILES]
+    named += sorted(folder.glob(MORE_TEMPLATES))
     files = [file for file in named if file.is_file()]
     for file in files:
-        if not any(file.resolve().is_relative_to(home) for home in homes):
+        target = file.resolve()
+        if not any(target.is_relative_to(home) for home in homes):
             raise ValueError(
-                f"{file} is a link to {file.resolve()}, which is not in the model's folder; put a copy of it there"
+                f"{file} is a link to {target}, which is not in the model's folder; put a copy of it there"
             )
     return files
 
 
-def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, scores: bool = False) -> None:
+def check_vocabulary(
+    folder: str,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    scores: bool = False,
+) -> None:
     """Refuse a tokenizer with more tokens than the embedding has rows, except for tokens that were added.
 
     Added tokens beyond the embedding are refused here if they end a completion. A data row with others is refused when
@@ -195,7 +214,11 @@ def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBas
         )
 
 
-def check_reference(folder: str, policy_folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def check_reference(
+    folder: str,
+    policy_folder: str,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+) -> None:
     """Refuse a reference, or teacher, whose token ids differ from those of the policy's `tokenizer`.
 
     It must have every token of the policy under the same id, and an embedding row for every id that the policy can
@@ -220,7 +243,11 @@ def check_reference(folder: str, policy_folder: str, tokenizer: transformers.Pre
         )
 
 
-def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, more: Iterable[int] = ()) -> list[int]:
+def stop_token_ids(
+    folder: str,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    more: Iterable[int] = (),
+) -> list[int]:
     """List the tokens that end a completion: the tokenizer's EOS, those of generation_config.json, and `more`.
 
     Raises ValueError if one of `more` is not in the vocabulary, or generation_config.json has something that is no
@@ -263,8 +290,9 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         architectures = ["nothing"]
     head = "head that scores" if scores else "language model head"
     ending = SCORES if scores else WRITES
+    sees = "text_config" in raw and not scores
     for name in architectures:
-        if not str(name).endswith(ending):
+        if not str(name).endswith((ending, SEES) if sees else ending):
             raise ValueError(f"{folder}: {name} in architectures has no {head}; use a ...{ending}")
     if raw.get("quantization_config") or raw.get("compression_config"):  # first: transformers fails on some of them
         raise ValueError(
@@ -275,6 +303,10 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{path} cannot be read: {shorten(one_line(str(error)), SHOWN_CHARACTERS)}") from error
+    if sees:  # its part that reads text is trained
+        raw = raw["text_config"]
+        config = config.text_config
+        config.model_type = model_type
     if config.model_type != model_type:
         raise ValueError(
             f"{folder}: transformers reads a {model_type} model with layer_types as {config.model_type}, which is not "
@@ -317,21 +349,24 @@ def read_table(path: pathlib.Path) -> dict[str, Any]:
 def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -> None:
     """Check that the weights are whole files with all tensors of config.json's model.
 
-    Prints which tensors do not belong to that model. Raises FileNotFoundError if there are no weights, ValueError if a
-    tensor is missing, has another shape or begins with NaN, a head differs from the embedding that it is tied to, or a
-    file is broken.
+    Prints which tensors do not belong to that model, except those that an export carries along. Raises
+    FileNotFoundError if there are no weights, ValueError if a tensor is missing, has another shape or begins with NaN,
+    a head differs from the embedding that it is tied to, or a file is broken.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
     expected = tensors_of(config)
     missing = dict(expected)
+    carried = family_of(config).carried
     unread = {}  # the file of each tensor
     for file in files:
         is_unwanted = any(file.match(pattern) for pattern in UNWANTED_FILES)
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 it is no dict
+                    if name.startswith(carried):
+                        continue
                     if name in missing:
                         tensor = tensors.get_slice(name)
                         _check_shape(f"{file}: {name}", tensor.get_shape(), missing.pop(name))
@@ -348,13 +383,16 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
         )
     if HEAD in unread and not gives_scores(config):  # config.json ties it to the embedding
         head = next(_read_tensors([unread.pop(HEAD)], HEAD))
-        if not torch.equal(head, next(_read_tensors(files, EMBEDDING))):
+        embedding = next(name for name in expected if name.endswith(EMBEDDING.removeprefix("model.")))
+        if not torch.equal(head, next(_read_tensors(files, embedding))):
             raise ValueError(
-                f"{folder} has an {HEAD} that differs from {EMBEDDING}, and config.json ties them; set "
+                f"{folder} has an {HEAD} that differs from {embedding}, and config.json ties them; set "
                 "tie_word_embeddings to false in it to train both, or take the head out of the file to train without it"
             )
     if unread:
-        shown = ", ".join(sorted(unread)[:SHOWN_TENSORS]) + ", .." * (len(unread) > SHOWN_TENSORS)
+        shown = ", ".join(sorted(unread)[:SHOWN_TENSORS])
+        if len(unread) > SHOWN_TENSORS:
+            shown += ", .."
         message = f"{len(unread)} tensors of {folder} belong to no weight of config.json's model: {shown}"
         print(printable(f"warning: {message}; they are not read, and an export lacks them"), flush=True)
 
@@ -367,16 +405,30 @@ def _read_tensors(files: Iterable[pathlib.Path], name: str) -> Iterator[torch.Te
                 yield tensors.get_tensor(name)
 
 
+def carried_tensors(folder: str) -> dict[str, torch.Tensor]:
+    """Read the tensors of a folder that are not trained, and that an export carries along."""
+    carried = family_of(read_hf_config(folder)).carried
+    found = {}
+    for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if name.startswith(carried)]  # noqa: SIM118 it is no dict
+            found |= {name: tensors.get_tensor(name) for name in names}
+    return found
+
+
 def tensors_of(config: transformers.PretrainedConfig) -> dict[str, torch.Size]:
     """Return name and shape of each tensor that a folder must have, from the model's module without memory."""
     module = empty_policy(config)
-    stacked = family_of(config).names(module.config, None).to_hf(module.state_dict())
-    return {name: part.shape for item in stacked.items() for name, part in by_expert(*item)}
+    names = family_of(config).names(module.config, None)
+    shapes = {}
+    for stacked_name, stacked in names.to_hf(module.state_dict()).items():
+        for name, part in by_expert(stacked_name, stacked):
+            shapes[name] = part.shape
+    return shapes
 
 
 def _check_shape(name: str, shape: list[int], expected: torch.Size) -> None:
     if shape != list(expected):
-        raise ValueError(
-            f"{name} is {' x '.join(map(str, shape))}, and by config.json {' x '.join(map(str, expected))}; bring the "
-            "config.json of these weights"
-        )
+        found = " x ".join(map(str, shape))
+        wanted = " x ".join(map(str, expected))
+        raise ValueError(f"{name} is {found}, and by config.json {wanted}; bring the config.json of these weights")

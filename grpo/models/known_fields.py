@@ -57,6 +57,26 @@ READ_OF_ROPE = {
     "type",
 }
 WINDOW = {"use_sliding_window"}
+QWEN3_5 = {
+    "attn_output_gate",
+    "full_attention_interval",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "image_token_id",
+    "mamba_ssm_dtype",  # of vLLM's states
+    "mrope_interleaved",  # a token of a text has the same position in all three sections
+    "mrope_section",
+    "mtp_num_hidden_layers",  # of the draft layer
+    "mtp_use_dedicated_embeddings",
+    "text_config",
+    "video_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_start_token_id",
+}
 READ_BY = {
     "qwen3": WINDOW,
     "qwen2": WINDOW,
@@ -74,6 +94,8 @@ READ_BY = {
     },
     "olmo3": set(),
     "granite": {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
     "qwen3_moe": WINDOW
     | {
         "decoder_sparse_step",
@@ -117,6 +139,7 @@ READ_BY_VLLM: dict[str, Any] = {
     "dual_chunk_attention_config": False,
     "is_causal": True,
     "layer_rope_theta": False,
+    "layer_scale": False,
     "llama_4_scaling": False,
     "logit_scale": 1,
     "qk_norm": False,
@@ -154,7 +177,7 @@ def misread_fields(raw: dict[str, Any], config: transformers.PretrainedConfig) -
     of_kinds = [parameters for parameters in rotary.values() if isinstance(parameters, dict)]
     for parameters in of_kinds or [rotary]:
         for name, value in parameters.items():
-            if value and name not in READ_OF_ROPE and name != "finetuned":
+            if value and name not in READ_OF_ROPE | READ_BY[family] and name != "finetuned":
                 yield f"{name}={value} of rotary positions (rope_parameters, rope_scaling) is not supported"
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import MAX_NUM_SEQS, MOST_NUM_SEQS, Config
-from grpo.models.families import empty_policy, family_of, has_experts, windows_of
+from grpo.models.families import empty_policy, family_of, has_experts, has_states, state_values, windows_of
 
 # KV cache of an engine on a CPU
 CPU_KV_CACHE_GIB = 1 / 16
@@ -24,6 +24,11 @@ MARGIN_FRAC = 0.05
 MARGIN_GIB = 3.0
 # What a trainer rank holds besides weights with moments while an engine samples
 STAYING = ("frozen weights", "reference", "reward model")
+# Values that a block keeps for each value that its linear layers give. Attention, norms and activations add the rest.
+COMPILED_VALUES = 1.85
+EAGER_VALUES = 2.8
+# Bytes that a gated delta rule computes with, in float32, for each value of its output
+RULE_BYTES = 160
 # Moments of a trainer rank
 TRAINS = "while it trains"
 AWAKE = "while the engine is awake"
@@ -33,28 +38,29 @@ CHECKPOINTING = ("none", "logits", "selective", "full")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the parts of a model are. All of its blocks are alike."""
+    """How large the parts of a model are. All of its blocks are taken to be alike."""
 
     hf: transformers.PretrainedConfig
     parameters: int
     """All weights; tied embeddings count once."""
     block_parameters: int
-    """Weights of one transformer block."""
+    """Weights of one transformer block, on average."""
     head_outputs: int
     """The vocabulary's size; 1 of a reward model."""
     linears: dict[str, nn.Linear]
-    """The linear layers of one block, without experts, on the meta device, by Hugging Face's names."""
+    """The linear layers of a block with attention, without experts, on the meta device, by Hugging Face's names."""
     reward_model: "Sizes | None" = None
 
 
 def sizes_of(hf: transformers.PretrainedConfig, reward_model: transformers.PretrainedConfig | None = None) -> Sizes:
     """Count a model's parts on its module, and a reward model's, if there is one."""
     module = empty_policy(hf)
-    block = module.layers["0"]
+    first = next(layer for layer, window in enumerate(windows_of(hf)) if window != 0)
+    block = module.layers[str(first)]
     return Sizes(
         hf=hf,
         parameters=_count(module),
-        block_parameters=_count(block),
+        block_parameters=_count(module.layers) // hf.num_hidden_layers,
         head_outputs=module.lm_head.out_features,
         linears={name: block.get_submodule(place) for name, place in family_of(hf).linears.items()},
         reward_model=sizes_of(reward_model) if reward_model else None,
@@ -97,18 +103,27 @@ def fit_trainer(sizes: Sizes, config: Config, gpu_gib: float | None) -> Config:
     if config.trainer.activation_checkpointing != "auto":
         return config
     for kind in CHECKPOINTING:
-        decided = replace(config, trainer=replace(config.trainer, activation_checkpointing=kind))
-        if gpu_gib is None or trainer_peak(sizes, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
+        trainer = replace(config.trainer, activation_checkpointing=kind)
+        decided = replace(config, trainer=trainer)
+        if gpu_gib is None:
+            break
+        peak = trainer_peak(sizes, decided, gpu_gib)
+        if peak * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
             break
     return decided
 
 
 def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> float:
     """Return the most that a trainer rank's GPU of `gpu_gib` holds at one time, with an engine that shares it; GiB."""
-    return max(sum(parts.values()) for parts in trainer_moments(sizes, config, gpu_gib).values())
+    moments = trainer_moments(sizes, config, gpu_gib)
+    return max(sum(parts.values()) for parts in moments.values())
 
 
-def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> dict[str, dict[str, float]]:
+def trainer_moments(
+    sizes: Sizes,
+    config: GRPOConfig | SFTConfig,
+    gpu_gib: float,
+) -> dict[str, dict[str, float]]:
     """Return what a trainer rank's GPU of `gpu_gib` holds while it trains; GiB, by part.
 
     An engine on the same GPU is included. If it sleeps meanwhile, the time while it is awake is the second moment.
@@ -119,7 +134,7 @@ def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float
         return {TRAINS: parts}
     engine = generator.gpu_memory_utilization * gpu_gib
     if cache := generator.engine.get("kv_cache_memory_bytes"):
-        engine = (_engine_weights(sizes, config) + cache) / 2**30
+        engine = (sum(_engine_weights(sizes, config).values()) + cache) / 2**30
     if not generator.sleep:
         return {TRAINS: parts | {"an engine": engine}}
     at_rest = {part: gib for part, gib in parts.items() if part in STAYING}
@@ -169,11 +184,16 @@ def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     if sizes.reward_model:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_ranks
         forwards.append(_of_a_forward(sizes.reward_model, config, num_ranks, tensor_parallel=1, trains=False))
-    return _in_gib(parts | max(forwards, key=lambda forward: sum(forward.values())))
+    largest = max(forwards, key=lambda forward: sum(forward.values()))
+    return _in_gib(parts | largest)
 
 
 def _of_a_forward(
-    sizes: Sizes, config: GRPOConfig | SFTConfig, num_ranks: int, tensor_parallel: int, trains: bool
+    sizes: Sizes,
+    config: Config,
+    num_ranks: int,
+    tensor_parallel: int,
+    trains: bool,
 ) -> dict[str, float]:
     """Return the bytes that a forward needs besides the model, by part; with `trains` also what the backward needs."""
     trainer = config.trainer
@@ -190,6 +210,8 @@ def _of_a_forward(
     chunk_tokens = min(tokens, trainer.logprob_chunk_tokens)
     logits = chunk_tokens * (2 * dtype_bytes if trainer.compile else 3 * 4 + dtype_bytes)
     values = _values_at_work(sizes, tensor_parallel)
+    if has_states(hf):  # one layer at a time computes with states
+        values += RULE_BYTES / dtype_bytes * hf.linear_num_value_heads * hf.linear_value_head_dim
     if trains:
         values += hf.num_hidden_layers * _values_kept(sizes, trainer)
         has_frozen_head = trainer.lora_rank and tensor_parallel == 1
@@ -205,14 +227,14 @@ def _of_a_forward(
 def _values_at_work(sizes: Sizes, tensor_parallel: int) -> float:
     """Return how many values of each token a block computes and uses in its backward, on all tensor-parallel ranks.
 
-    The factor is for each value that its linear layers give. Attention, norms and activations add the rest.
+    A block with states is not compiled. What its rule computes with states comes on top, once for all layers.
     """
     outputs = sum(linear.out_features for linear in sizes.linears.values())
     if has_experts(sizes.hf):
         # the output of an expert is in float32; of input and output every tensor-parallel rank has all
         of_an_expert = 2 * sizes.hf.moe_intermediate_size + 2 * sizes.hf.hidden_size * tensor_parallel
         outputs += sizes.hf.num_experts_per_tok * of_an_expert
-    return 1.85 * outputs
+    return (EAGER_VALUES if has_states(sizes.hf) else COMPILED_VALUES) * outputs
 
 
 def _values_kept(sizes: Sizes, trainer: TrainerConfig) -> float:
@@ -235,10 +257,15 @@ def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     """
     num_asked = math.ceil(config.completions_at_once / max(1, config.num_engines))
     cache = min(config.generator.max_num_seqs, num_asked) * _cache_of_a_sequence(sizes, config)
-    return _in_gib({"weights": _engine_weights(sizes, config), "KV cache, if all run at full length": cache})
+    return _in_gib(_engine_weights(sizes, config) | {"KV cache, if all run at full length": cache})
 
 
-def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | None) -> Config:
+def fit_engine(
+    sizes: Sizes,
+    config: Config,
+    num_asked: int,
+    gpu_gib: float | None,
+) -> Config:
     """Return the config with vLLM's `max_num_seqs` decided, if `generator.engine` does not say it.
 
     It becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above MAX_NUM_SEQS only
@@ -250,7 +277,8 @@ def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | No
         return config
     cache = CPU_KV_CACHE_GIB * 2**30
     if gpu_gib is not None:
-        cache = (generator.gpu_memory_utilization * gpu_gib - MARGIN_GIB) * 2**30 - _engine_weights(sizes, config)
+        cache = (generator.gpu_memory_utilization * gpu_gib - MARGIN_GIB) * 2**30
+        cache -= sum(_engine_weights(sizes, config).values())
     cache = generator.engine.get("kv_cache_memory_bytes", cache)
     num_with_room = int(2 * cache / _cache_of_a_sequence(sizes, config))
     number = min(num_asked, MOST_NUM_SEQS, max(MAX_NUM_SEQS, num_with_room))
@@ -272,17 +300,26 @@ def num_adapter_parameters(sizes: Sizes, trainer: TrainerConfig) -> int:
 
 
 def _cache_of_a_sequence(sizes: Sizes, config: Config) -> float:
-    """Return the bytes of the keys and values of one sequence of full length, on one rank of an engine."""
+    """Return the bytes of the keys, values and states of one sequence of full length, on one rank of an engine."""
     generator = config.generator
     num_tokens = config.data.max_prompt_tokens + generator.max_completion_tokens
     values_of_a_token = sizes.linears["k_proj"].out_features + sizes.linears["v_proj"].out_features
-    num_kept = sum(min(num_tokens, window or num_tokens) for window in windows_of(sizes.hf))  # in all layers
-    return DTYPE_BYTES[config.model.dtype] * values_of_a_token * num_kept / generator.tensor_parallel
+    windows = windows_of(sizes.hf)
+    num_kept = sum(num_tokens if window is None else min(num_tokens, window) for window in windows)  # in all layers
+    states = DTYPE_BYTES["float32"] * state_values(sizes.hf)
+    return (DTYPE_BYTES[config.model.dtype] * values_of_a_token * num_kept + states) / generator.tensor_parallel
 
 
-def _engine_weights(sizes: Sizes, config: GRPOConfig | SFTConfig) -> float:
-    """Return the bytes of the weights on one rank of an engine."""
-    return DTYPE_BYTES[config.model.dtype] * sizes.parameters / config.generator.tensor_parallel
+def _engine_weights(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float]:
+    """Return the bytes of the weights on one rank of an engine, and of adapters beside them, by part.
+
+    vLLM has adapters twice, in its layers and as they came. Each rank is taken to have all of them.
+    """
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    parts = {"weights": dtype_bytes * sizes.parameters / config.generator.tensor_parallel}
+    if config.trainer.syncs_adapters:
+        parts["adapters"] = 2 * dtype_bytes * num_adapter_parameters(sizes, config.trainer)
+    return parts
 
 
 def _in_gib(parts: dict[str, float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from grpo.roles.process_groups import Roles
@@ -37,7 +38,12 @@ def broadcast(value: Any, group: ProcessGroup) -> Any:
     return values[0]
 
 
-def on_driver(method: Method, to_all: bool = False, bridge: str = "control", scores: bool = False) -> Method:
+def on_driver(
+    method: Method,
+    to_all: bool = False,
+    bridge: str = "control",
+    scores: bool = False,
+) -> Method:
     """Make a method that every rank calls run on the driver alone; on the other ranks it returns None.
 
     Collective over `self.roles.control`; arguments count on the driver alone. If the method raises there, every rank
@@ -85,7 +91,9 @@ def gather_to_driver(value: Any, roles: Roles) -> list[Any] | None:
 
     Collective over `roles.control`.
     """
-    values = [None] * roles.control.size() if roles.is_driver else None
+    values = None
+    if roles.is_driver:
+        values = [None] * roles.control.size()
     dist.gather_object(value, values, group_dst=0, group=roles.control)
     return values
 
@@ -114,7 +122,9 @@ class SampledAhead:
 
 
 def start_sampling_ahead(
-    requests: Requests | None, group_size: int, generator: "Generator | None"
+    requests: Requests | None,
+    group_size: int,
+    generator: "Generator | None",
 ) -> SampledAhead | None:
     """Sample ahead on the generators, while the learners go on at once. Returns None without requests."""
     if requests is None:
@@ -142,7 +152,9 @@ def finish_sampling_ahead(ahead: SampledAhead | None, driver: Any, roles: Roles)
         began = min(times[head][0] for head in roles.heads)
         ended = max(times[head][1] for head in roles.heads)
         seconds = ended - began
-        overlap_seconds = max(0.0, min(ended, arrived) - max(began, ahead.began))
+        overlap_began = max(began, ahead.began)
+        overlap_ended = min(ended, arrived)
+        overlap_seconds = max(0.0, overlap_ended - overlap_began)
     driver.receive_ahead(completions, seconds, overlap_seconds)
 
 
@@ -159,7 +171,10 @@ def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
 
 
 def add_ref_logprobs(
-    batch: TrainBatch | None, reference: "Reference | None", roles: Roles, teacher_batch: TrainBatch | None = None
+    batch: TrainBatch | None,
+    reference: "Reference | None",
+    roles: Roles,
+    teacher_batch: TrainBatch | None = None,
 ) -> TrainBatch | None:
     """Compute the reference's log-probs and join them into every learner's batch, if there is a reference.
 
@@ -171,16 +186,17 @@ def add_ref_logprobs(
     if not roles.has_reference or not roles.learns:
         return batch
     teacher_batch = teacher_batch or batch
-    total_N = reference.logprobs(teacher_batch) if reference else torch.zeros(teacher_batch.num_tokens)
+    total_N = torch.zeros(teacher_batch.num_tokens)
+    if reference:
+        total_N = reference.logprobs(teacher_batch)
     dist.all_reduce(total_N, group=roles.learners)
     if teacher_batch is not batch:
-        total_N = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask_N, total_N[teacher_batch.loss_mask_N])
+        known_N = total_N[teacher_batch.loss_mask_N]
+        total_N = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask_N, known_N)
     return replace(batch, ref_logprobs_N=total_N)
 
 
-def broadcast_tensors(
-    tensors: Sequence[torch.Tensor | None] | None, roles: Roles
-) -> Sequence[torch.Tensor | None] | None:
+def broadcast_tensors(tensors: Sequence[Tensor | None] | None, roles: Roles) -> Sequence[Tensor | None] | None:
     """Give every learner the driver's flat CPU tensors (and its Nones); returns None on the other ranks.
 
     Collective over `roles.learners`.

@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import train_sft
 from configs.examples import toys
@@ -17,6 +18,7 @@ from grpo.run.inputs import read_sft
 from grpo.run.session import Session
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import read_metrics, without_clocks
+from tests.tiny_models import KINDS, SMALL, make_image_model
 from tests.torchrun import run_python, torchrun
 
 REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
@@ -82,6 +84,32 @@ def test_4_steps_equal_2_resume_and_2(finished: pathlib.Path, arguments: list[st
         assert len({m[name] for m in whole if name in m}) == (2 if name == "learning_rate" else 4), name
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (finished, run_dir)]
     assert weights[0] == weights[1]
+
+
+def test_a_model_that_sees_images_resumes_exactly_and_keeps_its_other_parts(tmp_path: pathlib.Path):
+    start = tmp_path / "start"
+    make_image_model(start, SMALL | KINDS["qwen3_5"] | {"head_dim": 32, "num_attention_heads": 4})
+    flags = ["configs/toy_sft.py", "--model.path", start, "--data.path", "configs/examples/toys.py:addition"]
+    flags += ["--sequences-per-step", 5, "--num-steps", 4, "--num-trainers", 2, "--trainer.micro-batch-tokens", 64]
+    flags += ["--checkpoint.interval", 2, "--metrics.no-tensorboard", "--resume"]
+    finished = tmp_path / "finished"
+    output = torchrun("train_sft.py", *flags, "--run-dir", finished, nproc=2)
+    assert "trainer.share_prompts: off" in output
+    run_dir = crashed(finished, tmp_path / "run")
+    assert "starting at step 2" in torchrun("train_sft.py", *flags, "--run-dir", run_dir, nproc=2)
+    assert [without_clocks(m) for m in read_metrics(run_dir)] == [without_clocks(m) for m in read_metrics(finished)]
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (finished, run_dir)]
+    assert weights[0] == weights[1]
+
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, finished / "model"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        is_carried = name.startswith(("model.visual.", "mtp."))
+        assert is_carried == (tensor.dtype == after[name].dtype and torch.equal(tensor, after[name])), name
+    assert (finished / "model" / "preprocessor_config.json").is_file()
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        _, report = kind.from_pretrained(finished / "model", output_loading_info=True)
+        assert not any(report.values()), report
 
 
 @pytest.mark.timeout(600)  # two starts of vLLM, on a machine that may have other work

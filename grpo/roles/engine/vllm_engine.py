@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
-from grpo.models.families import has_experts, head_dim_of, windows_of
+from grpo.models.families import has_experts, has_states, head_dim_of, windows_of
 from grpo.models.memory import CPU_KV_CACHE_GIB
 from grpo.roles.engine.shortcuts import WIDE_HEAD_DIM, widen_attention, widen_logprobs
 from grpo.roles.process_groups import Roles, engine_steps
@@ -40,13 +40,18 @@ WRONG_ON_CPU = {
 
 def check_engine(config: GeneratorConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError for what this machine's vLLM cannot do or gets wrong. It does not import vLLM."""
-    if has_experts(hf) and "quantization" in config.engine:
+    if (has_experts(hf) or has_states(hf)) and "quantization" in config.engine:
         raise ValueError(
-            "generator.engine quantization of a mixture of experts is not supported: nobody has seen vLLM quantize its "
-            "experts again in a weight sync; leave it out"
+            "generator.engine quantization of a mixture of experts, or of gated delta nets, is not supported: nobody "
+            "has seen vLLM quantize them again in a weight sync; leave it out"
         )
     if torch.cuda.is_available():
         return
+    if has_states(hf):
+        raise ValueError(
+            f"sampling from a {hf.model_type} model needs a GPU: vLLM's CPU backend has gated delta nets in bfloat16 "
+            "alone, and not exactly; SFT without evaluation trains it on a CPU"
+        )
     for name in config.engine:
         if name in WRONG_ON_CPU:
             raise ValueError(f"generator.engine {name} needs a GPU: vLLM's CPU backend {WRONG_ON_CPU[name]}")
@@ -153,12 +158,20 @@ def expert_layers(llm: Any) -> list[Any]:
 def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return vLLM's options for a model on this machine; `engine` has the user's own."""
     options: dict[str, Any] = {}
+    if has_states(hf):
+        options["language_model_only"] = True  # of a folder with a vision encoder
+        # states are kept at the ends of blocks of some 500 tokens, so hardly any prompt would be found again
+        options["enable_prefix_caching"] = False
     if device.type == "cpu":
         return options
     if has_experts(hf):  # these kernels read weights as a folder has them, so a sync can write them in place
         options["moe_backend"] = "triton"
+    if has_states(hf):
+        options["gdn_prefill_backend"] = (
+            "triton"  # on Hopper vLLM's own choice is compiled, by nvcc, at the first prompt
+        )
     chosen = any(name in engine for name in CHOOSE_ATTENTION)
-    if any(windows_of(hf)):  # triton's attention was measured without windows
+    if any(window is not None for window in windows_of(hf)):  # triton's attention was measured without windows, states
         return options
     if not chosen and head_dim_of(hf) == WIDE_HEAD_DIM and torch.cuda.get_device_capability(device) == HOPPER:
         options["attention_config"] = {"backend": "TRITON_ATTN"}

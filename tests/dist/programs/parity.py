@@ -19,6 +19,7 @@ from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch, take_out
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import hf_tensors
+from grpo.models.families import HFRoPE
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import Sample, TrainBatch
 from tests.tiny_models import tensors_of
@@ -28,6 +29,8 @@ PROMPTS = [0, 1, 2, 3, 3, 1, 1]  # whose prompt each sequence has
 FIRST_ID = 3  # the pad token is left out: transformers gives its embedding no gradient
 TEMPERATURES = [0.8, 1.0, 0.5, 1.3, 0.8, 0.6, 1.1]
 TOLERANCE = 1e-5  # in float32, of the largest log-prob or entropy, and of each tensor's largest gradient
+# Gradients of gated delta nets are sums that cancel: transformers' float32 is up to 1.4e-4 off its own float64
+NOISY_GRADIENTS = {"qwen3_5_text": 1e-4}
 
 
 def main() -> None:
@@ -77,8 +80,9 @@ def check_case(case: str, roles: Roles) -> None:
         nats = f"log-probs {differences_2[0]:.1e} nats, entropy {differences_2[1]:.1e}"
         print(f"{case}: {nats}, gradients {errors[worst]:.1e} ({worst})", flush=True)
     assert value_error < TOLERANCE, f"{case}: values {value_error}"
-    assert errors[worst] < TOLERANCE, f"{case}: gradient of {worst} {errors[worst]}"
-    ropes = [layer.attention.rope for layer in model.module.layers.values()]
+    tolerance = NOISY_GRADIENTS.get(original.config.model_type, TOLERANCE)
+    assert errors[worst] < tolerance, f"{case}: gradient of {worst} {errors[worst]}"
+    ropes = [part for part in model.module.modules() if isinstance(part, HFRoPE)]
     tables = {(rope.config.inv_freq, rope_table(rope.cache)) for rope in ropes}
     assert len(tables) == len({inv_freq for inv_freq, _ in tables}), f"{case}: several tables of the same positions"
     check_temperatures(build(folder, "bfloat16", trainer, roles), trainer, batch, case)

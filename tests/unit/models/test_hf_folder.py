@@ -12,7 +12,7 @@ import transformers
 
 from configs.examples.toys import addition_tokenizer
 from grpo.models.families import rotary_parameters, windows_of
-from grpo.models.hf_folder import FAMILIES, read_hf_config, resolve_folder, stop_token_ids
+from grpo.models.hf_folder import FAMILIES, read_hf_config, resolve_folder, stop_token_ids, tensors_of
 from grpo.models.known_fields import ALL_READ, IRRELEVANT, READ, READ_BY, unread_fields
 
 
@@ -88,6 +88,28 @@ OLMO3_7B = model(
     **{"attention_bias": False, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8},
     **{"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}},
 )
+QWEN3_5_TEXT = model(
+    "qwen3_5_text",
+    (1024, 3584, 24, 8, 2, 248320),
+    **{"max_position_embeddings": 262144, "rms_norm_eps": 1e-06, "head_dim": 256, "tie_word_embeddings": True},
+    **{"architectures": ["Qwen3_5ForCausalLM"], "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "attention_bias": False},
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+)
+QWEN3_5 = {  # as on the hub, with a vision encoder
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": QWEN3_5_TEXT,
+    "vision_config": {"model_type": "qwen3_5", "depth": 12, "hidden_size": 768, "out_hidden_size": 1024},
+    "tie_word_embeddings": True,
+}
 MISTRAL_7B_V0_1 = MISTRAL_7B_V0_3 | {"vocab_size": 32000, "rope_theta": 10000.0, "sliding_window": 4096}
 YARN = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
 ACCEPTED = {  # config.json, (rope type, rope theta) of layers without a window
@@ -103,6 +125,7 @@ ACCEPTED = {  # config.json, (rope type, rope theta) of layers without a window
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, ("default", 1e6)),
     "Qwen3-1.7B": (QWEN3_1_7B, ("default", 1e6)),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, ("default", 1e6)),
+    "Qwen3.5, text alone": (QWEN3_5_TEXT, ("default", 1e7)),
 }
 
 
@@ -121,12 +144,23 @@ def test_accepted(name, tmp_path):
     assert (config.hidden_size, config.num_key_value_heads) == (raw["hidden_size"], raw["num_key_value_heads"])
 
 
+def test_a_model_that_sees_images_is_read_as_its_part_for_text(tmp_path):
+    config = read_hf_config(folder_of(tmp_path, QWEN3_5))
+    assert (config.model_type, config.hidden_size, config.tie_word_embeddings) == ("qwen3_5", 1024, True)
+    tensors = tensors_of(config)
+    assert tensors["model.language_model.layers.0.linear_attn.conv1d.weight"] == (3 * 16 * 128, 1, 4)
+    # each head's query and gate
+    assert tensors["model.language_model.layers.3.self_attn.q_proj.weight"] == (2 * 8 * 256, 1024)
+    assert "lm_head.weight" not in tensors
+
+
 WINDOWS = {  # config.json, windows of its first layers
     "Gemma-3-1B": (GEMMA3_1B, [512, 512, 512, 512, 512, None, 512]),
     "OLMo-3-7B": (OLMO3_7B, [4096, 4096, 4096, None, 4096]),
     "Mistral-7B-v0.1": (MISTRAL_7B_V0_1, [4096, 4096]),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, [None, None]),
     "R1-Distill-Qwen-7B": (R1_DISTILL_QWEN_7B, [None, None]),
+    "Qwen3.5, text alone": (QWEN3_5_TEXT, [0, 0, 0, None, 0]),
 }
 
 
@@ -168,6 +202,9 @@ REFUSED = {  # what is wrong: (config.json, the reason)
     "multimodal rope": (R1_DISTILL_QWEN_7B | {"use_mrope": True}, "use_mrope"),
     "biases elsewhere": (LLAMA3_1_8B | {"attention_bias": True}, "attention_bias and mlp_bias are not supported"),
     "another activation": (LLAMA3_1_8B | {"hidden_act": "gelu"}, "hidden_act gelu is not supported, only silu"),
+    "experts beside states": (QWEN3_5 | {"model_type": "qwen3_5_moe"}, "is a qwen3_5_moe model; only qwen3"),
+    "another gate": (QWEN3_5_TEXT | {"output_gate_type": "sigmoid"}, "output_gate_type sigmoid is not supported"),
+    "states alone": (QWEN3_5_TEXT | {"layer_types": ["linear_attention"] * 24}, "layer_types has no full_attention"),
     "experts in every second block": (QWEN3_30B_A3B | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
     "a block without experts": (QWEN3_30B_A3B | {"mlp_only_layers": [0]}, "mlp_only_layers=[0] make some blocks dense"),
     "more chosen than there are": (
@@ -234,7 +271,8 @@ def test_every_field_that_transformers_declares_is_understood(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_that_vllm_looks_for_is_understood(family):
     """In the source of its models: fields that they read where a config has them."""
-    file = {"gemma3_text": "gemma3", "smollm3": "llama", "olmo3": "llama"}.get(family, family)
+    files = {"gemma3_text": "gemma3", "smollm3": "llama", "olmo3": "llama", "qwen3_5_text": "qwen3_5"}
+    file = files.get(family, family)
     models = pathlib.Path(importlib.util.find_spec("vllm").origin).parent / "model_executor/models"
     text = (models / f"{file}.py").read_text()
     looked_for = {*re.findall(r'(?:getattr|hasattr)\(\s*(?:self\.)?config,\s*"(\w+)"', text)}

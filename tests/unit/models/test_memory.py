@@ -38,6 +38,7 @@ from tests.unit.models.test_hf_folder import (
     OLMO3_7B,
     QWEN2_5_7B,
     QWEN3_1_7B,
+    QWEN3_5_TEXT,
     SMOLLM3_3B,
 )
 from tests.unit.test_readme import table
@@ -250,6 +251,16 @@ def test_generator_by_hand():
     assert halves["KV cache, if all run at full length"] == parts["KV cache, if all run at full length"]
 
 
+def test_an_engine_with_adapters_by_hand():
+    """Llama-3.1-8B, rank 16: inputs and outputs of a block's layers are 2 x (4096 + 4096), 2 x (4096 + 1024) and
+    3 x (4096 + 14336), in 32 blocks; an engine has them twice, in 2 bytes, beside 2 bytes for each weight.
+    """
+    lora = ("--trainer.lora-rank", 16, "--trainer.lora-sync")
+    merged, beside = (generator_gib(sizes(LLAMA3_1_8B), config_of(*lora, sync)) for sync in ("merged", "adapters"))
+    assert beside.pop("adapters") == pytest.approx(2 * 2 * 16 * 32 * 81_920 / 2**30)
+    assert beside == merged
+
+
 def test_the_cache_of_a_window_holds_no_more_than_the_window():
     """Mistral-7B-v0.1: 128 KiB a token as Llama-3.1-8B, 4,096 tokens of 6,144. Gemma-3-1B: 1 KiB a token and layer,
     512 tokens in 22 layers and 6,144 in 4. 128 sequences each.
@@ -258,6 +269,22 @@ def test_the_cache_of_a_window_holds_no_more_than_the_window():
     for raw, kib_of_a_sequence in (MISTRAL_7B_V0_1, 128 * 4096), (GEMMA3_1B, 22 * 512 + 4 * 6144):
         parts = generator_gib(sizes(raw), config_of(*lengths))
         assert parts["KV cache, if all run at full length"] == pytest.approx(128 * kib_of_a_sequence / 2**20)
+
+
+def test_states_take_the_place_of_a_cache_and_what_a_layer_computes_with_them_counts_once():
+    """Qwen3.5's text, 6 layers of 24 with attention: a token's cache is 2 x 6 x 2 heads x 256 x 2 bytes = 12 KiB. The
+    18 others have 16 heads of 128 x 128 states of 4 bytes, 1 MiB each. 128 sequences of 1,536 tokens.
+
+    A layer with states computes with 160 bytes for each of 16 x 128 values and 16,384 tokens.
+    """
+    parts = generator_gib(sizes(QWEN3_5_TEXT), config_of())
+    assert parts["KV cache, if all run at full length"] == pytest.approx(128 * (12 * 1536 / 1024 + 18) / 1024)
+    full = config_of("--roles.num-trainers", 2, "--trainer.activation-checkpointing", "full")
+    # of a block with attention: query with gate, key, value, output; the feed-forward layer's three
+    outputs = 2 * 8 * 256 + 2 * 2 * 256 + 1024 + 2 * 3584 + 1024
+    block = 2.8 * outputs * 2 + 24 * 1024 * 2
+    activations = trainer_gib(sizes(QWEN3_5_TEXT), full)["activations"]
+    assert activations == pytest.approx(16384 * (block + 160 * 16 * 128) / 2**30)
 
 
 # Flags, sequences that an engine gets, GiB of the GPU -> how many it decodes at once. Qwen3-1.7B: a token's cache is

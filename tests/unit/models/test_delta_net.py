@@ -1,0 +1,87 @@
+"""Gated delta nets against the recurrence, token by token in float64; what a model with them cannot do here."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from grpo.config import GeneratorConfig, TrainerConfig
+from grpo.models.delta_net import CHUNK_TOKENS, causal_convolution, document_chunks, gated_delta_rule
+from grpo.models.hf_folder import check_folder, read_hf_config
+from grpo.models.lora import adapted_places
+from grpo.roles.engine.vllm_engine import check_engine
+from tests.tiny_models import make_tiny
+
+# Not in the order in which they are computed; below, at and above the ends of chunks
+LENGTHS = [3, CHUNK_TOKENS + 1, 1, 3 * CHUNK_TOKENS, CHUNK_TOKENS, 2 * CHUNK_TOKENS - 1]
+
+
+def chunks_of(lengths):
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+    positions_BT = torch.cat([torch.arange(length) for length in lengths])[None]
+    facts = {"document_starts": starts, "positions_BT": positions_BT, "longest_document": max(lengths)}
+    micro = types.SimpleNamespace(**facts, shared=None)
+    return document_chunks(micro)
+
+
+def recurrence(q, k, v, g, beta):
+    """The rule of one document [T, N, ..], as its paper writes it (arXiv:2412.06464, equation 10)."""
+    state = q.new_zeros(q.shape[1], k.shape[2], v.shape[2])
+    outputs = []
+    for t in range(len(q)):
+        state = state * g[t].exp()[:, None, None]
+        held = torch.einsum("nkv,nk->nv", state, k[t])
+        written = beta[t][:, None] * (v[t] - held)
+        state = state + torch.einsum("nk,nv->nkv", k[t], written)
+        outputs.append(torch.einsum("nkv,nk->nv", state, q[t]))
+    return torch.stack(outputs)
+
+
+def test_the_rule_in_chunks_is_the_recurrence_of_each_document_with_its_gradients():
+    draw = torch.Generator().manual_seed(0)
+    num_tokens = sum(LENGTHS)
+
+    def random(*shape):
+        return torch.randn(num_tokens, 2, *shape, generator=draw, dtype=torch.float64)
+
+    q, k, v = random(4), F.normalize(random(4), dim=-1), random(3)
+    inputs = [q, k, v, -F.softplus(random()), random().sigmoid()]
+    weights = random(3)
+    wanted = [x.clone().requires_grad_() for x in inputs]
+    documents = zip(*(x.split(LENGTHS) for x in wanted), strict=True)
+    expected = torch.cat([recurrence(*document) for document in documents])
+    (expected * weights).sum().backward()
+    got = [x.clone().requires_grad_() for x in inputs]
+    out = gated_delta_rule(*got, chunks_of(LENGTHS))
+    (out * weights).sum().backward()
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-11)
+
+
+def test_a_convolution_sees_nothing_of_the_document_before():
+    x = torch.tensor([[1.0], [10], [100], [1000], [2], [20]])  # documents of 4 and 2 tokens
+    weight = torch.tensor([[4.0, 3, 2]])  # the last one is for the token itself
+    out = causal_convolution(x, weight, chunks_of([4, 2]).offset_T)
+    # 2 x 1; 2 x 10 + 3 x 1; 2 x 100 + 3 x 10 + 4 x 1; ..; 2 x 2; 2 x 20 + 3 x 2
+    assert out.flatten().tolist() == [2, 23, 234, 2340, 4, 46]
+
+
+def test_shared_prompts_are_refused():
+    with pytest.raises(ValueError, match="no-share-prompts"):
+        document_chunks(types.SimpleNamespace(shared=object()))
+
+
+def test_what_is_refused_has_a_remedy(tmp_path):
+    folder = make_tiny(tmp_path, "qwen3_5")
+    hf = read_hf_config(folder)
+    with pytest.raises(ValueError, match="tensor_parallel=2 must be 1"):
+        check_folder(folder, 64, 2)
+    with pytest.raises(ValueError, match="lora_rank=4: .*leave it out"):
+        adapted_places(hf, TrainerConfig(lora_rank=4))
+    with pytest.raises(ValueError, match="quantization .*leave it out"):
+        check_engine(GeneratorConfig(engine={"quantization": "fp8"}), hf)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="needs a GPU.*SFT without evaluation"):
+            check_engine(GeneratorConfig(), hf)
