@@ -38,7 +38,7 @@ from grpo.run.scorer import check_version
 from grpo.run.step_timer import StepTimer, profile_step
 from grpo.types import Completion, Scalars
 from grpo.watch.failures import BadInput, refuse_bad_input, set_place, show_lines_at_once
-from grpo.watch.stopping import forget_old_stop, obey_stop, repeat_behind_launcher, stop_reason
+from grpo.watch.stopping import forget_old_stop, hold_signals, obey_stop, repeat_behind_launcher, stop_reason
 from grpo.watch.watchdog import watched
 
 MOST_SKIPPED = 3  # steps in a row without an update, which end the run
@@ -205,6 +205,9 @@ class Session:
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             with timer.startup("starting vLLM"):
                 generator = self._start_engine(start.config, folder, inputs.stop_token_ids)
+            # Python's resource tracker, which comes with shared memory, unblocked SIGTERM in this thread, which would
+            # not obey it while it waits in vLLM's code for a rank that is gone
+            hold_signals()
 
         with timer.startup("loading the models"):
             config = self.config
