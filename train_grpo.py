@@ -3,9 +3,9 @@
     torchrun --nproc_per_node=8 train_grpo.py [RECIPE.py] [--field value ...]
 
 Sample a group of completions for each prompt, score them, compare each with its group, update the policy, give the
-generators the new weights. A completion of reward r has the advantage A = (r - mean of its group) / (its sample std +
-1e-4). GRPO (Shao et al. 2024, arXiv:2402.03300) minimises, as a mean over each completion's tokens and then over
-completions,
+generators the new weights. A completion of reward r has the advantage A = (r - mean) / (std + 1e-4), with the mean and
+the sample standard deviation of its group. GRPO (Shao et al. 2024, arXiv:2402.03300) minimises, as a mean over each
+completion's tokens and then over completions,
 
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
 
@@ -27,9 +27,9 @@ roles. Roles can share a GPU. Rank 0 is a trainer and the driver: it alone draws
     finish_sampling_ahead       generators, with overlap_steps     all
     sync_weights                trainers, then generators          all
 
-Every rank must make every call that takes `roles`, `driver` or `session`, in the order of the page. A driver's method
-runs on rank 0; other ranks get its decision, but None for data: the next call sends it. Only trainers run the lines
-under `if trainer`; each of them holds the whole batch and computes its share of micro-batches.
+Every rank must call the methods of `driver` and `session`, and the functions that take `roles`, in the order of the
+page. A driver's method runs on rank 0; other ranks get its decision, but None for data: the next call sends it. Only
+trainers run the lines under `if trainer`. Each holds the whole batch and computes its share of the micro-batches.
 
 Completions come from the weights at the start of the step. With `overlap_steps=1` they are at most one step older,
 because they were sampled ahead in the step before. With `sampling.carry_over` unfinished groups go on in later steps,
@@ -53,6 +53,7 @@ from grpo.run.command_line import read_config
 CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # before torch, so that a typo is answered at once
 
 import torch
+from torch import Tensor
 
 from grpo.algorithm.advantages import AdvantageInputs, group_mean_std, named_advantages, teacher_advantages
 from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
@@ -81,10 +82,10 @@ def train(config: GRPOConfig, session: Session) -> None:
     """Run the steps up to `config.num_steps`, from the checkpoint's step or 0. On every rank."""
     roles = session.roles
     timer = session.timer
-    trainer, reference, generator = session.start_up()
+    trainer, reference, generator = session.start_up()  # also evaluates before the first step
     driver = Driver(session)
 
-    for step in session.steps():
+    for step in session.steps():  # the number of steps before this one
         source_weights = config.data.weights  # shares that change while training go here, as a function of the step
         keep_prompt = None  # a filter goes here, a function of a Prompt (types.py): False draws another
         plan = driver.plan(step, source_weights, keep_prompt)  # the same on all ranks
@@ -137,7 +138,11 @@ def train(config: GRPOConfig, session: Session) -> None:
 
 
 def sample(
-    config: GRPOConfig, plan: StepPlan, generator: Generator | None, driver: Driver, roles: Roles
+    config: GRPOConfig,
+    plan: StepPlan,
+    generator: Generator | None,
+    driver: Driver,
+    roles: Roles,
 ) -> list[Rollout] | None:
     """Complete groups of `config.group_size` until the step is full. Returns the rollouts on the driver, else None."""
     requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
@@ -156,9 +161,9 @@ def sample(
 def add_advantages(
     config: GRPOConfig,
     batch: TrainBatch,
-    rewards_S: torch.Tensor,
-    has_reward_S: torch.Tensor,
-    parts_FS: torch.Tensor,
+    rewards_S: Tensor,
+    has_reward_S: Tensor,
+    parts_FS: Tensor,
     kl_coef: float,
     metrics: StepMetrics,
 ) -> TrainBatch:
@@ -171,7 +176,8 @@ def add_advantages(
     algorithm = config.algorithm.resolved  # with the values that follow from the loss
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # by the generator's log-probs
-        metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
+        penalty = penalty_S[has_reward_S].mean().item()
+        metrics.record(**{"reward/kl_penalty": penalty})
         rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # not finite: the trainer skips the update
 
     x = AdvantageInputs.of(batch, rewards_S, has_reward_S, parts_FS, config)
@@ -186,7 +192,8 @@ def add_advantages(
     if algorithm.distill_coef:  # on-policy distillation: the reference is a teacher, who judges every token
         trained_S = torch.ones_like(has_reward_S)
         teacher_N = teacher_advantages(batch)
-        metrics.record(**{"distill/reverse_kl": -teacher_N[batch.loss_mask_N].mean().item()})
+        reverse_kl = -teacher_N[batch.loss_mask_N].mean().item()
+        metrics.record(**{"distill/reverse_kl": reverse_kl})
         advantages_N = advantages_N + algorithm.distill_coef * teacher_N
     if algorithm.mask_truncated:
         trained_S = trained_S & ~batch.truncated_S
@@ -208,19 +215,19 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
             trainer.forward_backward(mini_batch, grpo_objective(config, mini_batch, kl_coef, first_update), metrics)
             metrics.record(**trainer.optimizer_step())
             first_update = False
-    trainer.end_step()  # the learning rate follows steps, not updates
+    trainer.end_step()  # the learning rate, and a reference that moves, follow steps and not updates
 
 
 def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
     """Return the loss of one update as a function of a micro-batch. Values and gradients add up, also over ranks.
 
-    It has log-probs by three versions of the policy: as it is (`logprobs`), at the start of the step (`old_logprobs`,
-    unless `algorithm.old_logprobs` is generator) and when it sampled (`generator_logprobs`).
+    It has log-probs at the sampling temperature by three versions of the policy: as it is (`logprobs`), at the start of
+    the step (`old_logprobs`, unless `algorithm.old_logprobs` is generator) and when it sampled (`generator_logprobs`).
     """
     algorithm = config.algorithm.resolved
     totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)  # however it is split over ranks
 
-    def objective(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    def objective(micro: MicroBatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict]:
         x = LossInputs.of(micro, logprobs_BT, entropy_BT)  # log-probs and advantages are 0 where the mask is False
         loss_BT, metrics = policy_loss(x, algorithm)
         loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # times old policy / generator
@@ -244,7 +251,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
     return objective
 
 
-def policy_loss(x: LossInputs, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def policy_loss(x: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each token [B, T], and metrics: the clipped surrogate, or what `algorithm.loss` names."""
     if algorithm.loss in CLIPPED_LOSSES:  # grpo, dr_grpo, dapo: one formula, other clips
         ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).exp()

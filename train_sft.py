@@ -3,9 +3,9 @@
     torchrun --nproc_per_node=8 train_sft.py [RECIPE.py] [--field value ...]
 
 Every rank is a trainer; rank 0, the driver, draws the examples and logs. The loss is the mean negative log-prob of the
-labels over the whole step; labels are the tokens that `train_on` names, by default what the assistant says. `--dry-run
---show 3` prints examples with their labels in colour and stops. With `--evaluation.interval` every rank is a generator
-too, which completes held-out prompts between steps, as in GRPO.
+labels of the whole step. Labels are the tokens to learn: those that `train_on` names, by default the assistant's.
+`--dry-run --show 3` prints examples with their labels in colour and stops. With `--evaluation.interval` every rank is a
+generator too, which completes held-out prompts between steps, as in GRPO.
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ def train(config: SFTConfig, session: Session) -> None:
     """Run the supervised steps up to `config.num_steps`, from the checkpoint's step or 0. Every rank calls it."""
     roles = session.roles
     timer = session.timer
-    trainer, _, generator = session.start_up()
+    trainer, _, generator = session.start_up()  # also evaluates before the first step
     driver = SFTDriver(session)
     held_out = {}
     if config.validation.interval:
@@ -49,7 +49,7 @@ def train(config: SFTConfig, session: Session) -> None:
         generator.sleep()  # only if generator.sleep is set; the next sync wakes it
 
     ending = ""
-    for step in session.steps():
+    for step in session.steps():  # the number of steps before this one
         ending = driver.ending(step)  # a low loss, a signal, or the file `stop` in the run folder
         if ending:
             break
@@ -59,9 +59,9 @@ def train(config: SFTConfig, session: Session) -> None:
             num_labels = float(batch.loss_mask_N.sum())  # of the whole step, so micro-batches and ranks change nothing
             trainer.forward_backward(batch, partial(label_objective, denominator=num_labels), metrics)
             metrics.record(**trainer.optimizer_step())
-            trainer.schedule.step()
+            trainer.end_step()  # the next learning rate
 
-        due = driver.due(step + 1, metrics)
+        due = driver.due(step + 1, metrics)  # the same on all ranks; a low loss can make this step the last
         if due.validate:
             with timer.phase("validate"):
                 validate(driver, trainer, held_out, step + 1)
@@ -85,7 +85,7 @@ def train(config: SFTConfig, session: Session) -> None:
 def label_objective(
     micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor, *, denominator: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a micro-batch's part of the mean negative log-prob of the labels, and no metrics."""
+    """Return a micro-batch's part of the mean negative log-prob of the labels, and no metrics of its own."""
     return -logprobs_BT.where(micro.loss_mask_BT, 0).sum() / denominator, {}
 
 

@@ -39,7 +39,7 @@ from grpo.models.hf_folder import stop_token_ids
 from grpo.report.samples import show_chat
 from grpo.roles.engine.episodes import call_style, turns_of
 from grpo.run.command_line import subject_of, tool_config
-from grpo.text import printable, without_surrogates
+from grpo.text import one_line, printable, without_surrogates
 from grpo.types import Prompt
 from grpo.watch.failures import refuse_bad_input, run_rank
 
@@ -91,14 +91,19 @@ def main(arguments: list[str] | None = None) -> int:
         config = tool_config(words)
         stage = set_stage(config, by_hand=by_hand, has_recipe=has_recipe)
         try:
-            failed = [name for name in stage.toolboxes if not check(name, stage)]
-            return int(bool(failed))
+            holds = [check(name, stage) for name in stage.toolboxes]
+            return int(not all(holds))
         except EOFError:
             print("\nleft before the end of the episode")
             return 0
 
 
-def set_stage(config: GRPOConfig, *, by_hand: bool, has_recipe: bool) -> Stage:
+def set_stage(
+    config: GRPOConfig,
+    *,
+    by_hand: bool,
+    has_recipe: bool,
+) -> Stage:
     """Load the tools, the rows and the tokenizer; if the model is not a folder here, a plain ChatML tokenizer."""
     toolboxes = load_toolboxes(config.environment)
     examples = {name: [] for name in toolboxes}
@@ -159,7 +164,11 @@ def check(name: str, stage: Stage) -> bool:
     return first == again
 
 
-def play_episodes(name: str, seeds: Iterable[int], stage: Stage) -> Iterator[Episode]:
+def play_episodes(
+    name: str,
+    seeds: Iterable[int],
+    stage: Stage,
+) -> Iterator[Episode]:
     """Play an episode with each seed, in a process of their own, each from a row of the environment."""
     config = stage.config
     turns = stage.turns[name]
@@ -233,17 +242,20 @@ def how_to_play(toolbox: Toolbox, style: str) -> str:
     if not toolbox.tools:
         return ends
     call = random_call(toolbox.schemas[0], style, random.Random(0))
-    call = " ".join(call.split())
-    return f"A call is written {call}\n{ends}"
+    return f"A call is written {one_line(call)}\n{ends}"
 
 
-def random_call(schema: dict[str, Any], style: str, draw: random.Random) -> str:
+def random_call(
+    schema: dict[str, Any],
+    style: str,
+    draw: random.Random,
+) -> str:
     """Write a call of a tool, with arguments of the right types."""
     function = schema["function"]
     arguments = {}
     for name, parameter in function["parameters"]["properties"].items():
-        values = parameter.get("enum") or VALUES.get(parameter.get("type"), WORDS)
-        arguments[name] = draw.choice(values)
+        of_type = VALUES.get(parameter.get("type"), WORDS)
+        arguments[name] = draw.choice(parameter.get("enum") or of_type)
     return written_call(function["name"], arguments, style)
 
 

@@ -18,20 +18,24 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 from grpo.config import RewardConfig
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
 from grpo.rewards import loading
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.pool import as_json
+from grpo.rewards.pool import as_json, call_columns
 from grpo.run.command_line import subject_of, tool_config
 from grpo.text import one_line, printable, shorten
+from grpo.types import Completion, Prompt, Rollout
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.workers.processes import Call, Workers
 from grpo.workers.programs import check_programs
 
 NUM_ROWS = 3
+STEP = 1  # what the function gets as the number of the step
 SHOWN_CHARACTERS = 70  # of a text, in a line
 TEXTS_NOT_MESSAGES = (
     "; completions are texts, as prompts are: read text, not text[0]['content'] (messages: see data.row)"
@@ -44,7 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     name, flags = subject_of(__doc__, arguments)
     with refuse_bad_input():
         config = tool_config(flags)
-        options = {key: value for key, value in config.reward.options.items() if key == name}
+        options = {}
+        if name in config.reward.options:
+            options[name] = config.reward.options[name]
         reward = dataclasses.replace(
             config.reward,
             functions={name: 1.0},
@@ -83,8 +89,10 @@ def show(
     takes_one = loading.called_with(function) == "completion"
     calls = "one completion per call" if takes_one else "one call for each row"
     print(f"reward {name}: {len(examples)} rows, {calls}")
+    needs_ids = "completion_ids" in loading.argument_names(function)
     types = []
-    for column, values in columns_of(function, examples[0], [""]).items():
+    columns = call_columns(rollouts_of(examples[0], [""]), STEP, needs_ids)
+    for column, values in columns.items():
         types.append(f"{column} ({type(values[0]).__name__})")
     print(f"columns: {', '.join(types)}")
 
@@ -99,7 +107,7 @@ def show(
         printed = ""
         for part in parts:
             texts = list(part.values())
-            columns = columns_of(function, example, texts)
+            columns = call_columns(rollouts_of(example, texts), STEP, needs_ids)
             outcome = call(workers, name, texts, columns, reward.timeout_seconds)
             seconds = outcome["seconds"] / len(texts)
             printed += outcome["printed"]
@@ -108,8 +116,8 @@ def show(
                 shown = [f"FAILS: {outcome['failed']}"] * len(texts)
             else:
                 values |= zip(part, outcome["values"], strict=True)
-                shown = [f"{value:g}" if isinstance(value, float) else value for value in outcome["values"]]
-            for (kind, text), value in zip(part.items(), shown, strict=True):
+                shown = ["None" if value is None else f"{value:g}" for value in outcome["values"]]
+            for kind, text, value in zip(part, texts, shown, strict=True):
                 print(f"  {kind:<9}  {_short(text):<{SHOWN_CHARACTERS}}  {seconds:8.4f} s  {value}")
         if printed:
             beginning = shorten(printed, loading.PRINTED_CHARACTERS)
@@ -142,25 +150,15 @@ def some_completions(example: Example, answer_format: str) -> dict[str, str]:
     }
 
 
-def columns_of(
-    function: RewardFunction,
-    example: Example,
-    completions: list[str],
-) -> dict[str, list]:
-    """Return the columns that a run gives to a call for these completions of one prompt."""
-    num_words = [len(text.split()) for text in completions]
-    values = {
-        **example.columns,
-        "num_tokens": 0,
-        "truncated": False,
-        "prompts": example.prompt,
-        "step": 1,
-    }
-    columns = {name: [value] * len(completions) for name, value in values.items()}
-    columns["num_tokens"] = num_words
-    if "completion_ids" in loading.argument_names(function):
-        columns["completion_ids"] = [[0] * count for count in num_words]
-    return columns
+def rollouts_of(example: Example, texts: list[str]) -> list[Rollout]:
+    """Return completions of a row as a run has them. Each word counts as a token, whose id is 0."""
+    prompt = Prompt(0, [], example.columns, content=example.prompt)
+    rollouts = []
+    for text in texts:
+        zeros_T = torch.zeros(len(text.split()))
+        completion = Completion.of(zeros_T.long(), zeros_T, truncated=False)
+        rollouts.append(Rollout(prompt, completion, text))
+    return rollouts
 
 
 def call(

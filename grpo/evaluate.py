@@ -11,10 +11,10 @@ evaluation.jsonl there.
 """
 
 import itertools
-import os
 import pathlib
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
+from grpo.config.checks import num_processes
 from grpo.config.fields import Config
 from grpo.config.recipes import load
 from grpo.run.command_line import DEFAULT_RECIPES, check_folder_early, subject_of
@@ -27,7 +27,7 @@ RUNS = pathlib.Path("runs/evaluate")
 
 def main() -> None:
     model, words = subject_of(__doc__)
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    num_ranks = num_processes()
     with refuse_bad_input():
         config = load_config(model, words, num_ranks)
         check_folder_early(config, "grpo.evaluate")
@@ -36,12 +36,13 @@ def main() -> None:
     run(config, "grpo.evaluate", read, evaluate, layout)
 
 
-def load_config(model: str, words: list[str], num_ranks: int) -> GRPOConfig | SFTConfig:
+def load_config(model: str, words: list[str], num_ranks: int) -> Config:
     """Return the recipe with this model and nothing to train.
 
     Raises ValueError if the ranks do not make whole engines, or a reward model is to score.
     """
-    has_run_dir = any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in words)
+    flags = [word.partition("=")[0].replace("_", "-") for word in words]
+    has_run_dir = "--run-dir" in flags
 
     def fit(config: Config, _recipe: Config) -> Config:
         """Give every rank an engine. A GRPO config must name a trainer too."""
@@ -74,8 +75,9 @@ def load_config(model: str, words: list[str], num_ranks: int) -> GRPOConfig | SF
 
 def new_folder(model: str) -> str:
     """Return `runs/evaluate/MODEL`, or the first of `MODEL-2`, `MODEL-3`, ... that does not exist yet."""
-    parts = [part for part in pathlib.Path(model).parts[-2:] if part not in ("/", "..")]
-    name = "-".join(parts).replace(":", "-")
+    last_parts = pathlib.Path(model).parts[-2:]
+    names = [part for part in last_parts if part not in ("/", "..")]
+    name = "-".join(names).replace(":", "-")
     folder = RUNS / name
     for number in itertools.count(2):
         if not folder.exists():
@@ -83,7 +85,7 @@ def new_folder(model: str) -> str:
         folder = RUNS / f"{name}-{number}"
 
 
-def read(config: GRPOConfig | SFTConfig, script: str, build_dir: str = "") -> Inputs:
+def read(config: Config, script: str, build_dir: str = "") -> Inputs:
     """Check the rewards, the model and the held-out rows. On rank 0."""
     check_functions(config)
     paths = [source.path for source in config.evaluation.held_out(config.data)]

@@ -8,8 +8,8 @@ and config.json come from there. One process needs memory for the weights in flo
 `torchrun --nproc_per_node=4 -m grpo.export ...`, which distributes them.
 """
 
-import pathlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import tyro
@@ -32,10 +32,10 @@ from grpo.watch.failures import refuse_bad_input, run_rank
 class Options:
     """The command line."""
 
-    run_dir: Positional[pathlib.Path]
+    run_dir: Positional[Path]
     step: str = "latest"
     """A number, latest or best."""
-    to: pathlib.Path | None = None
+    to: Path | None = None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -61,11 +61,15 @@ def main(arguments: list[str] | None = None) -> None:
     form = learned_form(config, load_tokenizer(folder, config.data))
     export_hf(model, target, getattr(torch, config.model.dtype), form)
     if roles.is_driver:
-        print(f"{checkpoint} -> {target}", flush=True)
+        print(f"{checkpoint} -> {target}")
     close_roles(roles)
 
 
-def find_checkpoint(run_dir: pathlib.Path, step: str, metric: str) -> pathlib.Path:
+def find_checkpoint(
+    run_dir: Path,
+    step: str,
+    metric: str,
+) -> Path:
     """Return the checkpoint of `step`: a number, `latest`, or `best` by the held-out `metric`. ValueError if none."""
     folders = step_folders(run_dir)
     checkpoints = {str(step_of(folder)): folder for folder in folders}

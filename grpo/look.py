@@ -15,12 +15,11 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import tyro
@@ -72,7 +71,7 @@ ANSWER_CHARACTERS = 200
 class Options:
     """The command line."""
 
-    run_dirs: Positional[tuple[pathlib.Path, ...]]
+    run_dirs: Positional[tuple[Path, ...]]
     step: str = ""
     """Show the rollouts after this number of steps, or of the `latest` one."""
     num: int = 10
@@ -107,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
     try:
-        print(printable(text), flush=True)  # another's files may contain what acts on a terminal
+        print(printable(text))  # another's files may contain what acts on a terminal
     except BrokenPipeError:  # of `| head`; at its end Python would flush once more, and complain
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -117,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
 # The summary
 
 
-def summarize(run_dirs: Sequence[pathlib.Path]) -> str:
+def summarize(run_dirs: Sequence[Path]) -> str:
     """Return what runs achieved: a table with the config fields that differ, a plot, answers, and their files.
 
     Raises ValueError if a run has no metrics.jsonl, or there are more runs than MARKS.
@@ -127,19 +126,20 @@ def summarize(run_dirs: Sequence[pathlib.Path]) -> str:
     runs = [read_metrics(run_dir) for run_dir in run_dirs]
     curves = [curves_of(records) for records in runs]
     rows = table_of(run_dirs, runs, curves)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     lines = []
     for row in rows:
         cells = map(str.ljust, row, widths)
         lines.append("  ".join(cells).rstrip())
 
-    shared_labels = [label for label in curves[0] if all(label in of_run for of_run in curves)]
-    if shared_labels:
-        label = shared_labels[0]
-        lines += ["", f"{label}:"]
-        lines += map("{} {}".format, MARKS, run_dirs)
-        lines.append("")
-        lines.append(terminal_curves([of_run[label] for of_run in curves]))
+    for label in curves[0]:
+        shared = [of_run[label] for of_run in curves if label in of_run]
+        if len(shared) == len(curves):
+            lines += ["", f"{label}:"]
+            lines += map("{} {}".format, MARKS, run_dirs)
+            lines += ["", terminal_curves(shared)]
+            break
     if len(run_dirs) == 1:
         lines += answers_before_and_after(run_dirs[0])
 
@@ -153,7 +153,7 @@ def summarize(run_dirs: Sequence[pathlib.Path]) -> str:
 
 
 def table_of(
-    run_dirs: Sequence[pathlib.Path],
+    run_dirs: Sequence[Path],
     runs: list[list[Record]],
     curves: list[dict[str, Curve]],
 ) -> list[list[str]]:
@@ -162,9 +162,12 @@ def table_of(
     for label in dict.fromkeys(itertools.chain(*curves)):
         cells = [first_to_last(of_run.get(label, [])) for of_run in curves]
         rows.append([label, *cells])
-    seconds = [values_of(records, "time/step") for records in runs]
-    num_steps = [str(len(of_run)) for of_run in seconds]
-    minutes = [f"{sum(of_run) / 60:.1f}" for of_run in seconds]
+    num_steps = []
+    minutes = []
+    for records in runs:
+        seconds = values_of(records, "time/step")
+        num_steps.append(str(len(seconds)))
+        minutes.append(f"{sum(seconds) / 60:.1f}")
     rows.append(["steps", *num_steps])
     rows.append(["minutes, start-up not counted", *minutes])
     for name in LATE_METRICS:
@@ -205,7 +208,7 @@ def curves_of(records: list[Record]) -> dict[str, Curve]:
     long_curves = {}
     short_curves = {}
     for name, label in labels.items():
-        curve = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+        curve = curve_of(records, name)
         if len(curve) > 1:
             long_curves[label] = curve
         elif curve:
@@ -213,9 +216,14 @@ def curves_of(records: list[Record]) -> dict[str, Curve]:
     return long_curves | short_curves
 
 
+def curve_of(records: list[Record], name: str) -> Curve:
+    """Return a metric's steps and values, without records that lack it."""
+    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+
 def values_of(records: list[Record], name: str) -> list[float]:
-    """Return a metric's values, without records that lack it."""
-    return [record[name] for record in records if record.get(name) is not None]
+    """Return a metric's values."""
+    return [value for _, value in curve_of(records, name)]
 
 
 def first_to_last(curve: Curve) -> str:
@@ -228,7 +236,7 @@ def first_to_last(curve: Curve) -> str:
     return " to ".join(ends)
 
 
-def differing_fields(run_dirs: Sequence[pathlib.Path]) -> list[list[str]]:
+def differing_fields(run_dirs: Sequence[Path]) -> list[list[str]]:
     """Return rows of a config field and its value in each run, for fields that differ.
 
     The run folder is left out. Without a run.json in each folder there are none.
@@ -248,7 +256,11 @@ def differing_fields(run_dirs: Sequence[pathlib.Path]) -> list[list[str]]:
     return rows
 
 
-def terminal_curves(curves: list[Curve], width: int = 60, height: int = 8) -> str:
+def terminal_curves(
+    curves: list[Curve],
+    width: int = 60,
+    height: int = 8,
+) -> str:
     """Draw curves over their steps as a chart of `height` text lines and `width` columns, with values at the left.
 
     Each curve has its own mark, see MARKS. Values that share a column are averaged, and between columns with values a
@@ -285,7 +297,7 @@ def terminal_curves(curves: list[Curve], width: int = 60, height: int = 8) -> st
     return "\n".join(reversed(lines))
 
 
-def answers_before_and_after(run_dir: pathlib.Path) -> list[str]:
+def answers_before_and_after(run_dir: Path) -> list[str]:
     """Show the first held-out questions with the model's greedy answers in the first and the last evaluation.
 
     Returns lines for a terminal; none if there were not two evaluations.
@@ -293,8 +305,8 @@ def answers_before_and_after(run_dir: pathlib.Path) -> list[str]:
     path = run_dir / EVALUATION
     if not path.is_file():
         return []
-    first: dict[Any, Record] = {}
-    last: dict[Any, Record] = {}
+    first = {}
+    last = {}
     for record in read_lines(path, ""):
         if record.get("kind") == "greedy":
             row = (record.get("source"), record["row"])
@@ -305,7 +317,7 @@ def answers_before_and_after(run_dir: pathlib.Path) -> list[str]:
     for row in answered_twice[:NUM_ANSWERS]:
         question = one_line(question_of(first[row]))
         lines += ["", f"held out   {question}"]
-        for name, record in ("before", first[row]), ("after", last[row]):
+        for name, record in {"before": first[row], "after": last[row]}.items():
             answer = shorten(one_line(record["completion"]), ANSWER_CHARACTERS)
             reward = "none" if record["reward"] is None else compact_number(record["reward"])
             lines.append(f"  {name:<8} {answer}   (reward {reward})")
@@ -315,8 +327,10 @@ def answers_before_and_after(run_dir: pathlib.Path) -> list[str]:
 def question_of(record: Record) -> str:
     """Return the longest text of a column that the prompt contains, or else the end of the prompt."""
     prompt = record["prompt"]
-    in_prompt = [text for text in record["columns"].values() if isinstance(text, str) and text in prompt]
-    return max(in_prompt, key=len, default="") or prompt[-ANSWER_CHARACTERS:]
+    texts = [value for value in record["columns"].values() if isinstance(value, str)]
+    in_prompt = [text for text in texts if text in prompt]
+    longest = max(in_prompt, key=len, default="")
+    return longest or prompt[-ANSWER_CHARACTERS:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -343,7 +357,8 @@ def rollouts_text(options: Options) -> str:
 
 def rollouts_of_step(options: Options, step: str) -> tuple[int, list[Record]]:
     """Return (step, its records); `step` is a number or `latest`. Raises ValueError if there is no such step."""
-    path = options.run_dirs[0] / (EVALUATION if options.evaluation else COMPLETIONS)
+    name = EVALUATION if options.evaluation else COMPLETIONS
+    path = options.run_dirs[0] / name
     records = read_lines(path, "name the folder of a run that writes it (see metrics.samples_interval)")
     steps = []
     chosen = None
@@ -375,12 +390,12 @@ def page_text(options: Options) -> str:
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser; it needs no other file"
 
 
-def read_metrics(run_dir: pathlib.Path) -> list[Record]:
+def read_metrics(run_dir: Path) -> list[Record]:
     """Return what a run logged, a record per step and per evaluation. Raises ValueError if there is no such file."""
     return list(read_lines(run_dir / METRICS, "train first, or name another run folder"))
 
 
-def read_lines(path: pathlib.Path, way_out: str) -> Iterator[Record]:
+def read_lines(path: Path, way_out: str) -> Iterator[Record]:
     """Read the records of a .jsonl file. A last line that is still being written is left out.
 
     Raises ValueError with the line's number if one is damaged.

@@ -39,7 +39,12 @@ class StepMetrics:
         self._num_tokens: Tensor | float = 0.0
         self._sequence_S2: Tensor | None = None
 
-    def add(self, micro: MicroBatch, loss: Tensor, metrics: dict[str, Tensor]) -> None:
+    def add(
+        self,
+        micro: MicroBatch,
+        loss: Tensor,
+        metrics: dict[str, Tensor],
+    ) -> None:
         """Add one micro-batch: its part of the loss, and a value per position [B, T] of each metric.
 
         Nothing here waits for the device. Raises ValueError unless an update's micro-batches have the same names.
@@ -78,14 +83,15 @@ class StepMetrics:
         sums = torch.cat([loss_and_tokens, *self._sums.values()])
         maxima = sums.new_zeros(0)
         if self._maxima:
-            maxima = torch.stack([*self._maxima.values()])
+            maxima = torch.stack(list(self._maxima.values()))
         if group is not None:
             dist.all_reduce(sums, group=group)
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
             if self._sequence_S2 is not None:
                 dist.all_reduce(self._sequence_S2, group=group)
 
-        loss, num_tokens, *values = torch.cat([sums, maxima]).tolist()  # one transfer from the device
+        everything = torch.cat([sums, maxima])
+        loss, num_tokens, *values = everything.tolist()  # one transfer from the device
         for name in self._sums:
             total, number = self._totals.get(name, (0.0, 0.0))
             total += values.pop(0)
@@ -120,8 +126,8 @@ class StepMetrics:
     def sequence_means(self) -> list[float | None]:
         """Return the mean of PER_SEQUENCE over each sequence's loss tokens; None for a sequence without any."""
         totals_S, numbers_S = self._sequence_totals_S2.unbind(1)
-        means = (totals_S / numbers_S).tolist()
-        return [None if math.isnan(mean) else mean for mean in means]
+        means_S = totals_S / numbers_S
+        return [None if math.isnan(mean) else mean for mean in means_S.tolist()]
 
 
 # GPU memory of this process, in bytes

@@ -22,7 +22,6 @@ Left out: rollouts as text, which the recorded run's folder has, and held-out ac
 """
 
 import argparse
-import os
 import pathlib
 import statistics
 from collections.abc import Iterable
@@ -35,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import OWN_LOSS_DEFAULTS, GRPOConfig, RolesConfig, change
-from grpo.config.checks import validate
+from grpo.config.checks import num_processes, validate
 from grpo.config.recipes import derived, load, load_recipe
 from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step
 from grpo.metrics import StepMetrics
@@ -67,7 +66,7 @@ RATIO_IS_1 = "one update per step: each ratio is 1 and no clip acts; --algorithm
 def main() -> None:
     recorded, flags = subject_of(__doc__)
     end_with_launcher()
-    num_trainers = int(os.environ.get("WORLD_SIZE", "1"))
+    num_trainers = num_processes()
     layout = RolesConfig(num_trainers=num_trainers, num_references=0, num_generators=0)
     with refuse_bad_input():
         parser = argparse.ArgumentParser("python -m grpo.replay RUN", add_help=False, allow_abbrev=False)
@@ -110,12 +109,17 @@ def load_config(
             changes["model.path"] = f"{recorded}/initial_model"
         return change(config, changes)
 
-    # of two equal flags the last one holds
     run_dir = f"{recorded.rstrip('/')}-{kind}"
-    return load(GRPOConfig, recipe, [recipe, "--run-dir", run_dir, *flags], fit)
+    words = [recipe, "--run-dir", run_dir, *flags]  # of two equal flags the last one holds
+    return load(GRPOConfig, recipe, words, fit)
 
 
-def read(recorded: str, config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
+def read(
+    recorded: str,
+    config: GRPOConfig,
+    script: str,
+    build_dir: str = "",
+) -> Inputs:
     """Check the loss, the recorded batches and the model. On rank 0."""
     algorithm = config.algorithm
     try_algorithm(algorithm)
@@ -127,9 +131,10 @@ def read(recorded: str, config: GRPOConfig, script: str, build_dir: str = "") ->
     if algorithm.distill_coef:
         needs_reference.append(f"algorithm.distill_coef={algorithm.distill_coef}")
     steps = range(inputs.step + 1, config.num_steps + 1)
-    check_recorded(recorded, steps, config.group_size, " and ".join(needs_reference), config.turns_earn)
+    reasons = " and ".join(needs_reference)
+    check_recorded(recorded, steps, config.group_size, reasons, config.turns_earn)
     num_trainers = config.roles.num_trainers
-    print(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates", flush=True)
+    print(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates")
     return inputs
 
 
@@ -148,14 +153,18 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
         metrics = measured_metrics(measured, times, recorded_step.batch.num_tokens)
         session.ask_driver(session.log, step + 1, recorded_step.metrics | metrics)
         is_last = step + 1 == config.num_steps
-        if is_due(config.checkpoint.interval, step + 1, is_last=is_last):
+        if is_due(config.checkpoint.interval, step + 1, is_last):
             session.save(step + 1, trainer)
     else:  # not stopped
         session.export(trainer)
     session.end(None)
 
 
-def train_on(recorded_step: RecordedStep, config: GRPOConfig, trainer: Trainer) -> StepMetrics:
+def train_on(
+    recorded_step: RecordedStep,
+    config: GRPOConfig,
+    trainer: Trainer,
+) -> StepMetrics:
     """Update the policy on a recorded step. Return what the updates measured."""
     metrics = StepMetrics(recorded_step.batch.num_sequences)
     batch = add_advantages(
@@ -239,7 +248,7 @@ def compare(
 
     if config.updates_per_step == 1 and config.algorithm.resolved.old_logprobs == "policy":
         print(RATIO_IS_1)
-    print(table_line("step", "method", COLUMNS), flush=True)
+    print(table_line("step", "method", COLUMNS))
 
     vocab_size = read_hf_config(first.model.folder).vocab_size
     for step in session.steps():
@@ -255,7 +264,7 @@ def compare(
                 dot_product = (gradient * first_gradient).sum()
                 measured["cosine"] = float(dot_product / norms)
                 history[name].append(measured)
-                print(metrics_line(step + 1, name, measured), flush=True)
+                print(metrics_line(step + 1, name, measured))
         metrics = session.timer.close_step()
         for name, steps in history.items():
             for column, value in steps[-1].items():
@@ -263,7 +272,10 @@ def compare(
         session.log(step + 1, metrics)
 
     for name, steps in history.items():
-        means = {column: statistics.fmean(measured[column] for measured in steps) for column in steps[0]}
+        means = {}
+        for column in steps[0]:
+            values = [measured[column] for measured in steps]
+            means[column] = statistics.fmean(values)
         print(metrics_line("mean", name, means))
         if config.checkpoint.export:
             model_dir = pathlib.Path(config.run_dir, name, "model")
@@ -294,13 +306,18 @@ def take_step(
     hook = trainer.optimizer.optimizers[0].register_step_pre_hook(add_gradient)
     means = train_on(recorded_step, config, trainer).means()
     hook.remove()
-    measured = {column: means[metric] for column, metric in COLUMNS.items() if metric in means}
+    measured = {}
+    for column, metric in COLUMNS.items():
+        if metric in means:
+            measured[column] = means[metric]
     return measured, gradient
 
 
 def metrics_line(step: int | str, name: str, metrics: Scalars) -> str:
     """Return a line of the table; a column that a method does not measure has `-` there."""
-    cells = [compact_number(metrics[column]) if column in metrics else "-" for column in COLUMNS]
+    cells = []
+    for column in COLUMNS:
+        cells.append(compact_number(metrics[column]) if column in metrics else "-")
     return table_line(step, name, cells)
 
 

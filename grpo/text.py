@@ -1,9 +1,11 @@
 """Texts and numbers for a reader: short, on one line, and without characters that act on a terminal or mislead.
 
 Everything that a model wrote or that stands in a data set goes through `printable` before a person reads it.
+A text in a file is replaced as a whole.
 """
 
 import math
+import pathlib
 import re
 
 # Ranges of code points. Line breaks and tabs stay.
@@ -52,7 +54,7 @@ def compact_number(value: float) -> str:
     value = float(value)
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for suffix, size in {"G": 1e9, "M": 1e6, "k": 1e3}.items():
         if abs(value) >= 0.9995 * size:  # 999.6 would round to 1e+03
             return f"{value / size:.3g}{suffix}"
     return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
@@ -64,6 +66,15 @@ def compact_duration(seconds: float) -> str:
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"
     return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def replace_file(path: pathlib.Path, text: str) -> None:
+    """Write a file atomically: a crash leaves the old one or the new one. Follow no link that somebody put there."""
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.unlink(missing_ok=True)
+    with open(partial, "x", encoding="utf-8") as file:  # "x" does not write through a link
+        file.write(text)
+    partial.replace(path)
 
 
 def _escape(match: re.Match) -> str:

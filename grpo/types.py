@@ -9,7 +9,7 @@ Unless a field says otherwise, token ids are int64, masks bool and advantages fl
 What is known of a token stays aligned with it from `Sample` over the wire (`TrainBatch`) to the loss (`MicroBatch`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -56,7 +56,13 @@ class Piece:
     """int32: token after token, the ids that top_p, top_k or min_p kept for it, and -1. Empty: they kept all."""
 
     @classmethod
-    def sampled(cls, ids_T: Tensor, logprobs_T: Tensor, version: int, kept: Sequence[np.ndarray] = ()) -> "Piece":
+    def sampled(
+        cls,
+        ids_T: Tensor,
+        logprobs_T: Tensor,
+        version: int,
+        kept: Sequence[np.ndarray] = (),
+    ) -> "Piece":
         """Return sampled tokens. They count in the loss, except those whose log-prob is not finite.
 
         kept: for each token the ids that were kept, int32, and -1.
@@ -67,13 +73,15 @@ class Piece:
     @classmethod
     def nothing(cls) -> "Piece":
         """Return a piece without tokens."""
-        return cls.sampled(torch.empty(0).long(), torch.empty(0), 0)
+        empty_T = torch.empty(0)
+        return cls.sampled(empty_T.long(), empty_T, version=0)
 
     def then(self, further: "Piece") -> "Piece":
         """Join two pieces that the same version of the weights sampled."""
+        ids_T = torch.cat([self.ids_T, further.ids_T])
         logprobs_T = torch.cat([self.logprobs_T, further.logprobs_T])
-        kept = self.kept_C.numpy(), further.kept_C.numpy()
-        return Piece.sampled(torch.cat([self.ids_T, further.ids_T]), logprobs_T, self.version, kept)
+        kept = (self.kept_C.numpy(), further.kept_C.numpy())
+        return Piece.sampled(ids_T, logprobs_T, self.version, kept)
 
     @property
     def num_tokens(self) -> int:
@@ -108,7 +116,8 @@ class Completion:
         **others,
     ):
         """Return a completion of one sampled piece. kept: as in `Piece.sampled`."""
-        return cls((Piece.sampled(ids_T, logprobs_T, version, kept),), truncated, **others)
+        piece = Piece.sampled(ids_T, logprobs_T, version, kept)
+        return cls((piece,), truncated, **others)
 
     @cached_property
     def ids_T(self) -> Tensor:
@@ -117,18 +126,28 @@ class Completion:
 
     @cached_property
     def loss_mask_T(self) -> Tensor:
-        """Loss mask, bool: True where the token counts."""
+        """Mask of the loss, bool: True where the token counts."""
         return torch.cat([piece.loss_mask_T for piece in self.pieces])
 
     @cached_property
     def logprobs_T(self) -> Tensor:
         """Sampling log-probs, float32; 0 for tokens that were written."""
-        return torch.cat([torch.zeros(p.num_tokens) if p.logprobs_T is None else p.logprobs_T for p in self.pieces])
+        logprobs = []
+        for piece in self.pieces:
+            is_written = piece.logprobs_T is None
+            logprobs.append(torch.zeros(piece.num_tokens) if is_written else piece.logprobs_T)
+        return torch.cat(logprobs)
 
     @cached_property
     def kept_C(self) -> Tensor:
-        """Ids that were kept, as in `Piece`; only the -1 for tokens that were written, or chosen from all ids."""
-        return torch.cat([p.kept_C if len(p.kept_C) else torch.full((p.num_tokens,), -1).int() for p in self.pieces])
+        """List of the ids that were kept, as in `Piece`; only the -1 for tokens written, or chosen from all ids."""
+        kept = []
+        for piece in self.pieces:
+            kept_C = piece.kept_C
+            if not len(kept_C):
+                kept_C = torch.full_like(piece.ids_T, -1).int()
+            kept.append(kept_C)
+        return torch.cat(kept)
 
     @property
     def num_tokens(self) -> int:
@@ -137,7 +156,7 @@ class Completion:
 
     @property
     def sampled(self) -> tuple[Piece, ...]:
-        """Pieces that were sampled."""
+        """Tuple of the pieces that were sampled."""
         return tuple(piece for piece in self.pieces if piece.logprobs_T is not None)
 
     @property
@@ -189,7 +208,7 @@ class Rollout:
 
     @property
     def prompt_ids_T(self) -> Tensor:
-        """Prompt's token ids, int64; an environment may have written them."""
+        """Token ids of the prompt, int64; an environment may have written them."""
         return self.completion.behind(self.prompt)[0]
 
     @property
@@ -279,8 +298,9 @@ class TrainBatch:
 
     @property
     def per_token(self) -> dict[str, Tensor | None]:
-        """Fields that have a value for each of the N tokens, by their names."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if "_N" in f.name}
+        """Table of the fields that have a value for each of the N tokens, by their names."""
+        names = [field.name for field in fields(self) if "_N" in field.name]
+        return {name: getattr(self, name) for name in names}
 
     @cached_property
     def starts_S(self) -> Tensor:
@@ -294,14 +314,15 @@ class TrainBatch:
 
     @cached_property
     def token_C(self) -> Tensor:
-        """Which of the N tokens each of `kept_C` belongs to, int64."""
+        """Index of the token, among the N, that each of `kept_C` belongs to, int64."""
         is_end_C = (self.kept_C < 0).long()
         return is_end_C.cumsum(0) - is_end_C
 
     @cached_property
     def num_loss_tokens_S(self) -> Tensor:
         """Number of loss tokens of each sequence, int64; 0 for an excluded sequence."""
-        return torch.zeros_like(self.lengths_S).index_add(0, self.owner_N, self.loss_mask_N.long())
+        zeros_S = torch.zeros_like(self.lengths_S)
+        return zeros_S.index_add(0, self.owner_N, self.loss_mask_N.long())
 
 
 class KeptIds(NamedTuple):
@@ -380,10 +401,10 @@ class StepPlan:
 
     step: int
     """Steps finished before this one."""
-    requests: Requests | None
+    requests: Requests | None = None
     """What is sampled first; None if enough is there already."""
-    save: bool
-    evaluate: bool
+    save: bool = False
+    evaluate: bool = False
     """Write a checkpoint, and evaluate, after the step."""
     probe: list[Prompt] = field(default_factory=list)
     """Prompts to complete for a sync check before the step; none if no check is due."""
@@ -395,3 +416,17 @@ Scalars = dict[str, float]
 """Numbers that are logged, by name."""
 Record = dict[str, Any]
 """A line of a .jsonl file."""
+
+
+def check_saved(what: str, saved: Iterable[str], expected: Iterable[str]) -> None:
+    """Raise ValueError if a part of a checkpoint, `what`, has other fields than this version saves. It names them."""
+    saved = [*saved]
+    expected = [*expected]
+    lacking = [name for name in expected if name not in saved]
+    unknown = [name for name in saved if name not in expected]
+    if lacking or unknown:
+        raise ValueError(
+            f"{what} in the checkpoint: {', '.join(lacking) or 'nothing'} lacking, {', '.join(unknown) or 'nothing'} "
+            "unknown; another version of PlainRL saved it: resume with that version, whose commit is in run.json, or "
+            "leave out what does not fit with --allow-changes"
+        )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from grpo.algorithm.inputs import clamped
 from grpo.config import GRPOConfig
@@ -26,15 +27,15 @@ class AdvantageInputs:
     A missing value is 0 and must not count in a statistic; the fields `has_` are False there.
     """
 
-    rewards_PG: torch.Tensor
+    rewards_PG: Tensor
     """float64: weighted sums, minus the penalty with `algorithm.kl_in` reward."""
-    has_PG: torch.Tensor
+    has_PG: Tensor
     """bool: the completion has a reward."""
-    parts_FPG: torch.Tensor
+    parts_FPG: Tensor
     """float64: each reward function's unweighted value, the environment's first."""
-    has_FPG: torch.Tensor
+    has_FPG: Tensor
     """bool: the function gave a value, and the completion has a reward."""
-    weights_F: torch.Tensor
+    weights_F: Tensor
     """float64: weight of each function in the sum."""
     batch: TrainBatch
     """The step's N tokens and S = P * G sequences, group after group; `batch.owner_N` is each token's sequence."""
@@ -43,9 +44,9 @@ class AdvantageInputs:
     def of(
         cls,
         batch: TrainBatch,
-        rewards_S: torch.Tensor,
-        has_reward_S: torch.Tensor,
-        parts_FS: torch.Tensor,
+        rewards_S: Tensor,
+        has_reward_S: Tensor,
+        parts_FS: Tensor,
         config: GRPOConfig,
     ) -> "AdvantageInputs":
         """Return a step's rewards by group. NaN in `parts_FS` stands for a missing value.
@@ -64,7 +65,7 @@ class AdvantageInputs:
         weights_F = torch.tensor(list(weights.values()), dtype=torch.float64)
         return cls(rewards_PG, has_PG, parts_FPG, has_FS.view(parts_FPG.shape), weights_F, batch)
 
-    def per_token(self, advantages: torch.Tensor) -> torch.Tensor:
+    def per_token(self, advantages: Tensor) -> Tensor:
         """Return each token's advantage, float32 [N], from those of completions [P, G] or of tokens [N].
 
         It is 0 for a completion without a reward.
@@ -74,10 +75,10 @@ class AdvantageInputs:
         return advantages_N.where(self.has_PG.flatten()[owner_N], 0).float()
 
 
-Advantages = Callable[[AdvantageInputs], torch.Tensor]
+Advantages = Callable[[AdvantageInputs], Tensor]
 
 
-def by_group(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def by_group(rewards_S: Tensor, has_reward_S: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Return the rewards as float64 [P, G], 0 where a completion has none, and bool [P, G]: it has one.
 
     float64, so that rewards far from 0 keep their differences. Raises ValueError if a reward is not finite.
@@ -90,7 +91,7 @@ def by_group(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: in
     return rewards_S.view(-1, group_size), has_reward_S.view(-1, group_size)
 
 
-def group_mean_std(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def group_mean_std(rewards_PG: Tensor, has_PG: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation (ddof=1) of the rewards that each group has, both [P, 1].
 
     Equal rewards have exactly that reward as their mean and a deviation of 0, so their advantage is exactly 0 and not a
@@ -104,7 +105,7 @@ def group_mean_std(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> tuple[torc
     return mean_P1, (squares_P1 / (num_P1 - 1).clamp(min=1)).sqrt()
 
 
-def equal_rewards(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+def equal_rewards(rewards_PG: Tensor, has_PG: Tensor) -> Tensor:
     """Return bool [P]: no two rewards of the group differ, so comparing them teaches nothing.
 
     True for equal rewards, for a single reward, and for a group without any.
@@ -114,20 +115,20 @@ def equal_rewards(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tenso
     return lowest_P >= highest_P  # inf and -inf in a group without a reward
 
 
-def group_mean(x: AdvantageInputs) -> torch.Tensor:
+def group_mean(x: AdvantageInputs) -> Tensor:
     """Return reward - mean of the group: no division that weighs easy and hard prompts more (arXiv:2503.20783)."""
     mean_P1, _ = group_mean_std(x.rewards_PG, x.has_PG)
     return x.rewards_PG - mean_P1
 
 
-def batch_std(x: AdvantageInputs) -> torch.Tensor:
+def batch_std(x: AdvantageInputs) -> Tensor:
     """Return (reward - mean of the group) / (std of all rewards of the step + 1e-4) (Lite PPO, arXiv:2508.08221)."""
     num = x.has_PG.sum()
     squares_PG = (x.rewards_PG - x.rewards_PG.sum() / num.clamp(min=1)).square().where(x.has_PG, 0.0)
     return group_mean(x) / ((squares_PG.sum() / (num - 1).clamp(min=1)).sqrt() + 1e-4)
 
 
-def rloo(x: AdvantageInputs) -> torch.Tensor:
+def rloo(x: AdvantageInputs) -> Tensor:
     """Return reward - mean of the OTHER rewards of the group (Ahmadian et al. 2024, arXiv:2402.14740).
 
     For n rewards this is n / (n - 1) * (reward - mean of the group).
@@ -136,7 +137,7 @@ def rloo(x: AdvantageInputs) -> torch.Tensor:
     return group_mean(x) * num_P1 / (num_P1 - 1).clamp(min=1)
 
 
-def gdpo(x: AdvantageInputs) -> torch.Tensor:
+def gdpo(x: AdvantageInputs) -> Tensor:
     """Return each reward function's (value - mean) / (std + 1e-4) of the group, weighted and summed, over its std.
 
     GDPO (Liu et al. 2026, arXiv:2601.05242): functions of different scale or spread keep their weights, while in a sum
@@ -149,7 +150,7 @@ def gdpo(x: AdvantageInputs) -> torch.Tensor:
     return sums_PG / ((sums_PG.square().sum() / (x.has_PG.sum() - 1).clamp(min=1)).sqrt() + 1e-4)
 
 
-def maxrl(x: AdvantageInputs) -> torch.Tensor:
+def maxrl(x: AdvantageInputs) -> Tensor:
     """Return (reward - mean) / mean of the group, 0 in a group of mean 0 (MaxRL, Tajwar et al. 2026, arXiv:2602.02710).
 
     For rewards of 0 and 1 the mean estimates the pass rate p. The gradient is that of log p, expanded up to
@@ -164,7 +165,7 @@ def maxrl(x: AdvantageInputs) -> torch.Tensor:
     return (x.rewards_PG - mean_P1) / mean_P1.where(mean_P1 > 0, 1.0)
 
 
-def return_to_go(x: AdvantageInputs) -> torch.Tensor:
+def return_to_go(x: AdvantageInputs) -> Tensor:
     """Return for each token the return of its turn - mean of that return over the OTHERS of the group, float64 [N].
 
     The return of turn k is what the rollout earned from that turn on, r - e_k. Here r is the whole reward, and e_k is
@@ -190,7 +191,7 @@ def return_to_go(x: AdvantageInputs) -> torch.Tensor:
     return rloo(replace(x, rewards_PG=returns_PG, has_PG=has_PG)).where(has_PG, 0).view(shape)[place]
 
 
-def none(x: AdvantageInputs) -> torch.Tensor:
+def none(x: AdvantageInputs) -> Tensor:
     """Return the reward as it is."""
     return x.rewards_PG
 
@@ -215,7 +216,7 @@ def named_advantages(name: str) -> Advantages:
         return ADVANTAGES[name]
     function = load_function(name, "advantages")
 
-    def checked(x: AdvantageInputs) -> torch.Tensor:
+    def checked(x: AdvantageInputs) -> Tensor:
         advantages = function(x)
         shape = getattr(advantages, "shape", type(advantages).__name__)
         if shape not in (x.has_PG.shape, x.batch.owner_N.shape) or not x.per_token(advantages).isfinite().all():
@@ -228,7 +229,7 @@ def named_advantages(name: str) -> Advantages:
     return checked
 
 
-def teacher_advantages(batch: TrainBatch) -> torch.Tensor:
+def teacher_advantages(batch: TrainBatch) -> Tensor:
     """Return log teacher - log policy of each sampled token: float32 [N], nats, 0 outside the loss mask.
 
     The teacher is the batch's reference, the policy the one that sampled. On-policy distillation (Lu and Thinking

@@ -12,7 +12,7 @@ train_grpo.py; one of your own is named `path/file.py:function`.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from grpo.algorithm.inputs import LossInputs
 from grpo.config.user_files import load_function
@@ -39,15 +39,15 @@ class UpdateTotals:
         return cls(max(num_tokens, 1), max(num_sequences, 1), max_completion_tokens)
 
 
-Aggregation = Callable[[torch.Tensor, LossInputs, UpdateTotals], torch.Tensor]
+Aggregation = Callable[[Tensor, LossInputs, UpdateTotals], Tensor]
 
 
-def token_mean(loss_BT: torch.Tensor, x: LossInputs, totals: UpdateTotals) -> torch.Tensor:
+def token_mean(loss_BT: Tensor, x: LossInputs, totals: UpdateTotals) -> Tensor:
     """Return this micro-batch's part of the mean over the update's tokens (DAPO, arXiv:2503.14476)."""
     return loss_BT.sum() / totals.num_tokens
 
 
-def fixed_horizon(loss_BT: torch.Tensor, x: LossInputs, totals: UpdateTotals) -> torch.Tensor:
+def fixed_horizon(loss_BT: Tensor, x: LossInputs, totals: UpdateTotals) -> Tensor:
     """Return this micro-batch's part of the mean over sequences of the sum over tokens / max_completion_tokens.
 
     A token weighs the same in long and short completions (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).

@@ -5,6 +5,7 @@ weights; policy and reference, because the policy learns.
 """
 
 import torch
+from torch import Tensor
 
 from grpo.algorithm.inputs import LossInputs, Metrics, clamped, sequence_means
 from grpo.config import AlgorithmConfig
@@ -31,7 +32,7 @@ def mismatch(x: LossInputs, config: AlgorithmConfig) -> Metrics:
     }
 
 
-def log_weight(x: LossInputs, config: AlgorithmConfig) -> torch.Tensor:
+def log_weight(x: LossInputs, config: AlgorithmConfig) -> Tensor:
     """Return log(policy / generator) of each token, detached; the policy is the one at the start of the step.
 
     With `old_logprobs` generator its log-probs were not computed, and the policy as it is now takes its place.
@@ -55,8 +56,8 @@ def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
 
 
 def correct_importance(
-    loss_BT: torch.Tensor, metrics: Metrics, x: LossInputs, config: AlgorithmConfig
-) -> tuple[torch.Tensor, Metrics]:
+    loss_BT: Tensor, metrics: Metrics, x: LossInputs, config: AlgorithmConfig
+) -> tuple[Tensor, Metrics]:
     """Return the per-token loss weighted by `importance_weights`, and the metrics with what that changed.
 
     `mismatch/corrected_frac` is new: tokens whose weight was cut off or masked. `loss/active_frac` then leaves out
@@ -69,7 +70,7 @@ def correct_importance(
     return weights_BT * loss_BT, metrics
 
 
-def importance_weights(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def importance_weights(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return weights of the per-token loss that make up for a generator that differs from the policy.
 
     With w = policy / generator of a token, clamped to exp(+-20), and low and high from the config:
@@ -103,7 +104,7 @@ def importance_weights(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Te
     return weights_BT.where(mask_BT, 1), corrected_BT
 
 
-def token_kl(x: LossInputs, config: AlgorithmConfig) -> torch.Tensor:
+def token_kl(x: LossInputs, config: AlgorithmConfig) -> Tensor:
     """Estimate KL(policy || reference) at each token by `kl_estimator`: [B, T], nats, with a gradient.
 
     `k3_weighted` is w * r * k3. Here r is policy / old policy, with a gradient, and w the weight by
@@ -120,7 +121,7 @@ def token_kl(x: LossInputs, config: AlgorithmConfig) -> torch.Tensor:
     return weights_BT * ratio_BT * kl(log_ratio_BT, "k3")
 
 
-def kl(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
+def kl(log_ratio: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token from x = log policy - log reference, clamped to +-20.
 
     After Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html:
@@ -145,7 +146,7 @@ def kl(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
     return (k2 - k2.detach()) + k3.detach()
 
 
-def sequence_kl(batch: TrainBatch, estimator: str) -> torch.Tensor:
+def sequence_kl(batch: TrainBatch, estimator: str) -> Tensor:
     """Return KL(generator || reference) of each sequence, summed over its loss tokens: float32 [S], nats."""
     log_ratio_N = (batch.generator_logprobs_N - batch.ref_logprobs_N).where(batch.loss_mask_N, 0)
     kl_N = kl(clamped(log_ratio_N), estimator)

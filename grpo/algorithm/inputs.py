@@ -16,7 +16,8 @@ Metrics = dict[str, torch.Tensor]
 class LossInputs:
     """What a policy loss sees of one micro-batch: [B, T], aligned with the position that predicts a token.
 
-    With top_p, top_k or min_p, log-probs and entropy are those of the distribution over the ids that these kept.
+    Log-probs and entropy are at the temperature that sampled the token. With top_p, top_k or min_p they are those of
+    the distribution over the ids that these kept.
 
     Outside the loss mask all of it is 0, whatever was there (inf and nan too, since 0 * nan is nan, forward and
     backward), so a loss needs no mask. Inside nothing is repaired: a NaN there gives a NaN loss.
@@ -29,7 +30,7 @@ class LossInputs:
     generator_logprobs_BT: torch.Tensor
     """By the generator, at sampling time."""
     ref_logprobs_BT: torch.Tensor | None
-    """By the frozen reference; None where the run has none."""
+    """By the reference or teacher; None if the run has none."""
     advantages_BT: torch.Tensor
     entropy_BT: torch.Tensor
     """Entropy of the policy as it is now at that position, nats, with gradient."""

@@ -1,4 +1,4 @@
-"""Per-token policy losses beside GRPO's clipped surrogate, which stands in train_grpo.py, and how your own is loaded.
+"""Policy losses of tokens, except GRPO's clipped surrogate, which is in train_grpo.py; and how your own is loaded.
 
 Everything is `[B, T]`, aligned with the position that *predicts* a token, and pure. A policy loss is
 
@@ -33,7 +33,7 @@ HELD_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
 
 
 def clip_metrics(ratio_BT: torch.Tensor, x: LossInputs, config: AlgorithmConfig) -> Metrics:
-    """Return the metrics of the clipped surrogate, each of a token, for a ratio of tokens or of whole sequences.
+    """Return the clipped surrogate's metrics of each token. The ratio is the token's, or its whole sequence's.
 
     `clip_low_frac` (ratio below 1 - clip_low and A < 0: the gradient is cut), `clip_high_frac` (ratio above
     1 + clip_high and A > 0), `clip_frac` (either), `ratio_mean`, `ratio_max`, and `active_frac` (it has a gradient: A
@@ -77,8 +77,8 @@ def cispo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics
     with an advantage keeps a gradient.
 
     Metrics, each of a token: `clip_low_frac` and `clip_high_frac` (the weight is held at its lower or upper bound,
-    whatever the sign of A), `clip_frac` (either), `ratio_mean`, `ratio_max` (before the clip), `active_frac` (A is
-    not 0).
+    whatever the sign of A), `clip_frac` (either), `ratio_mean`, `ratio_max` (before the clip), `active_frac`
+    (neither A nor the weight is 0).
     """
     ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).detach().exp()
     weights_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -208,7 +208,10 @@ LOSSES: dict[str, PolicyLoss] = {
 
 
 def named_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[torch.Tensor, Metrics]]:
-    """Return the loss that the config names, with its options bound. Raises what its load and `check_options` do."""
+    """Return the loss that the config names, with its options bound.
+
+    Raises what `load_function` and `check_options` raise.
+    """
     function = LOSSES.get(config.loss) or load_function(config.loss, "loss")
     options = dict(config.loss_options)
     check_options(function, options, f"loss {config.loss}", "algorithm.loss_options")

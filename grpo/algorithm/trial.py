@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo.algorithm.advantages import ADVANTAGES, AdvantageInputs, named_advantages
 from grpo.algorithm.aggregation import AGGREGATIONS, UpdateTotals, named_aggregation
@@ -22,13 +23,16 @@ def try_algorithm(config: AlgorithmConfig) -> None:
     config = config.resolved
     x = trial_tokens(with_reference=config.kl_coef > 0)
     if config.loss not in CLIPPED_LOSSES:
-        output = _call(f"loss {config.loss}", "loss(x, config, *, option=1.0)", named_loss(config), x)
+        signature = "loss(x, config, *, option=1.0)"
+        output = _call(f"loss {config.loss}", signature, named_loss(config), x)
         check_loss_output(output, x, config.loss)
-        output[0].sum().backward()
+        loss_BT, _ = output
+        loss_BT.sum().backward()
     elif config.loss_options:
         raise ValueError(f"loss {config.loss} has no options, but loss_options is {config.loss_options}; drop them")
     if config.advantages not in ("group_std", *ADVANTAGES):
-        _call(f"advantages {config.advantages}", "advantages(x)", named_advantages(config.advantages), trial_rewards())
+        function = named_advantages(config.advantages)
+        _call(f"advantages {config.advantages}", "advantages(x)", function, trial_rewards())
     if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
         check_aggregation(config.aggregation, x)
 
@@ -38,7 +42,8 @@ def _call(what: str, signature: str, function: Callable, *arguments: Any) -> Any
     try:
         return function(*arguments)
     except Exception as error:  # a user's function may raise anything
-        file = what.partition(" ")[2].rpartition(":")[0]
+        _, _, spec = what.partition(" ")
+        file, _, _ = spec.rpartition(":")
         raise ValueError(f"{what}{cause_and_line(error, file)}; it is called as {signature}") from error
 
 
@@ -61,7 +66,9 @@ def trial_tokens(with_reference: bool) -> LossInputs:
 
 def trial_rewards() -> AdvantageInputs:
     """Return two groups of three completions of two tokens; one completion has no reward."""
-    parts_FPG = torch.tensor([[[1.0, 0.0, -1.0], [1.0, 1.0, 1.0]], [[0.5, -1.0, -1.0], [0.0, 1.0, -1.0]]]).double()
+    first_PG = [[1.0, 0.0, -1.0], [1.0, 1.0, 1.0]]
+    second_PG = [[0.5, -1.0, -1.0], [0.0, 1.0, -1.0]]
+    parts_FPG = torch.tensor([first_PG, second_PG]).double()
     has_FPG = parts_FPG >= 0  # -1 stands for None
     parts_FPG = parts_FPG.where(has_FPG, 0)
     weights_F = torch.tensor([1.0, 0.5]).double()
@@ -77,8 +84,14 @@ def trial_rewards() -> AdvantageInputs:
         truncated_S=ones_S < 0,
         generator_logprobs_N=-ids_N.float(),
     )
-    rewards_PG = torch.einsum("f,fpg->pg", weights_F, parts_FPG)
-    return AdvantageInputs(rewards_PG, has_FPG.any(dim=0), parts_FPG, has_FPG, weights_F, batch)
+    return AdvantageInputs(
+        rewards_PG=torch.einsum("f,fpg->pg", weights_F, parts_FPG),
+        has_PG=has_FPG.any(dim=0),
+        parts_FPG=parts_FPG,
+        has_FPG=has_FPG,
+        weights_F=weights_F,
+        batch=batch,
+    )
 
 
 def check_aggregation(name: str, x: LossInputs) -> None:
@@ -86,24 +99,27 @@ def check_aggregation(name: str, x: LossInputs) -> None:
     totals = UpdateTotals(num_tokens=3, num_sequences=2, max_completion_tokens=4)
     signature = "aggregation(loss_BT, x, totals)"
     loss_BT = torch.tensor([[1.0, 2.0, 4.0, 0.0]])
-    losses = (loss_BT.where(x.sequence_BT == 0, 0), loss_BT.where(x.sequence_BT == 1, 0), loss_BT)
-    first, second, whole = [
-        _call(f"aggregation {name}", signature, named_aggregation(name), part_BT, x, totals) for part_BT in losses
-    ]
-    if not (isinstance(whole, torch.Tensor) and whole.shape == () and torch.allclose(whole, first + second)):
+    function = named_aggregation(name)
+    results = []
+    for part_BT in (loss_BT.where(x.sequence_BT == 0, 0), loss_BT.where(x.sequence_BT == 1, 0), loss_BT):
+        results.append(_call(f"aggregation {name}", signature, function, part_BT, x, totals))
+    first, second, whole = results
+    is_scalar = isinstance(whole, Tensor) and whole.shape == ()
+    if not is_scalar or not torch.allclose(whole, first + second):
         raise ValueError(
             f"aggregation {name} gives {whole} for two sequences, and {first} and {second} for each alone; return "
             "a sum over loss_BT, divided only by what `totals` counts over the whole update"
         )
 
 
-def check_loss_output(output: tuple[torch.Tensor, Metrics], x: LossInputs, name: str) -> None:
+def check_loss_output(output: tuple[Tensor, Metrics], x: LossInputs, name: str) -> None:
     """Raise ValueError unless a loss returned floats that depend on `logprobs_BT`, and detached metrics, all [B, T]."""
     shape = tuple(x.loss_mask_BT.shape)
-    if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
+    is_pair = isinstance(output, tuple) and len(output) == 2
+    if not is_pair or not isinstance(output[1], dict):
         raise ValueError(f"loss {name} returned {_kind_of(output)}; return (loss_BT, dict of metrics)")
     loss_BT, metrics = output
-    if not (isinstance(loss_BT, torch.Tensor) and loss_BT.shape == shape and loss_BT.is_floating_point()):
+    if not _is_tensor(loss_BT, shape) or not loss_BT.is_floating_point():
         raise ValueError(
             f"loss {name} returned a loss that is {_kind_of(loss_BT)}; return one floating number per position, "
             f"shape {shape}, and leave mask and mean to algorithm.aggregation"
@@ -111,7 +127,7 @@ def check_loss_output(output: tuple[torch.Tensor, Metrics], x: LossInputs, name:
     if x.logprobs_BT.requires_grad and not loss_BT.requires_grad:
         raise ValueError(f"loss {name} returned a loss without gradient; compute it from x.logprobs_BT")
     for key, value_BT in metrics.items():
-        if not (isinstance(key, str) and isinstance(value_BT, torch.Tensor) and value_BT.shape == shape):
+        if not isinstance(key, str) or not _is_tensor(value_BT, shape):
             raise ValueError(
                 f"metric {key!r} of loss {name} is {_kind_of(value_BT)}; return one value per position, shape {shape}"
             )
@@ -119,7 +135,11 @@ def check_loss_output(output: tuple[torch.Tensor, Metrics], x: LossInputs, name:
             raise ValueError(f"metric {key!r} of loss {name} carries a gradient; detach it")
 
 
+def _is_tensor(value: object, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape
+
+
 def _kind_of(value: object) -> str:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"

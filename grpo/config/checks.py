@@ -1,11 +1,13 @@
 """Checks of fields against each other and against torchrun's ranks. The bounds of a single field stand at the field."""
 
 import math
+import os
 
-from grpo.config.engine_options import TRUNCATING, check_engine_options, needing_texts, reshaping_options
+from grpo.config.engine_options import EXCLUDING, check_engine_options, inexact_options, needing_texts
 from grpo.config.fields import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
+    Config,
     DataConfig,
     EnvironmentConfig,
     GRPOConfig,
@@ -44,7 +46,7 @@ REPLACED_BY = {
 }
 
 
-def validate(config: GRPOConfig | SFTConfig) -> None:
+def validate(config: Config) -> None:
     """Refuse what cannot work, before anything is loaded. Raises ValueError with the numbers and the way out."""
     check_fields(config)
     _check_data(config.data)
@@ -77,7 +79,7 @@ def _check_data(data: DataConfig) -> None:
         )
 
 
-def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
+def _check_trainers(config: Config) -> None:
     """Refuse trainer ranks that do not split, rows too short for a sequence, and moments that would never fall."""
     trainer = config.trainer
     num_trainers = config.roles.num_trainers
@@ -307,7 +309,7 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         )
 
 
-def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
+def _check_rewards(config: Config) -> None:
     """Refuse a run that compares rewards and has none."""
     compares = config.evaluation.interval > 0
     curriculum = bool(config.data.curriculum)
@@ -323,7 +325,7 @@ def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
         )
 
 
-def _check_steps(config: GRPOConfig | SFTConfig) -> None:
+def _check_steps(config: Config) -> None:
     """Refuse a profile of a step that does not come, an upload without an export, and a best checkpoint of none."""
     saved = config.checkpoint.interval
     evaluated = config.evaluation.interval
@@ -338,7 +340,7 @@ def _check_steps(config: GRPOConfig | SFTConfig) -> None:
         )
 
 
-def check_effects(config: GRPOConfig | SFTConfig, recipe: GRPOConfig | SFTConfig) -> None:
+def check_effects(config: Config, recipe: Config) -> None:
     """Raise ValueError for a field that a flag changed although nothing reads it."""
     values = settings(config)
     before = settings(recipe)
@@ -354,7 +356,7 @@ def check_effects(config: GRPOConfig | SFTConfig, recipe: GRPOConfig | SFTConfig
             raise ValueError(f"{path}={value!r} does nothing with {replacement}={values[replacement]!r}; drop one")
 
 
-def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
+def cautions(config: Config) -> list[str]:
     """Return warnings of what is allowed but may surprise, one sentence each; `load` prints them once."""
     warnings = []
     data = config.data
@@ -369,13 +371,14 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
             "generator.engine may sample from a coarser policy than the trained one, which "
             "algorithm.importance_correction=none does not make up for; use truncate"
         )
-    # over the ids that top_p, top_k and min_p keep, the trainer's log-probs are exact
-    reshaping = [name for name in reshaping_options(config.generator.sampling) if name not in TRUNCATING]
-    if reshaping:
+    inexact = inexact_options(config.generator.sampling)
+    if inexact:
+        way_out = "leave it out, or lower generator.temperature, which the trainer takes into account"
+        if {*inexact} <= {*EXCLUDING}:
+            way_out = "leave it out, or add top_p, top_k or min_p, with which the trainer knows the ids that were kept"
         warnings.append(
-            f"with generator.sampling {', '.join(reshaping)} the engine draws from another distribution than the one "
-            "that is trained, so every ratio of policy to generator is off, as mismatch/mean shows; leave it out, or "
-            "lower generator.temperature, which the trainer takes into account"
+            f"with generator.sampling {', '.join(inexact)} the engine draws from another distribution than the one "
+            f"that is trained, so ratios of policy to generator are off, as mismatch/mean shows; {way_out}"
         )
     return warnings
 
@@ -383,7 +386,12 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
 # ---- Who runs where
 
 
-def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
+def num_processes() -> int:
+    """Return the number of processes that torchrun started, 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world_size(config: Config, world_size: int) -> None:
     """Compare torchrun's number of processes with the config's. Raises ValueError that names both and a way out."""
     if world_size == config.num_ranks:
         return
@@ -402,7 +410,7 @@ def describe_roles(roles: RolesConfig) -> str:
     return " + ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def suggest_roles(config: GRPOConfig | SFTConfig, world_size: int) -> str:
+def suggest_roles(config: Config, world_size: int) -> str:
     """Return flags that give `world_size` ranks roles, with this config's parallel degrees."""
     if isinstance(config, SFTConfig):
         return f"--num-trainers {world_size}"

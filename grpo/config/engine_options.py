@@ -49,6 +49,8 @@ SAMPLING_SET_HERE = {
 }
 # SamplingParams that choose among the tokens of one distribution, whatever text came before
 TRUNCATING = ("top_p", "top_k", "min_p")
+# SamplingParams that exclude some tokens by the text before, and leave the ratios of the others as they are
+EXCLUDING = ("min_tokens", "allowed_token_ids", "bad_words")
 # SamplingParams that give tokens other probabilities than the policy's -> values that change nothing
 RESHAPING: dict[str, tuple] = {
     "top_p": (1,),
@@ -100,6 +102,18 @@ def needing_texts(sampling: Table) -> list[str]:
 def reshaping_options(sampling: Table) -> list[str]:
     """Return the names in `generator.sampling` that make tokens more or less likely than under the policy."""
     return [name for name, value in sampling.items() if value not in RESHAPING.get(name, (value,))]
+
+
+def inexact_options(sampling: Table) -> list[str]:
+    """Return those of `reshaping_options` by which the trainer's log-probs are not those of the engine.
+
+    Completions carry the ids that were kept if top_p, top_k or min_p exclude some; those that another option excludes
+    are not among these.
+    """
+    exact = {*TRUNCATING}
+    if truncates(sampling):
+        exact |= {*EXCLUDING}
+    return [name for name in reshaping_options(sampling) if name not in exact]
 
 
 def truncates(sampling: Table) -> bool:

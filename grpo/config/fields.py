@@ -51,7 +51,7 @@ class ModelConfig:
 
     @property
     def is_built(self) -> bool:
-        """Whether a function of the user's builds the policy when the run starts."""
+        """True if a function of the user's builds the policy when the run starts."""
         return names_function(self.path)
 
 
@@ -179,8 +179,8 @@ class DataConfig:
     sources: Table[str] = field(default_factory=dict)
     """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
     weights: Table[NotNegative] = field(default_factory=dict)
-    """How often prompts come from each of `sources`, relative to each other, by their names; 1 where not named. 0 draws
-    none, for a curriculum that begins so."""
+    """Shares of the prompts that come from each of `sources`, by their names and relative to each other; 1 for one that
+    is not named. 0 draws none, as a curriculum may begin."""
     row: str = ""
     """Your own `path/file.py:function`, in place of the columns below: a row in; out comes a dict with `prompt` and the
     columns that the rewards get, or None, which leaves the row out."""
@@ -227,7 +227,7 @@ class DataConfig:
 
     @property
     def reward_columns(self) -> dict[str, str]:
-        """Columns for the reward functions, by the names they get. Empty with `row`, whose keys are not known."""
+        """Table of the columns for rewards, by the names they get. Empty with `row`, whose keys are not known."""
         if self.row:
             return {}
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
@@ -310,7 +310,8 @@ class RewardConfig:
     num_workers: Annotated[Positive, ResumeSafe] = 4
     """Processes that run the reward functions; where built-in ones and your own (or code_reward) meet, of each kind."""
     timeout_seconds: Annotated[AboveZero, ResumeSafe] = 10.0
-    """Longest call, else reward None; times the group's size for `@group_level`; one `async def` call has a step."""
+    """Longest call; a longer one gives None. Times the group's size for `@group_level`; an `async def` call is of a
+    whole step."""
     memory_gib: Annotated[AboveZero, ResumeSafe] = 4.0
     """Address space of one such process."""
     allow_without_landlock: Annotated[bool, ResumeSafe] = False
@@ -403,10 +404,11 @@ class SamplingConfig:
     dynamic: bool = False
     """Drop groups whose rewards are all equal and sample other prompts until the step is full (DAPO)."""
     max_rounds: Positive = 4
-    """Most rounds of a step with `dynamic`; then fewer groups do, or equal ones if no rewards differ."""
+    """Most rounds of a step with `dynamic`. Then the step goes on with the groups whose rewards differ, or with the
+    others if there is none."""
     carry_over: Count = 0
-    """So many more prompts than `prompts_per_step` are in flight, and groups that are not complete when a step is full
-    go on in the next one, with newer weights. Needs `algorithm.importance_correction`."""
+    """Prompts in flight beyond `prompts_per_step`. Groups that are not complete when a step is full go on in the next
+    one, with newer weights. Needs `algorithm.importance_correction`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,20 +499,25 @@ class AlgorithmConfig:
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
-# Values that make a loss the algorithm of its paper
-PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "grpo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
-    "dr_grpo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2},
-    "dapo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28},
-    "gspo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
-    # MiniMax-M1 has no lower bound and does not say its upper one; 1 + 4 is that of ScaleRL (arXiv:2510.13786)
-    "cispo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
-    "sapo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
-    "reinforce": {"advantages": "group_mean", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
-    "dppo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2}
-    | {"old_logprobs": "generator"},
+GRPO_DEFAULTS: dict[str, Any] = {
+    "advantages": "group_std",
+    "aggregation": "sequence_mean",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
 }
-OWN_LOSS_DEFAULTS = PAPER_DEFAULTS["grpo"]  # for a loss from a user's file
+# Values that make a loss the algorithm of its paper, by what differs from GRPO
+PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": GRPO_DEFAULTS,
+    "dr_grpo": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "fixed_horizon"},
+    "dapo": GRPO_DEFAULTS | {"aggregation": "token_mean", "clip_high": 0.28},
+    "gspo": GRPO_DEFAULTS | {"clip_low": 3e-4, "clip_high": 4e-4},
+    # MiniMax-M1 has no lower bound and does not say its upper one; 1 + 4 is that of ScaleRL (arXiv:2510.13786)
+    "cispo": GRPO_DEFAULTS | {"aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    "sapo": GRPO_DEFAULTS,
+    "reinforce": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "token_mean"},
+    "dppo": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "fixed_horizon", "old_logprobs": "generator"},
+}
+OWN_LOSS_DEFAULTS = GRPO_DEFAULTS  # for a loss from a user's file
 
 
 ADVANTAGES = ("group_std", "group_mean", "batch_std", "rloo", "gdpo", "maxrl", "return_to_go", "none")
@@ -743,7 +750,7 @@ class SFTConfig(RunConfig):
 
     @property
     def roles(self) -> RolesConfig:
-        """Roles of an SFT run: every rank trains, and generates too if held-out prompts are completed between steps."""
+        """Layout of an SFT run: every rank trains, and generates too if prompts are completed between steps."""
         evaluates = self.evaluation.interval > 0
         return RolesConfig(colocated=evaluates, num_trainers=self.num_trainers, num_references=0, num_generators=0)
 

@@ -6,10 +6,10 @@ import io
 import json
 import math
 import os
-import pathlib
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from grpo.config.checks import cautions, check_effects, validate
@@ -18,7 +18,12 @@ from grpo.config.user_files import cause_and_line, near_miss, run_file
 from grpo.config.values import ResumeSafe, check_fields, field_paths, settings
 
 # Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
-FOR_ONE_START: dict[str, Any] = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
+FOR_ONE_START: dict[str, Any] = {
+    "resume": False,
+    "allow_changes": False,
+    "overwrite": False,
+    "profile": 0,
+}
 
 # Flags of other tools, for which tyro would suggest another field or none
 FIELDS_OF_FLAGS = {
@@ -49,9 +54,12 @@ def load(
     first = (arguments or ["-"])[0]
     if not first.startswith("-") and (first.endswith(".py") or "=" not in first):
         recipe = arguments.pop(0)
-    default: Any = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
+    if not isinstance(config_type, tuple):
+        config_type = (config_type,)
+    default: Any = load_recipe(recipe, *config_type)
     for word in arguments:
-        field = FIELDS_OF_FLAGS.get(word.partition("=")[0].replace("_", "-"))
+        flag, _, _ = word.replace("_", "-").partition("=")
+        field = FIELDS_OF_FLAGS.get(flag)
         if field in field_paths(default):
             raise ValueError(f"there is no flag {word}; write --{field.replace('_', '-')} VALUE")
         if word.endswith(".py") and os.path.isfile(word):  # which a flag of many words would take for one of them
@@ -61,28 +69,35 @@ def load(
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(help_text):
-            written: Any = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
+            written: Any = tyro.cli(
+                type(default),
+                default=default,
+                args=arguments,
+                registry=_value_parsers(),
+            )
     except SystemExit as stop:
         if not stop.code:
             raise
         _title, _, text = complaint.getvalue().partition("\n")
         text = re.sub("[\u2500-\u257f]+|-{3,}", " ", text)  # without frame and rulers
-        message = " ".join(text.split()).partition(" For full helptext")[0]
+        message, _, _ = " ".join(text.split()).partition(" For full helptext")
         raise ValueError(f"{message}; write --field VALUE, for a switch --field or --no-field") from None
     config: Any = fit(written, default) if fit else written
     validate(config)
     check_effects(config, default)
     if is_first:
-        print("\n  ".join([f"recipe {recipe}", *differences(written, default), *derived(config)]), flush=True)
+        lines = [f"recipe {recipe}", *differences(written, default), *derived(config)]
+        print("\n  ".join(lines))
         for warning in cautions(config):
-            print(f"warning: {warning}", flush=True)
+            print(f"warning: {warning}")
     return config
 
 
 def as_json(word: str) -> Json:
     """Read a word as JSON: `{"tokens": 256}` is a dict, `false` and `False` are False. Other words stay text."""
+    of_python = {"True": "true", "False": "false", "None": "null"}
     try:
-        return json.loads({"True": "true", "False": "false", "None": "null"}.get(word, word))
+        return json.loads(of_python.get(word, word))
     except ValueError:
         return word
 
@@ -108,9 +123,10 @@ def load_recipe(path: str, *config_types: type) -> Any:
 
     Raises ValueError if there is none, a field does not take its value, or a line raised, which the message names.
     """
-    if not pathlib.Path(path).is_file():
-        there = sorted(str(p) for p in pathlib.Path(path).parent.glob("*.py")) or ["none"]
-        raise ValueError(f"recipe {path} does not exist; recipes in that folder: {', '.join(there)}")
+    file = Path(path)
+    if not file.is_file():
+        neighbours = sorted(map(str, file.parent.glob("*.py"))) or ["none"]
+        raise ValueError(f"recipe {path} does not exist; recipes in that folder: {', '.join(neighbours)}")
     if not path.endswith(".py"):
         raise ValueError(f"{path} is no recipe, which is a Python file that binds `config`; see configs/README.md")
     try:
@@ -140,7 +156,8 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
     config: Any = base
     if isinstance(base, (str, os.PathLike)):
         caller = sys._getframe(1).f_globals.get("__file__", "")  # "" at an interactive prompt
-        config = load_recipe(os.path.join(os.path.dirname(caller), base), GRPOConfig, SFTConfig)
+        path = os.path.join(os.path.dirname(caller), base)
+        config = load_recipe(path, GRPOConfig, SFTConfig)
     for path, value in changes.items():
         paths = list(field_paths(config))
         if path not in paths:
@@ -160,10 +177,19 @@ def for_one_process(config: Config, recipe: Config | None = None) -> Config:
     """
     if config.num_ranks == 1:
         return config
-    changes: dict[str, Any] = {"trainer.tensor_parallel": 1, "trainer.data_replicas": 1, "generator.tensor_parallel": 1}
+    changes: dict[str, Any] = {
+        "trainer.tensor_parallel": 1,
+        "trainer.data_replicas": 1,
+        "generator.tensor_parallel": 1,
+    }
     if isinstance(config, SFTConfig):
         return change(config, changes | {"num_trainers": 1})
-    changes |= {"roles.colocated": True, "roles.num_trainers": 1, "roles.num_references": 0, "overlap_steps": 0}
+    changes |= {
+        "roles.colocated": True,
+        "roles.num_trainers": 1,
+        "roles.num_references": 0,
+        "overlap_steps": 0,
+    }
     share = config.generator.gpu_memory_utilization
     if recipe is None or share == recipe.generator.gpu_memory_utilization:
         changes["generator.gpu_memory_utilization"] = min(share, SHARED_GPU)
@@ -173,7 +199,11 @@ def for_one_process(config: Config, recipe: Config | None = None) -> Config:
 def differences(config: Config, recipe: Config) -> list[str]:
     """List the fields that differ from the recipe's, as `num_steps = 2, not 170`."""
     before = settings(recipe)
-    return [f"{p} = {value!r}, not {before[p]!r}" for p, value in settings(config).items() if value != before[p]]
+    lines = []
+    for path, value in settings(config).items():
+        if value != before[path]:
+            lines.append(f"{path} = {value!r}, not {before[path]!r}")
+    return lines
 
 
 def derived(config: Config) -> list[str]:
@@ -192,7 +222,7 @@ def derived(config: Config) -> list[str]:
     return lines
 
 
-def as_recipe(config: GRPOConfig | SFTConfig) -> str:
+def as_recipe(config: Config) -> str:
     """Return the config as the text of a recipe file, without what is FOR_ONE_START.
 
     A field left at None stays None, so that `runs/a/config.py --algorithm.loss dapo` is all of DAPO.
@@ -211,17 +241,18 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
     return f"from grpo import config as c\n\nconfig = {lines(dataclasses.replace(config, **FOR_ONE_START), '')}\n"
 
 
-def written_fields(config: GRPOConfig | SFTConfig) -> dict[str, str]:
+def written_fields(config: Config) -> dict[str, str]:
     """Return each field by its dotted path, as Python writes its value; fields for one start as in `as_recipe`."""
-    return {path: repr(value) for path, value in settings(dataclasses.replace(config, **FOR_ONE_START)).items()}
+    saved = dataclasses.replace(config, **FOR_ONE_START)
+    return {path: repr(value) for path, value in settings(saved).items()}
 
 
-def changes_since(before: dict[str, str], config: GRPOConfig | SFTConfig) -> dict[str, bool]:
+def changes_since(before: dict[str, str], config: Config) -> dict[str, bool]:
     """Return `path: old -> new` for each field that differs from `before`, the `written_fields` of another config.
 
     The value is True if what the run samples or learns depends on the field.
     """
-    now = written_fields(config)
+    now: dict[str, str] = written_fields(config)
     changes = {}
     for path in dict.fromkeys([*now, *before]):
         old = before.get(path, "not there")
@@ -231,13 +262,14 @@ def changes_since(before: dict[str, str], config: GRPOConfig | SFTConfig) -> dic
     return changes
 
 
-def is_resume_safe(path: str, config: GRPOConfig | SFTConfig) -> bool:
+def is_resume_safe(path: str, config: Config) -> bool:
     """Tell whether a run may continue with another value of that field and still be the same run."""
     if path == "num_steps":  # other schedules end with the last step
         return config.trainer.schedule == "constant"
     section = config
     for name in path.split("."):
-        if ResumeSafe in get_args(get_type_hints(type(section), include_extras=True)[name]):
+        kinds = get_type_hints(type(section), include_extras=True)
+        if ResumeSafe in get_args(kinds[name]):
             return True
         section = getattr(section, name)
     return False

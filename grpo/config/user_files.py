@@ -33,8 +33,8 @@ def load_function(spec: str, what: str) -> Callable:
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        public = ", ".join(key for key in own if not key.startswith("_")) or "none"
-        raise ValueError(f"{what} file {file} has no function {name!r}; functions there: {public}")
+        public = [key for key in own if not key.startswith("_")] or ["none"]
+        raise ValueError(f"{what} file {file} has no function {name!r}; functions there: {', '.join(public)}")
     return function
 
 
@@ -69,8 +69,10 @@ def optional_arguments(function: Callable) -> dict[str, inspect.Parameter]:
 def near_miss(name: str, names: Iterable[str]) -> str:
     """Write ` (did you mean tokens?)` if one of the names is similar, behind its last dot, else nothing."""
     by_last_part = {name.rpartition(".")[2]: name for name in names}
-    close = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1)
-    return f" (did you mean {by_last_part[close[0]]}?)" if close else ""
+    _, _, last_part = name.rpartition(".")
+    for close in difflib.get_close_matches(last_part, by_last_part, n=1):
+        return f" (did you mean {by_last_part[close]}?)"
+    return ""
 
 
 def run_file(file: str) -> ModuleType:
@@ -96,7 +98,8 @@ def run_file(file: str) -> ModuleType:
 def cause_and_line(error: BaseException, file: str) -> str:
     """Write what a file raised while it ran, and the line if it is one of the file's, as `, line 12: KeyError: 'x'`."""
     path = os.path.abspath(file)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
     words = str(error)
     if isinstance(error, SyntaxError):
         words = error.msg

@@ -76,9 +76,11 @@ def settings(config: Any) -> dict[str, Any]:
 
 def fits(value: Any, kind: Any) -> bool:
     """Tell whether a value has a field's type and lies within its bounds."""
-    origin, parts = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    parts = get_args(kind)
     if origin is Annotated:
-        return fits(value, parts[0]) and all(part.holds(value, part.limit) for part in parts if isinstance(part, Bound))
+        bounds = [part for part in parts if isinstance(part, Bound)]
+        return fits(value, parts[0]) and all(bound.holds(value, bound.limit) for bound in bounds)
     if origin is Literal:
         return value in parts
     if origin in (Union, UnionType):
@@ -86,7 +88,9 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(fits(entry, parts[0]) for entry in value)
     if origin is MutableMapping:
-        return isinstance(value, dict) and all(fits(name, str) and fits(x, parts[1]) for name, x in value.items())
+        if not isinstance(value, dict):
+            return False
+        return all(fits(name, str) and fits(entry, parts[1]) for name, entry in value.items())
     if kind in (int, float):  # True is an int to Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     if kind is str:  # a lone surrogate, which a command line in another encoding leaves, fits into no file; NUL no path
@@ -110,10 +114,12 @@ def _misfit(name: str, value: Any, kind: Any) -> str:
 
 def _words_of(kind: Any) -> str:
     """Write what a field takes, as `a whole number, at least 1`."""
-    origin, parts = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    parts = get_args(kind)
     if origin is Annotated:
         bounds = " and ".join(f"{part.words} {part.limit:g}" for part in parts if isinstance(part, Bound))
-        return ", ".join(filter(None, (_words_of(parts[0]), bounds)))
+        words = (_words_of(parts[0]), bounds)
+        return ", ".join(filter(None, words))
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin in (Union, UnionType):
@@ -192,4 +198,11 @@ def parse_source(spec: str, field: str, label: str = "", split: str = "train", w
             f"{field}={spec!r} is no data set; write PATH[NAME]@REVISION:SPLIT, of which only PATH must be there, such "
             "as openai/gsm8k[main]:train[:90%] or rows.jsonl"
         )
-    return Source(label, parts["path"], parts["name"] or "", parts["revision"] or "", parts["split"] or split, weight)
+    return Source(
+        label,
+        parts["path"],
+        parts["name"] or "",
+        parts["revision"] or "",
+        parts["split"] or split,
+        weight,
+    )

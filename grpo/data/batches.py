@@ -40,10 +40,11 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
     # -1 ends each token's kept ids: here there is nothing else
     if per_token["kept_C"] is not None and per_token["kept_C"].max() < 0:
         per_token["kept_C"] = None
+    lengths = [len(sample.ids_T) for sample in samples]
     temperatures = [sample.temperature for sample in samples]
     return TrainBatch(
         **per_token,
-        lengths_S=torch.tensor([len(sample.ids_T) for sample in samples]),
+        lengths_S=torch.tensor(lengths),
         sequence_S=torch.arange(len(samples)),
         temperatures_S=torch.tensor(temperatures, dtype=torch.float32),
         versions_S=torch.tensor([sample.version for sample in samples]),
@@ -52,7 +53,11 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
     )
 
 
-def sample_of(prompt: Prompt, completion: Completion, turn_weight: float | None = None) -> Sample:
+def sample_of(
+    prompt: Prompt,
+    completion: Completion,
+    turn_weight: float | None = None,
+) -> Sample:
     """Make one sequence of a prompt and its completion, which says which tokens count in the loss.
 
     turn_weight: weight of the environment's reward, if turns have credit of their own; else None.
@@ -62,6 +67,7 @@ def sample_of(prompt: Prompt, completion: Completion, turn_weight: float | None 
     if pieces is completion.pieces:  # else the prompt is among the completion's own pieces
         before = [prompt_ids_T]
     zeros_T = torch.zeros(sum(map(len, before)))
+    none_kept_C = torch.full_like(zeros_T, -1).int()
     turn_T = None
     earned_T = None
     if turn_weight is not None:
@@ -74,7 +80,7 @@ def sample_of(prompt: Prompt, completion: Completion, turn_weight: float | None 
         generator_logprobs_T=torch.cat([zeros_T, completion.logprobs_T]),
         turn_T=turn_T,
         earned_T=earned_T,
-        kept_C=torch.cat([torch.full_like(zeros_T, -1).int(), completion.kept_C]),
+        kept_C=torch.cat([none_kept_C, completion.kept_C]),
         prompt_tokens=len(prompt_ids_T),
         temperature=completion.temperature,
         version=completion.oldest_version,
@@ -84,9 +90,10 @@ def sample_of(prompt: Prompt, completion: Completion, turn_weight: float | None 
 
 def _turns_of(completion: Completion) -> Tensor:
     """Number the turns of an episode: for each token the turn that sampled it, from 1, or 0."""
-    is_sampled = torch.tensor([piece.logprobs_T is not None for piece in completion.pieces])
+    pieces = completion.pieces
+    is_sampled = torch.tensor([piece.logprobs_T is not None for piece in pieces])
+    lengths = torch.tensor([piece.num_tokens for piece in pieces])
     turns = is_sampled.cumsum(0) * is_sampled
-    lengths = torch.tensor([piece.num_tokens for piece in completion.pieces])
     return turns.repeat_interleave(lengths)
 
 
@@ -108,7 +115,10 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
     if rest:
         raise ValueError(f"{batch.num_sequences} sequences are not whole groups of {group_size}")
     num_parts = min(num_parts, num_groups)
-    edges = [group_size * (part * num_groups // num_parts) for part in range(num_parts + 1)]
+    edges = []
+    for part in range(num_parts + 1):
+        first_group = part * num_groups // num_parts
+        edges.append(group_size * first_group)
     starts = [*batch.starts_S.tolist(), batch.num_tokens]
     parts = []
     for start, end in itertools.pairwise(edges):
@@ -124,7 +134,8 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
         for field in fields(batch):
             values = getattr(batch, field.name)
             if values is not None:
-                part[field.name] = values[slices[field.name[-1]]]
+                places = slices[field.name[-1]]
+                part[field.name] = values[places]
         parts.append(TrainBatch(**part))
     return parts
 
@@ -186,8 +197,9 @@ def build_micro_batch(
     targets_BT = per_token.pop("ids_BT")
     scored_M = _scored_places(per_token["loss_mask_BT"].flatten(), multiple)
     owner_BT = _at(own_BT, batch.owner_N, -1)
-    starts_and_end = [*(document.start for document in documents), own_BT.numel()]
-    document_starts = torch.tensor(starts_and_end, dtype=torch.int32)
+    document_edges = [document.start for document in documents]
+    document_edges.append(own_BT.numel())
+    document_starts = torch.tensor(document_edges, dtype=torch.int32)
     return MicroBatch(
         **per_token,
         ids_BT=_at(own_BT, batch.ids_N),
@@ -237,7 +249,7 @@ def _kept_ids(batch: TrainBatch, token_M: Tensor) -> KeptIds | None:
 
 def _scored_places(counts: Tensor, multiple: int) -> Tensor:
     """List the places that count and the first others, up to a multiple of `multiple` that is not 0, in order."""
-    num_counting = int(counts.sum())
-    num_places = multiple * max(1, math.ceil(num_counting / multiple))
+    num_multiples = math.ceil(int(counts.sum()) / multiple)
+    num_places = multiple * max(1, num_multiples)
     counting_first = (~counts).int().argsort(stable=True)
     return counting_first[:num_places].sort().values

@@ -6,12 +6,12 @@ deadline and a limit of memory (`template_bounds`), and the template is tried on
 """
 
 import contextlib
-import pathlib
 import re
 import resource
 import secrets
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
@@ -55,9 +55,9 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
     own = data.prompt_template if data else ""
     if own and not data.is_text_template:
         try:
-            tokenizer.chat_template = pathlib.Path(own).read_text(encoding="utf-8-sig")
+            tokenizer.chat_template = Path(own).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            path = pathlib.Path(own).absolute()
+            path = Path(own).absolute()
             raise ValueError(f"data.prompt_template file {path} cannot be read as text in UTF-8 ({error})") from error
     if not tokenizer.chat_template and not own:
         raise ValueError(

@@ -12,9 +12,9 @@ import hashlib
 import itertools
 import json
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig, SFTConfig, TrainOn
@@ -89,7 +89,7 @@ class Encoded:
 
     @property
     def truncated(self) -> bool:
-        """Whether its end was cut off."""
+        """True if its end was cut off."""
         return self.num_tokens > len(self.ids)
 
 
@@ -133,7 +133,7 @@ class Encoder:
 
     @property
     def limit(self) -> str:
-        """The limit with its field, as messages name it."""
+        """Limit with its field, as messages name it."""
         field = "max_sequence_tokens" if self.train_on else "data.max_prompt_tokens"
         return f"{field}={self.max_tokens}"
 
@@ -161,11 +161,8 @@ class Encoder:
 
         tokens = tokenize(self.tokenizer, list(itertools.chain(*texts_by_row)))
         for encoded, texts in zip(results, texts_by_row, strict=True):
-            if not texts:
-                continue
-            row_tokens = next(tokens)
-            teacher_tokens = next(tokens) if self.teacher_template else None
-            self._keep(encoded, row_tokens, teacher_tokens)
+            if texts:
+                self._keep(encoded, [next(tokens) for _ in texts])
         return results
 
     def _write(self, example: Example, encoded: Encoded) -> list[Written]:
@@ -193,14 +190,24 @@ class Encoder:
         prompts = [example.prompt]
         if self.teacher_template:
             prompts.append(teacher_prompt(example, self.teacher_template))
-        return [write_prompt(self.tokenizer, self.data, prompt, example.tools, tools) for prompt in prompts]
+        texts = []
+        for prompt in prompts:
+            text = write_prompt(
+                self.tokenizer,
+                self.data,
+                prompt,
+                example.tools,
+                tools,
+            )
+            texts.append(text)
+        return texts
 
-    def _keep(self, encoded: Encoded, tokens: Tokens, teacher_tokens: Tokens | None = None) -> None:
-        """Fill `encoded` with the tokens of a row, or with the reason why they cannot be used."""
-        ids, mask = tokens
+    def _keep(self, encoded: Encoded, tokens: list[Tokens]) -> None:
+        """Fill `encoded` with the tokens of a row, and of its teacher's prompt, or with why they cannot be used."""
+        ids, mask = tokens[0]
         teacher_ids = []
-        if teacher_tokens:
-            teacher_ids, _ = teacher_tokens
+        if self.teacher_template:
+            teacher_ids, _ = tokens[1]
         encoded.num_tokens = max(len(ids), len(teacher_ids))
         if self.truncates:
             ids = ids[: self.max_tokens]
@@ -284,7 +291,7 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
     fingerprint = _fingerprint(rows, encoder)
     cache_file = None
     if not table.cache_files:  # the library keeps nothing for the next start if rows lie in memory
-        folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "encoded"
+        folder = Path(datasets.config.HF_DATASETS_CACHE) / "encoded"
         folder.mkdir(parents=True, exist_ok=True)
         cache_file = str(folder / f"{fingerprint}.arrow")
     num_cores = len(os.sched_getaffinity(0))
@@ -293,7 +300,7 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
         num_processes = None
     else:
         line = f"{len(table):,} rows of {rows.source.text}, encoded by {num_processes} processes or before"
-        print(printable(f"data: {line}"), flush=True)
+        print(printable(f"data: {line}"))
     datasets.disable_progress_bars()
     try:
         return table.map(
@@ -351,7 +358,7 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
         [(name, version(name)) for name in LIBRARIES],
     ]
     name = hashlib.sha256(repr(facts).encode())
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.glob("*.py")):
         name.update(path.read_bytes())
     return name.hexdigest()[:32]
 

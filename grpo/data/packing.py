@@ -153,7 +153,7 @@ def _fill(
 
     Of rows with equal room take the first. Return None if a sequence fits nowhere.
     """
-    rows: list[Indices] = [[] for _ in range(num_rows)]
+    rows = [[] for _ in range(num_rows)]
     fullest_first = [(max_tokens, row) for row in range(num_rows)]  # room left
     for index in longest_first:
         min_room = lengths[index]
@@ -182,7 +182,7 @@ def _pack_groups(
     A prompt is laid out again only where a row ends in the middle of its sequences. Rows are filled one after the
     other, up to the lowest of some heights at which all sequences fit; the last rows may stay empty.
     """
-    groups: dict[int, Indices] = {}
+    groups = {}
     for index in longest_first:
         groups.setdefault(prompts.first_S[index], []).append(index)
     one_row = list(itertools.chain(*groups.values()))
@@ -210,7 +210,7 @@ def _fill_in_turn(
 
     The longest sequence that fits comes next. If none fits, a new row begins.
     """
-    rows: list[Indices] = [[]]
+    rows = [[]]
     room = height
     for first, group in groups.items():
         remaining = list(group)
@@ -234,7 +234,7 @@ def _fill_in_turn(
 
 def _zigzag(largest_first: list[Indices], num_ranks: int) -> list[list[Indices]]:
     """Deal rows to ranks 0, 1, .., 1, 0, 0, 1, .., so that no rank always gets the larger one."""
-    parts: list[list[Indices]] = [[] for _ in range(num_ranks)]
+    parts = [[] for _ in range(num_ranks)]
     for i, row in enumerate(largest_first):
         turn, rank = divmod(i, num_ranks)
         if turn % 2 == 1:

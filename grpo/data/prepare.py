@@ -92,7 +92,7 @@ def _chat_rows(source: Source, config: SFTConfig) -> Rows:
             if row_format is None:
                 raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
             needed = " and ".join(columns.of_format[row_format])
-            print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
+            print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"))
         paths = list(columns.of_format[row_format])
         if config.data.tools_column:
             paths.append(config.data.tools_column)
@@ -115,7 +115,7 @@ def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
 
 def _names(rows: Rows) -> list[str]:
     """List the columns of the first rows; entries of tables are paths."""
-    names: dict[str, None] = {}  # a dict, because a set has no fixed order
+    names = {}  # a dict, because a set has no fixed order
     for row in itertools.islice(rows, LISTED_ROWS):
         for name, value in row.items():
             if isinstance(value, dict):
@@ -205,7 +205,8 @@ def load_eval_prompts(
         rows = _prompt_rows(source, data)
         encoded = _encode_usable(rows, encoder, max_rows=evaluation.num_prompts)
         for row in encoded.usable:
-            prompts.append(as_prompt(encoded.get(row), len(prompts), row, source.label))
+            prompt = as_prompt(encoded.get(row), len(prompts), row, source.label)
+            prompts.append(prompt)
     return prompts
 
 
@@ -238,10 +239,14 @@ def _warn_of_training_data(source: Source, data: DataConfig, section: str) -> No
         is_same_split = source.is_file or split == training_split
         is_same_part = not part or not training_part or part == training_part
         if is_same_data and is_same_split and is_same_part:
-            print(f"warning: {section} uses the training data {source.path}; set {section}.path", flush=True)
+            print(f"warning: {section} uses the training data {source.path}; set {section}.path")
 
 
-def _training_rows(sources: list[Rows], encoder: Encoder, rows_per_step: int) -> list[EncodedRows]:
+def _training_rows(
+    sources: list[Rows],
+    encoder: Encoder,
+    rows_per_step: int,
+) -> list[EncodedRows]:
     """Encode each source. rows_per_step: rows that a step draws from all of them."""
     total_weight = sum(rows.source.weight for rows in sources)
     encoded = []
@@ -250,7 +255,7 @@ def _training_rows(sources: list[Rows], encoder: Encoder, rows_per_step: int) ->
         encoded.append(_encode_usable(rows, encoder, rows_per_step=own_rows_per_step))
     num_usable = sum(len(rows.usable) for rows in encoded)
     if num_usable < rows_per_step:
-        print(f"warning: a step of {rows_per_step} rows takes each of {num_usable} several times", flush=True)
+        print(f"warning: a step of {rows_per_step} rows takes each of {num_usable} several times")
     return encoded
 
 
@@ -309,12 +314,12 @@ def _encode_usable(
     num_cut = int((lengths > encoder.max_tokens).sum())
     if encoder.truncates and num_cut:
         parts.append(f"cut off: {num_cut:,} longer than {encoder.limit}")
-    print(printable("; ".join(parts)), flush=True)
+    print(printable("; ".join(parts)))
 
     notes = table.data.column("notes").take(usable).to_pylist()
     num_rows_by_note = Counter(itertools.chain(*notes))
     for note, count in num_rows_by_note.items():
-        print(printable(f"warning: {count:,} of {len(usable):,} rows of {source.name_and_text} {note}"), flush=True)
+        print(printable(f"warning: {count:,} of {len(usable):,} rows of {source.name_and_text} {note}"))
     return EncodedRows(source, table, usable[:max_rows], left_out)
 
 
@@ -353,7 +358,7 @@ def _refuse_or_warn(
     data: DataConfig,
 ) -> None:
     """Raise ValueError about rows that cannot be used (index -> reason), or warn of them if `data.bad_rows` is skip."""
-    numbers_by_reason: dict[str, list[int]] = {}
+    numbers_by_reason = {}
     for row, reason in sorted(bad_rows.items()):
         numbers_by_reason.setdefault(reason, []).append(row + 1)
     reasons = []
@@ -371,4 +376,4 @@ def _refuse_or_warn(
     )
     if data.bad_rows == "refuse":
         raise ValueError(f"{message}; correct them, name other columns, or leave them out with --data.bad-rows skip")
-    print(printable(f"warning: {message}; they are left out"), flush=True)
+    print(printable(f"warning: {message}; they are left out"))

@@ -6,13 +6,13 @@ completions.jsonl has.
 
 import json
 import os
-import pathlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from grpo.types import TrainBatch
 
@@ -26,23 +26,23 @@ class RecordedStep:
 
     batch: TrainBatch
     """The batch before the advantages were added; with the reference's log-probs, if there was a reference."""
-    rewards_S: torch.Tensor
+    rewards_S: Tensor
     """float32."""
-    has_reward_S: torch.Tensor
+    has_reward_S: Tensor
     """bool."""
-    parts_FS: torch.Tensor
+    parts_FS: Tensor
     """float32: each reward function's unweighted values; NaN for None."""
     group_size: int
     metrics: dict[str, float]
     """Metrics of the sampling: rewards, lengths, groups."""
 
 
-def batch_path(run_dir: str | pathlib.Path, step: int) -> pathlib.Path:
+def batch_path(run_dir: str | Path, step: int) -> Path:
     """Return the file of a step's batch. Steps are counted as in the log: the first is 1."""
-    return pathlib.Path(run_dir) / BATCHES / f"step-{step:08d}.safetensors"
+    return Path(run_dir) / BATCHES / f"step-{step:08d}.safetensors"
 
 
-def save_step(run_dir: str | pathlib.Path, step: int, recorded: RecordedStep) -> None:
+def save_step(run_dir: str | Path, step: int, recorded: RecordedStep) -> None:
     """Write the batch of a step, for `read_step`; the file appears when it is complete."""
     path = batch_path(run_dir, step)
     tensors = {name: getattr(recorded, name).contiguous() for name in REWARDS}
@@ -101,7 +101,7 @@ def check_recorded(
     whether the rewards of turns are needed. Raises ValueError.
     """
     steps = list(steps)
-    folder = pathlib.Path(run_dir) / BATCHES
+    folder = Path(run_dir) / BATCHES
     missing = [step for step in steps if not batch_path(run_dir, step).is_file()]
     if missing:
         fewer = ""

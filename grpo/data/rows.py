@@ -49,7 +49,7 @@ class Example:
 
     @property
     def texts(self) -> list[str]:
-        """All texts of the row."""
+        """List of all texts of the row."""
         messages = as_messages(self.prompt) + self.chat
         values = [message["content"] for message in messages]
         values += [value for value in self.columns.values() if value != self.prompt]
@@ -134,7 +134,11 @@ def teacher_prompt(example: Example, template: str) -> list[Message]:
     return [*messages[:last], replaced, *messages[last + 1 :]]
 
 
-def environment_of(columns: Mapping[str, Any], data: DataConfig, names: Collection[str]) -> str:
+def environment_of(
+    columns: Mapping[str, Any],
+    data: DataConfig,
+    names: Collection[str],
+) -> str:
     """Return the name of a row's environment, empty if all rows have the same. Raises BadRow for an unknown one."""
     column = data.environment_column
     if not column:
@@ -193,7 +197,7 @@ class ChatColumns:
 
     @property
     def of_format(self) -> dict[RowFormat, tuple[str, ...]]:
-        """The columns that each row format needs, in the order in which formats are tried."""
+        """Table of the columns that each row format needs, in the order in which formats are tried."""
         return {
             "prompt_completion": (self.prompt, self.completion),
             "messages": ("messages",),
@@ -350,7 +354,8 @@ def tools_of(row: Row, path: str) -> Tools | None:
 def without_none(value: Any) -> Any:
     """Drop entries that are None, at any depth: a table gives each row all entries that any row has."""
     if isinstance(value, dict):
-        return {key: without_none(entry) for key, entry in value.items() if entry is not None}
+        known = {key: entry for key, entry in value.items() if entry is not None}
+        return {key: without_none(entry) for key, entry in known.items()}
     if isinstance(value, list):
         return [without_none(entry) for entry in value]
     return value
@@ -399,12 +404,17 @@ def _message(message: Any, place: str) -> Message:
     content = message.get("content")
     if content is None and calls:
         content = ""
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        content = "".join(str(part["text"]) for part in content)
+    if isinstance(content, list):
+        texts = [str(part["text"]) for part in content if isinstance(part, dict) and "text" in part]
+        if len(texts) == len(content):
+            content = "".join(texts)
     _check_kind(content, f"{place}, content", str)
     message["content"] = content
     if calls:
-        message["tool_calls"] = [_tool_call(call, f"{place}, tool call {n}") for n, call in enumerate(calls, 1)]
+        message["tool_calls"] = []
+    for number, call in enumerate(calls, 1):
+        tool_call = _tool_call(call, f"{place}, tool call {number}")
+        message["tool_calls"].append(tool_call)
     return message
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from grpo.types import SharedPrompts, TrainBatch
 
@@ -48,7 +47,7 @@ def repeated_prompts(batch: TrainBatch) -> RepeatedPrompts | None:
     ids = batch.ids_N.numpy()
     counts = batch.loss_mask_N.numpy()
     lengths = batch.prompt_lengths_S.tolist()
-    first_of: dict[bytes, int] = {}
+    first_of = {}
     first_S = []
     for index, start in enumerate(batch.starts_S.tolist()):
         prompt = slice(start, start + lengths[index])
@@ -63,7 +62,11 @@ def repeated_prompts(batch: TrainBatch) -> RepeatedPrompts | None:
     return RepeatedPrompts(first_S, tokens_S)
 
 
-def row_tokens(row: Sequence[int], lengths: Sequence[int], prompts: RepeatedPrompts | None) -> int:
+def row_tokens(
+    row: Sequence[int],
+    lengths: Sequence[int],
+    prompts: RepeatedPrompts | None,
+) -> int:
     """Count the positions that a row needs."""
     num_tokens = sum(lengths[index] for index in row)
     for indices, num_shared in _neighbours(row, prompts):
@@ -108,7 +111,7 @@ def shared_keys(documents: Sequence[Document]) -> SharedPrompts:
     """Find out which keys each document attends to. `documents` are all of a micro-batch, in order."""
     keys = []
     own = []
-    uses: dict[Document, list[Tensor]] = {}
+    uses = {}
     starts = [0]
     for document in documents:
         place = starts[-1]
@@ -139,7 +142,8 @@ def shared_keys(documents: Sequence[Document]) -> SharedPrompts:
     padded = []
     for uses_RU in uses_by_document:
         num_missing = num_uses - uses_RU.shape[1]
-        padded.append(torch.nn.functional.pad(uses_RU, (0, num_missing), value=-1))
+        uses_RU = torch.nn.functional.pad(uses_RU, (0, num_missing), value=-1)
+        padded.append(uses_RU)
     key_starts = torch.tensor(starts, dtype=torch.int32)
     return SharedPrompts(
         keys_K=torch.cat(keys),

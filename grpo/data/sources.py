@@ -11,10 +11,10 @@ import csv
 import hashlib
 import itertools
 import json
-import pathlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.config.user_files import cause_and_line, load_function
@@ -134,7 +134,7 @@ def _call_function(source: Source) -> Rows:
     split, _, part = source.split.partition("[")
     end = re.fullmatch(r"\d*:(\d+)\]", part)
     max_rows = int(end[1]) if end else MAX_FUNCTION_ROWS
-    lines: list[str] = []
+    lines = []
     try:
         for row in itertools.islice(function(split), max_rows):
             if not isinstance(row, dict):
@@ -151,8 +151,9 @@ def _call_function(source: Source) -> Rows:
             f"{source.path}:{split}[:10000]"
         )
     lines = _part_of({split: lines}, source)
-    checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
-    return _in_memory(lines, replace(source, revision=checksum))
+    content = "\n".join(lines).encode()
+    checksum = hashlib.sha256(content).hexdigest()
+    return _in_memory(lines, replace(source, revision=checksum[:8]))
 
 
 def _no_rows(source: Source) -> ValueError:
@@ -171,7 +172,7 @@ def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
     FileNotFoundError for a file that does not exist, ValueError for a compressed file, a split of a single file, and a
     folder without files or with files of several kinds.
     """
-    path = pathlib.Path(source.path)
+    path = Path(source.path)
     if source.is_file:
         if not path.is_file():
             raise FileNotFoundError(f"data file {path.absolute()} does not exist; correct the path or create it")
@@ -219,7 +220,7 @@ def _kind_of(path: str) -> str:
             first_line = next(filter(None, lines), b"")
             if first_line.startswith(b"["):
                 return "list"
-    return FILE_KINDS.get(pathlib.Path(path).suffix, "json")
+    return FILE_KINDS.get(Path(path).suffix, "json")
 
 
 def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[Row]:
@@ -228,7 +229,8 @@ def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[
         _check_text(path)
     rows = {}
     for split, paths in files.items():
-        rows[split] = list(itertools.chain.from_iterable(map(READERS[kind], paths)))
+        rows_of_files = map(READERS[kind], paths)
+        rows[split] = list(itertools.chain(*rows_of_files))
     return _part_of(rows, source)
 
 
@@ -250,7 +252,7 @@ def _part_of(rows: dict[str, list], source: Source) -> list:
 def _read_list(path: str) -> list[Row]:
     """Read a file that is one JSON list of all rows, perhaps over many lines."""
     try:
-        rows = _parse_json(pathlib.Path(path).read_text(encoding="utf-8-sig"), list)
+        rows = _parse_json(Path(path).read_text(encoding="utf-8-sig"), list)
         for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
                 raise ValueError(f"entry {number} is a {type(row).__name__}, not a JSON object")
@@ -277,7 +279,8 @@ def _read_csv(path: str) -> list[Row]:
                     f"{path}, line {reader.line_num}: {len(cells)} cells, the header has {len(names)}; put cells with "
                     'commas or line breaks in "quotes"'
                 )
-            rows.append({name: cell or None for name, cell in zip(names, cells, strict=True)})
+            values = [cell or None for cell in cells]
+            rows.append(dict(zip(names, values, strict=True)))
     return rows
 
 

@@ -6,13 +6,14 @@ Only the driver (rank 0) reads data; generators and trainers see token ids.
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from grpo.config import GRPOConfig, SFTConfig
+from grpo.config import GRPOConfig
+from grpo.config.fields import Config
 from grpo.config.user_files import cause_and_line, load_function
 from grpo.data.encode import Encoded, EncodedRows, as_prompt
-from grpo.types import Prompt
+from grpo.types import Prompt, check_saved
 
 # Facts about a source that must be equal when a saved place in it is used
 BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle")
@@ -41,7 +42,7 @@ class Order:
     is the number of rows that had their turn. With a curriculum, a row can be passed over when its turn comes.
     """
 
-    def __init__(self, rows: EncodedRows, config: GRPOConfig | SFTConfig):
+    def __init__(self, rows: EncodedRows, config: Config):
         """Begin at the first row of the first epoch, in the order that follows from the config's seed."""
         self.rows = rows
         self.num_rows = len(rows.usable)
@@ -66,7 +67,7 @@ class Order:
         unseen_weight = float(len(weights) < self.num_rows)
         largest = max(unseen_weight, *weights.values(), 0.0)
         if largest == 0:
-            print(f"warning: step {step}: data.curriculum gives every row of {self.source} the weight 0", flush=True)
+            print(f"warning: step {step}: data.curriculum gives every row of {self.source} the weight 0")
             weights = dict.fromkeys(weights, 1.0)
             largest = 1.0
         self.chances = {row: weight / largest for row, weight in weights.items()}
@@ -94,14 +95,19 @@ class Order:
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the rows, what is known of them, and the facts that it belongs to; fit for JSON."""
         state = {name: getattr(self, name) for name in (*BELONGS_TO, "num_drawn")}
-        return state | {"seen": [[row, *astuple(seen)] for row, seen in self.seen.items()]}
+        state["seen"] = [[row, *astuple(seen)] for row, seen in self.seen.items()]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
+        check_saved(f"the place in {self.source}", state, self.state_dict())
         for name in BELONGS_TO:
-            _check_same(name, state.get(name), getattr(self, name))
+            _check_same(name, state[name], getattr(self, name))
         self.num_drawn = state["num_drawn"]
-        self.seen = {row: Seen(*facts) for row, *facts in state.get("seen", [])}
+        names = [field.name for field in fields(Seen)]
+        for row, *facts in state["seen"]:
+            check_saved(f"what is known of a row of {self.source}", [*names, "more"][: len(facts)], names)
+            self.seen[row] = Seen(*facts)
 
 
 class Stream:
@@ -111,11 +117,12 @@ class Stream:
     n draws each source has given its share of n, up to less than one row per source, without randomness.
     """
 
-    def __init__(self, sources: Sequence[EncodedRows], config: GRPOConfig | SFTConfig):
+    def __init__(self, sources: Sequence[EncodedRows], config: Config):
         """Begin with the first row of each source. sources: from `usable_prompts` or `usable_chats`."""
         self.orders = {rows.source.label: Order(rows, config) for rows in sources}
         self._owed = dict.fromkeys(self.orders, 0.0)  # rows
-        self.set_weights({label: order.weight for label, order in self.orders.items()})
+        weights = {label: order.weight for label, order in self.orders.items()}
+        self.set_weights(weights)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Draw by these weights of the sources from now on; 1 for a source without one, 0 draws none.
@@ -132,7 +139,7 @@ class Stream:
 
     @property
     def num_drawn(self) -> int:
-        """Rows drawn from all sources."""
+        """Number of rows drawn from all sources."""
         return sum(order.num_drawn for order in self.orders.values())
 
     def next_order(self) -> Order:
@@ -155,6 +162,7 @@ class Stream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it is of other sources."""
+        check_saved("the place in the data", state, self.state_dict())
         _check_same("data.sources", list(state["sources"]), list(self.orders))
         for label, order in self.orders.items():
             order.load_state_dict(state["sources"][label])

@@ -75,15 +75,15 @@ def write_prompt(
     """
     messages = prompt_messages(data, prompt)
     text, _ = render(tokenizer, data, messages, opening=True, tools=tools or more_tools)
+    ignored = []
     text_without_tools = text
     if tools:
         text_without_tools, _ = render(tokenizer, data, messages, opening=True)
+        if text_without_tools == text:
+            ignored.append("tools")
     own_messages = as_messages(prompt)
-    ignored = []
-    for entries in _unwritten(own_messages, text, text_without_tools):
-        ignored += entries
-    if tools and text_without_tools == text:
-        ignored.append("tools")
+    unwritten = _unwritten(own_messages, text, text_without_tools)
+    ignored += itertools.chain(*unwritten)
     notes = _notes(tokenizer, data, own_messages, ignored)
     return Written(text, [], bos=_needs_bos(tokenizer, data, text), eos=False, notes=notes)
 
@@ -108,20 +108,22 @@ def write_example(
     if not example.chat:
         text = example.text
         whole_text = (0, len(text))
+        has_bos = _has_bos(tokenizer, text)
         has_eos = text.rstrip().endswith(tokenizer.eos_token)
-        return Written(text, [whole_text], bos=not _has_bos(tokenizer, text), eos=not has_eos)
+        return Written(text, [whole_text], bos=not has_bos, eos=not has_eos)
     name = template_name(tokenizer, data)
     ends = _special_texts(tokenizer)
     messages = prompt_messages(data, example.chat)
     messages = [_without_eos(message, tokenizer.eos_token) for message in messages]
     num_added = len(messages) - len(example.chat)  # the system prompt
     is_learned = [_is_learned(message) for message in messages]
-    if train_on == "all" and not all(is_learned):
+    learns_all = train_on == "all"
+    if learns_all and not all(is_learned):
         raise Refused("a message says that it is not learned, and train_on all learns every token; use assistant")
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     candidates = turns[-1:] if train_on == "last" else turns
     learned_turns = [turn for turn in candidates if is_learned[turn]]
-    if turns and train_on != "all":
+    if turns and not learns_all:
         last_turn = learned_turns[-1] if learned_turns else turns[-1]
         messages = messages[: last_turn + 1]
 
@@ -133,7 +135,7 @@ def write_example(
     whole, marked = write(len(messages), opening=False)
     text = whole
     ends_with_turn = messages[-1]["role"] == "assistant"
-    ends_with_label = ends_with_turn and (train_on == "all" or bool(learned_turns))
+    ends_with_label = ends_with_turn and (learns_all or bool(learned_turns))
     prompt = None
     if ends_with_label and marked is None and len(messages) > 1:
         prompt, _ = write(len(messages) - 1, opening=True)
@@ -147,9 +149,9 @@ def write_example(
         spans = _marked_spans(text, marked, ends)
         if learned_turns != turns:
             spans = _spans_of_turns(write, spans, learned_turns)
-    elif ends_with_label and train_on != "all":
+    elif ends_with_label and not learns_all:
         spans = _prefix_spans(write, text, learned_turns, len(messages), name)
-    if train_on == "all":
+    if learns_all:
         spans = [(0, len(text))]
     else:
         spans = [_cut_after_end(text, span, ends) for span in spans]
@@ -164,7 +166,7 @@ def write_example(
     unwritten = _unwritten(own_messages, text, text_without_tools)
     for index, entries in enumerate(unwritten, start=num_added):
         labels = [entry for entry in entries if entry in SAID]
-        if labels and (train_on == "all" or index in learned_turns):
+        if labels and (learns_all or index in learned_turns):
             raise Refused(
                 f"{name} leaves out {labels[0]} of message {index - num_added + 1}, which is to be learned; give a "
                 "template that writes it as data.prompt_template FILE.jinja, or put it into the content"
@@ -172,7 +174,7 @@ def write_example(
         ignored += entries
     notes = _notes(tokenizer, data, own_messages, ignored)
     eos = ends_with_label and not text.rstrip().endswith(ends)
-    if eos and len(learned_turns) > 1 and train_on != "all":
+    if eos and len(learned_turns) > 1 and not learns_all:
         notes.append(f"have several turns of which only the last one learns where to end: {name} ends no turn itself")
     return Written(
         text,
@@ -209,7 +211,11 @@ def _is_learned(message: Message) -> bool:
     return all(switches.values())
 
 
-def _unwritten(messages: list[Message], text: str, text_without_tools: str) -> list[list[str]]:
+def _unwritten(
+    messages: list[Message],
+    text: str,
+    text_without_tools: str,
+) -> list[list[str]]:
     """List the entries of each message that the template did not write.
 
     A text may be trimmed, have other blanks, or be written as JSON. The names of called functions must occur as often
@@ -420,9 +426,8 @@ def _labelled(
     # The last character decides: tokenizers that trim offsets (Llama 3's) let a token's blank lie outside of it. What
     # the tokenizer put before the text (BOS) ends at 0.
     mask = [end > 0 and is_label[end - 1] == 1 for _, end in offsets]
-    ends_with_eos = ids[-1:] == [tokenizer.eos_token_id] and offsets[-1] == (0, 0)
-    if written.bos and ends_with_eos:  # some tokenizers end every text with EOS
-        ids = ids[:-1]
+    if written.bos and ids[-1:] == [tokenizer.eos_token_id] and offsets[-1] == (0, 0):
+        ids = ids[:-1]  # some tokenizers end every text with EOS
         mask = mask[:-1]
     if written.eos:
         ids = [*ids, tokenizer.eos_token_id]

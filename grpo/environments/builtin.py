@@ -40,7 +40,8 @@ def calculator(expression: str) -> str:
         raise ValueError("division by zero") from None
     if value.denominator == 1:
         return str(value)
-    rounded = decimal.Context(prec=DIGITS).divide(value.numerator, value.denominator)
+    context = decimal.Context(prec=DIGITS)
+    rounded = context.divide(value.numerator, value.denominator)
     return str(rounded.normalize())
 
 
@@ -67,7 +68,8 @@ def python_tool(config: EnvironmentConfig) -> Callable[[str], str]:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1 or abs(exponent) * _bits(base) > MAX_BITS:
+    num_bits = abs(exponent) * _bits(base)
+    if exponent.denominator != 1 or num_bits > MAX_BITS:
         raise ValueError("the exponent must be a whole number, and the result must not have too many digits")
     return base ** int(exponent)
 
@@ -89,7 +91,8 @@ def _value(node: ast.expr) -> Fraction:
     """Calculate a part of an expression."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return Fraction(str(node.value))  # 0.1 as it is written, not the float next to it
-    operation = OPERATIONS.get(type(getattr(node, "op", None)))
+    operator_node = getattr(node, "op", None)
+    operation = OPERATIONS.get(type(operator_node))
     if operation is None:
         raise ValueError("only numbers, + - * / // % ** and parentheses are known")
     if isinstance(node, ast.UnaryOp):
@@ -104,4 +107,5 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _bits(value: Fraction) -> int:
-    return max(abs(value.numerator), value.denominator).bit_length()
+    longer = max(abs(value.numerator), value.denominator)
+    return longer.bit_length()

@@ -57,7 +57,7 @@ def parse(text: str, style: str) -> list[ToolCall | str]:
     the end of the turn, and a </think> without a beginning ends a thought that began with the turn. Inside JSON texts
     neither these tags nor those of calls have a meaning.
     """
-    calls: list[ToolCall | str] = []
+    calls = []
     position = 0
     in_thought = False
     while mark := MARKS[style].search(text, position):
@@ -115,7 +115,7 @@ def style_of(template: str) -> str:
 
 def _read_objects(text: str, position: int) -> tuple[list[ToolCall | str], int]:
     """Read the JSON objects from `position` on. Returns their calls, and the position after them."""
-    calls: list[ToolCall | str] = []
+    calls = []
     while text.startswith("{", position):
         start = position
         try:
@@ -131,7 +131,11 @@ def _read_objects(text: str, position: int) -> tuple[list[ToolCall | str], int]:
     return calls, position
 
 
-def _read_tagged(text: str, start: int, style: str) -> tuple[list[ToolCall | str], int]:
+def _read_tagged(
+    text: str,
+    start: int,
+    style: str,
+) -> tuple[list[ToolCall | str], int]:
     """Read the call after an opening tag. Returns it, or nothing for a block that is not a call, and where it ends."""
     closing = TAGS[style][1]
     end = start
@@ -179,13 +183,14 @@ def _read_name_and_argument(text: str, start: int) -> tuple[ToolCall, int]:
     words = body.strip().split(maxsplit=1)
     if not words:
         raise ValueError("it names no tool")
-    argument = words[1] if words[1:] else ""
-    return ToolCall(words[0], argument), start + len(body)
+    name, argument = [*words, ""][:2]
+    return ToolCall(name, argument), start + len(body)
 
 
 def _from_json(call: Any) -> ToolCall:
     """Make a call of a JSON value. Raises ValueError if the value is not a call."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str):
         raise ValueError("it names no tool")
     arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):  # some models write the object as a text
@@ -193,4 +198,4 @@ def _from_json(call: Any) -> ToolCall:
     arguments = arguments or {}
     if not isinstance(arguments, dict):
         raise ValueError("its arguments are no object")
-    return ToolCall(call["name"], arguments)
+    return ToolCall(name, arguments)

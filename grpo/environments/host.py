@@ -22,6 +22,7 @@ from grpo.text import shorten
 from grpo.workers.processes import Call, Workers
 from grpo.workers.worker import Failure, plain_values
 
+Values = dict[str, Any]  # as JSON has them, by name
 # Limit for all answers to a turn together, and for what `get_info` returns. A flood is cut before it fills a socket.
 MAX_CHARACTERS = 32_000
 
@@ -90,7 +91,7 @@ class EnvironmentHost:
         """End an episode early."""
         self.workers.drop(episode)
 
-    def poll(self, seconds: float = 0.0) -> list[dict[str, Any]]:
+    def poll(self, seconds: float = 0.0) -> list[Values]:
         """Return the replies that have arrived. If there are none, wait up to `seconds` for the first.
 
         Raises RuntimeError if the supervisor has ended.
@@ -103,11 +104,11 @@ class EnvironmentHost:
         while True:  # a `reset` that is tried again has no reply yet
             seconds_left = give_up_at - time.monotonic()
             outcomes = self.workers.poll(max(0.0, seconds_left))
-            replies = [reply for reply in map(self._reply, outcomes) if reply]
+            replies = list(filter(None, map(self._reply, outcomes)))
             if replies or not outcomes:
                 return replies
 
-    def _reply(self, outcome: dict[str, Any]) -> dict[str, Any] | None:
+    def _reply(self, outcome: Values) -> Values | None:
         """Return the reply to a call. A `reset` that failed is tried once more in another process: None."""
         episode = outcome["call"]
         call = self._pending.pop(episode)
@@ -142,14 +143,14 @@ class EnvironmentHost:
         self.workers.close()
 
 
-def load_environment(config: EnvironmentConfig, style: str) -> Callable[..., dict[str, Any]]:
+def load_environment(config: EnvironmentConfig, style: str) -> Callable[..., Values]:
     """Load the user's files in an environment process. Returns a function that does `reset`, `turn` or `finish`.
 
     style: how the model writes calls, see calls.py.
     """
     environment = LiveEnvironment(load_toolboxes(config), style)
 
-    def answer(do: str, *arguments: Any) -> dict[str, Any]:
+    def answer(do: str, *arguments: Any) -> Values:
         if do != "reset" and config.all_classes and environment.object is None:
             raise Lost("its process ended between two turns")
         return getattr(environment, do)(*arguments)
@@ -169,11 +170,11 @@ class LiveEnvironment:
 
     def reset(
         self,
-        row: dict[str, Any],
+        row: Values,
         seed: int,
         rollout: int,
         environment: str = "",
-    ) -> dict[str, Any]:
+    ) -> Values:
         """Make the object and call its `reset`. Returns the `text` that goes behind the row's prompt, or None.
 
         environment: the name of the class.
@@ -191,7 +192,7 @@ class LiveEnvironment:
         text: str,
         earns: bool = False,
         opened_thought: str = "",
-    ) -> dict[str, Any]:
+    ) -> Values:
         """Answer a turn of the model: each of its calls, or by `reply` if it has none. No answer ends the episode.
 
         opened_thought: the beginning of the thoughts if the chat template wrote it; calls inside thoughts do not count.
@@ -234,8 +235,9 @@ class LiveEnvironment:
             "tool_errors": kinds.count("error"),
             "unread_calls": int(bool(unread)),
         }
+        max_characters = MAX_CHARACTERS // max(len(answers), 1)
         reply = {
-            "answers": [shorten(answer, MAX_CHARACTERS // len(answers)) for answer in answers],
+            "answers": [shorten(answer, max_characters) for answer in answers],
             "role": role,
             "ended": ended,
             "counts": counts,
@@ -249,7 +251,7 @@ class LiveEnvironment:
                 raise Lost("get_reward gave None after a turn; algorithm.advantages=return_to_go needs a number")
         return reply
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> Values:
         """End the episode. Returns its `reward`, None without `get_reward`, and the `info` for reward functions."""
         if hasattr(self.object, "get_info"):
             info = await_result(self.object.get_info())
@@ -274,7 +276,7 @@ class LiveEnvironment:
             raise Lost(f"get_reward {error}") from error
 
 
-def _plain_attributes(environment: Any) -> dict[str, Any]:
+def _plain_attributes(environment: Any) -> Values:
     """Return the public attributes that JSON can hold, including numpy's numbers, up to MAX_CHARACTERS in all."""
     attributes = {}
     room = MAX_CHARACTERS

@@ -31,6 +31,8 @@ from grpo.types import Piece, Prompt
 FINISH_SECONDS = 60.0
 # Longest wait for replies before looking again; the supervisor keeps the deadlines.
 POLL_SECONDS = 1.0
+# What the driver learns of an episode besides the tokens
+NOTED = ("turns", "opening", "ended_by", "reward", "info", "failure", "waited", "counts")
 
 
 @dataclass
@@ -96,16 +98,7 @@ class Episode:
 
     def note(self) -> dict[str, Any]:
         """Return what the driver learns besides the tokens, as JSON values."""
-        return {
-            "turns": self.turns,
-            "opening": self.opening,
-            "ended_by": self.ended_by,
-            "reward": self.reward,
-            "info": self.info,
-            "failure": self.failure,
-            "waited": self.waited,
-            "counts": dict(self.counts),
-        }
+        return {name: getattr(self, name) for name in NOTED} | {"counts": dict(self.counts)}
 
 
 @dataclass(eq=False)
@@ -159,14 +152,19 @@ class Player:
         kept: as in `Piece.sampled`.
         """
         episode = self.episodes[number]
+        ids_T = torch.tensor(ids)
         logprobs_T = torch.tensor(logprobs, dtype=torch.float32)
-        piece = Piece.sampled(torch.tensor(ids), logprobs_T, episode.version, kept)
+        piece = Piece.sampled(ids_T, logprobs_T, episode.version, kept)
         episode.pieces.append(piece)
         episode.ids += ids
         is_whole = reason != "length"
         text_ids = ids[:-1] if is_whole else ids
         text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
-        turn = {"text": text, "tokens": len(ids), "answers": []}
+        turn = {
+            "text": text,
+            "tokens": len(ids),
+            "answers": [],
+        }
         episode.turns.append(turn)
         if not is_whole:
             return self._end(episode, "tokens")
@@ -245,7 +243,9 @@ class Player:
         config = self.config
         turn = episode.turns[-1]
         episode.counts.update(reply["counts"])
-        answers = [self._cut(answer, episode.counts) for answer in reply["answers"]]
+        answers = []
+        for answer in reply["answers"]:
+            answers.append(self._cut(answer, episode.counts))
         turn["answers"] = answers
         for name in ("earned", "unread"):
             if name in reply:
@@ -324,7 +324,7 @@ def play(
     delay = math.inf if config.rounds else config.answer_steps
     # rollout that waits for its next turn -> first step at which it may begin
     begins_at = dict.fromkeys(range(num_rollouts), 0.0)
-    all_ids: list[list[int]] = [[] for _ in range(num_rollouts)]
+    all_ids = [[] for _ in range(num_rollouts)]
     num_prompt_tokens = [0] * num_rollouts
     step = 0.0
 
@@ -333,7 +333,7 @@ def play(
         if is_idle:
             earliest = min(begins_at.values())
             step = max(step, earliest)
-        due = sorted(number for number, first_step in begins_at.items() if first_step <= step)
+        due = sorted(number for number in begins_at if begins_at[number] <= step)
         if due:
             min_decisions = len(due) if delay else int(is_idle)
             decisions = None

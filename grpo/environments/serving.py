@@ -62,7 +62,7 @@ def serving_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> 
         return ""
     own = tokenizer.get_chat_template(data.chat_template_kwargs.get("chat_template"))
     # the tags around what is to be learned count characters of the whole text, and mean nothing inside of another
-    for tag, plain_tag in (("generation", "if true"), ("endgeneration", "endif")):
+    for tag, plain_tag in {"generation": "if true", "endgeneration": "endif"}.items():
         own = re.sub(rf"(\{{%[-+]?\s*){tag}(\s*[-+]?%\}})", rf"\1{plain_tag}\2", own)
     thought = OPENED_THOUGHT.search(_opening(tokenizer, data))[0]
 
@@ -93,17 +93,24 @@ def _keeps_turns(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> bool
     """Check that the template writes earlier turns as they were written, behind the opening at the end of a prompt."""
     opening = _opening(tokenizer, data)
     for chat in _chats(tokenizer, data, PROBE):
-        if not chat.startswith(opening + PROBE) or chat.count(PROBE) != 2:
+        has_both = chat.count(PROBE) == 2
+        if not has_both or not chat.startswith(opening + PROBE):
             return False
     return True
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str:
     """Return a prompt up to the opening of the model's turn."""
-    return render(tokenizer, data, prompt_messages(data, "?"), opening=True)[0]
+    prompt = prompt_messages(data, "?")
+    text, _ = render(tokenizer, data, prompt, opening=True)
+    return text
 
 
-def _chats(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, turn: str) -> list[str]:
+def _chats(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    turn: str,
+) -> list[str]:
     """Write a chat of two turns, answered by the user and, if the template allows it, by a tool."""
     message = {"role": "assistant", "content": turn}
     chats = []
@@ -111,5 +118,6 @@ def _chats(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, turn: str) ->
         answer = {"role": role, "content": "!"}
         messages = [*prompt_messages(data, "?"), message, answer, message]
         with contextlib.suppress(Refused):
-            chats.append(render(tokenizer, data, messages, opening=False)[0])
+            chat, _ = render(tokenizer, data, messages, opening=False)
+            chats.append(chat)
     return chats

@@ -83,13 +83,15 @@ class Turns:
         self.opened_thought = OPENED_THOUGHT.search(opened)[0]
         self.rewrites = {}
         for role in self.frames:
-            self.rewrites[role] = ODD not in self._after_turn(role, [ODD])
+            suffix = self._after_turn(role, [ODD])
+            self.rewrites[role] = ODD not in suffix
 
     @property
     def line(self) -> str:
         """Advice about the template for the user. Empty if there is nothing to say."""
         prompt = self._write(self.start)
-        if all(schema["function"]["name"] in prompt for schema in self.schemas):
+        names = [schema["function"]["name"] for schema in self.schemas]
+        if all(name in prompt for name in names):
             return ""
         return "the chat template does not show the tools; describe them in data.system_prompt"
 
@@ -100,13 +102,19 @@ class Turns:
         marked_chat = prompt_messages(self.data, [*earlier, marked])
         before, _, after = self._write(marked_chat).partition(QUESTION)
         chat = prompt_messages(self.data, [*earlier, last])
-        question = _between(self._write(chat), before, after, last["content"])
+        written = self._write(chat)
+        question = _between(written, before, after, last["content"])
         ids = self._encode(before)
         ids += self._plain_ids(question)
         ids += self._encode(after)
         return ids
 
-    def ids(self, answers: list[str], last: int, role: str = "") -> list[int]:
+    def ids(
+        self,
+        answers: list[str],
+        last: int,
+        role: str = "",
+    ) -> list[int]:
         """Return the ids after a turn that ended with token `last`: rest of its end, answers, opening of the next turn.
 
         role: who answers: empty for `reply_as`, `user` after a turn without calls. Several answers of the user become
@@ -142,7 +150,8 @@ class Turns:
             three = [ANSWER, OTHER, ANSWER]
             expected = before + between.join(three) + after
             _check("a row of three answers is written otherwise", expected, self._after_turn(role, three))
-        for place, earlier_role in (("in the second round", role), ("in a longer chat", "user")):
+        earlier_roles = {"in the second round": role, "in a longer chat": "user"}
+        for place, earlier_role in earlier_roles.items():
             history = self._chat(self.start, EARLIER, earlier_role, [ANSWER])
             written = self._after_turn(role, [ANSWER], history)
             _check(f"what follows a turn {place} is written otherwise", suffix, written)
@@ -228,7 +237,8 @@ class Turns:
             return [token for token in ids if token not in self.special_ids]
         half = len(text) // 2
         first_ids = self._plain_ids(text[:half])
-        return first_ids + self._plain_ids(text[half:])
+        second_ids = self._plain_ids(text[half:])
+        return first_ids + second_ids
 
 
 def _check(what: str, expected: str, actual: str) -> None:
@@ -250,7 +260,9 @@ def _between(written: str, before: str, after: str, text: str) -> str:
 
     Returns `text` if these are not found.
     """
+    start = len(before)
     end = len(written) - len(after)
-    if len(before) <= end and written.startswith(before) and written.endswith(after):
-        return written[len(before) : end]
+    is_found = written.startswith(before) and written.endswith(after)
+    if is_found and start <= end:
+        return written[start:end]
     return text

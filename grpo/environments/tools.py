@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function, near_miss
+from grpo.config.values import fits
 from grpo.environments.builtin import calculator, python_tool
 from grpo.environments.calls import ToolCall
 from grpo.text import one_line
@@ -80,7 +81,7 @@ class Toolbox:
 
     @property
     def tools(self) -> dict[str, Callable]:
-        """Functions and methods, by name. Methods are not bound to an object."""
+        """Table of functions and methods, by name. Methods are not bound to an object."""
         return {**self.functions, **self.methods}
 
     @property
@@ -122,9 +123,11 @@ class Toolbox:
         """Choose what `reset` gets: the columns that it names or, with `**row`, all; `seed` and `rollout` if named."""
         parameters = inspect.signature(self.kind.reset).parameters
         named = list(parameters)[1:]
-        arguments = dict(row)
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
-            arguments = {name: value for name, value in row.items() if name in named}
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        arguments = {}
+        for name, value in row.items():
+            if takes_all or name in named:
+                arguments[name] = value
         if "seed" in named:
             arguments["seed"] = seed
         if "rollout" in named:
@@ -159,7 +162,7 @@ def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
             raise ValueError(f"environment.tools {spec} is no function; write def ..., and a class as environment.name")
         functions.append(function)
     function_names = [function.__name__ for function in functions]
-    by_name = dict(zip(function_names, functions, strict=True))
+    by_name = {function.__name__: function for function in functions}
     toolboxes = {}
     for name, spec in config.all_classes.items():
         toolboxes[name] = _load_class(spec, config, by_name)
@@ -192,10 +195,11 @@ def _load_class(
         )
     _check_call(kind, f"class {kind.__name__} does not take environment.options {config.options}", [], config.options)
     for name, arguments in OPTIONAL_METHODS.items():
-        if hasattr(kind, name):
+        method = getattr(kind, name, None)
+        if method:
             given = ", ".join(arguments) or "no arguments"
             what = f"{kind.__name__}.{name} is no tool here, and is called with {given}"
-            _check_call(getattr(kind, name), what, [None, *arguments], {})
+            _check_call(method, what, [None, *arguments], {})
     return toolbox
 
 
@@ -282,7 +286,8 @@ def _as_text(result: Any) -> str:
 def is_outage(error: BaseException | None) -> bool:
     """Decide whether the machine or the network caused an error, or an error that it follows from."""
     while error is not None:
-        if isinstance(error, OUTAGES) or (isinstance(error, OSError) and error.errno in OUTAGE_NUMBERS):
+        is_of_machine = isinstance(error, OSError) and error.errno in OUTAGE_NUMBERS
+        if is_of_machine or isinstance(error, OUTAGES):
             return True
         if error.__suppress_context__:
             error = error.__cause__
@@ -321,8 +326,8 @@ def _has_type(value: Any, hint: Any) -> bool:
     """Check that a JSON value has the type of a hint. Hints that JSON has no values for allow every value."""
     kind = typing.get_origin(hint) or hint
     parts = typing.get_args(hint)
-    if kind is Literal:
-        return value in parts
+    if kind in (Literal, int, float):
+        return fits(value, hint)
     if kind in (typing.Union, types.UnionType):
         return any(_has_type(value, part) for part in parts)
     if kind is tuple:
@@ -330,8 +335,6 @@ def _has_type(value: Any, hint: Any) -> bool:
     if kind is list:
         item_hint = parts[0] if parts else None
         return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
-    if kind in (int, float):  # True is an int in Python
-        return isinstance(value, (int, kind)) and not isinstance(value, bool)
     if kind in (str, bool, dict, type(None)):
         return isinstance(value, kind)
     return True

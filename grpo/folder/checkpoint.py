@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
-from grpo.config import GRPOConfig, SFTConfig
+from grpo.config.fields import Config
 from grpo.config.recipes import changes_since
 from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, check_run_folder, read_marker, step_folders, step_of
 from grpo.roles.process_groups import make_savers_group
@@ -70,7 +70,7 @@ MALFORMED = (
 
 
 def open_run_folder(
-    config: GRPOConfig | SFTConfig,
+    config: Config,
     script: str,
     inputs: Iterable[str],
 ) -> tuple[pathlib.Path | None, dict[str, Any]]:
@@ -91,14 +91,15 @@ def open_run_folder(
         return None, {}
     checkpoint, state = newest_checkpoint(config.run_dir)
     if checkpoint is not None and not is_same_run(config):
-        groups = state.pop("flight", None)
+        groups = state.get("flight")
         if groups:
-            num_groups = len(groups["counts"])
+            state["flight"] = None
+            num_groups = len(groups.get("counts", ()))
             print(f"{num_groups} groups in flight are left out: they are of the old config", flush=True)
     return checkpoint, state
 
 
-def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
+def is_same_run(config: Config) -> bool:
     """Return whether the result is that of the run which is resumed, and print each field of the config that differs.
 
     The old config is read from `run.json`, which is data; config.py is not run. Raises ValueError if the result depends
@@ -193,7 +194,7 @@ class CheckpointSaver:
     saved stays in the host's memory for the next save; on a GPU's host it is pinned.
     """
 
-    def __init__(self, config: GRPOConfig | SFTConfig):
+    def __init__(self, config: Config):
         """Collective over the trainer ranks."""
         self.config = config
         self.group = make_savers_group(config.deadline_minutes)
@@ -261,7 +262,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def __init__(
         self,
-        config: GRPOConfig | SFTConfig,
+        config: Config,
         step: int,
         driver_state: dict[str, Any] | None,
     ):
@@ -356,7 +357,10 @@ def _load(state: dict[str, Any], checkpoint: pathlib.Path) -> None:
         dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner())
     except dcp.api.CheckpointException as error:
         cause = _cause(error)
-        raise BadInput(f"{checkpoint} cannot be loaded: {reason_of(cause)}") from cause
+        raise BadInput(
+            f"{checkpoint} cannot be loaded: {reason_of(cause)}. If it lacks something, another version of PlainRL or "
+            "another config saved it: resume with those, which run.json has"
+        ) from cause
 
 
 def _read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A trained model at Hugging Face's hub: its repository before the run, its files and card afterwards."""
 
 import json
-import pathlib
+from pathlib import Path
 
 import httpx
 from huggingface_hub import HfApi
@@ -32,34 +32,38 @@ def open_repository(name: str) -> str:
 
 def push(config: RunConfig, repository: str) -> str:
     """Upload a run's exported folder with a card. Returns a line that says where it is, or why not and what to do."""
-    run_dir = pathlib.Path(config.run_dir)
+    run_dir = Path(config.run_dir)
     folder = run_dir / "model"
     card = model_card(config, repository, run_dir)
     (folder / "README.md").write_text(card)
     try:
-        commit = HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with PlainRL")
+        commit = HfApi().upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Trained with PlainRL",
+        )
     except HUB_ERRORS as error:
         return f"warning: {folder} was not uploaded ({reason_of(error)}); try `hf upload {repository} {folder} .`"
     return f"uploaded {folder}: {commit.repo_url}"
 
 
-def model_card(config: RunConfig, repository: str, run_dir: pathlib.Path) -> str:
+def model_card(config: RunConfig, repository: str, run_dir: Path) -> str:
     """Write a model's card: its base, what was measured first and last, and the recipe."""
-    measured: dict[str, list[tuple[int, float]]] = {}
+    measured = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         for name, value in record.items():
-            counts = name in ("loss", "reward/mean") or name.startswith(("eval/", "validation/"))
-            if counts and value is not None:
-                measured.setdefault(name, []).append((record["step"], value))
+            is_shown = name in ("loss", "reward/mean") or name.startswith(("eval/", "validation/"))
+            if is_shown and value is not None:
+                cell = f"{value:.4g} (step {record['step']})"
+                measured.setdefault(name, []).append(cell)
     rows = ["| Metric | First | Last |", "|---|---|---|"]
-    for name, values in sorted(measured.items()):
-        first, last = (f"{value:.4g} (step {step})" for step, value in (values[0], values[-1]))
-        rows.append(f"| `{name}` | {first} | {last} |")
+    for name, cells in sorted(measured.items()):
+        rows.append(f"| `{name}` | {cells[0]} | {cells[-1]} |")
 
     facts = ["library_name: transformers", "tags: [plainrl]"]
     base = config.model.path
-    if not config.model.is_built and not pathlib.Path(base).exists():  # the hub refuses a base that it does not know
+    if not config.model.is_built and not Path(base).exists():  # the hub refuses a base that it does not know
         facts.append(f"base_model: {base}")
     recipe = (run_dir / "config.py").read_text().strip()
     return "\n\n".join(

@@ -13,7 +13,6 @@ import fcntl
 import importlib.metadata
 import json
 import os
-import pathlib
 import platform
 import re
 import shutil
@@ -23,10 +22,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from grpo.config.fields import RunConfig
 from grpo.config.recipes import as_recipe, written_fields
+from grpo.text import replace_file
 
 MARKER = "run.json"
 LOCK = "run.lock"
@@ -58,7 +59,7 @@ UNFINISHED = (PARTIAL, ".tmp")  # endings of what is being written, or was when 
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 OLD_CONFIG = re.compile(r"config-step-[0-9]{8,}\.py")  # the config up to that step, see `begin_run`
 PACKAGES = ("torch", "torchtitan", "vllm", "transformers")
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 
 
 def check_run_folder(
@@ -76,7 +77,7 @@ def check_run_folder(
     holds an earlier run and neither `resume` nor `overwrite` is set, if `resume` cannot continue that run, or if the
     run would replace or delete one of its inputs.
     """
-    folder = pathlib.Path(run_dir)
+    folder = Path(run_dir)
     place = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -103,7 +104,7 @@ def check_run_folder(
 
     run_files = {folder.resolve() / name for name in RUN_FILES}
     for path in filter(None, inputs):
-        resolved = pathlib.Path(path).resolve()
+        resolved = Path(path).resolve()
         lies_in = {resolved, *resolved.parents}
         if marker and resolved.exists() and run_files & lies_in:
             raise ValueError(
@@ -134,7 +135,7 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
     of the steps up to `step` stays as config-step-N.py. Returns the descriptor of the lock: the folder belongs to this
     process until it ends or closes the descriptor. Raises ValueError if another run holds the lock.
     """
-    folder = pathlib.Path(config.run_dir)
+    folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     lock = _take_lock(folder, os.O_CREAT)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -162,7 +163,7 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
         "commit": commit,
         "config": written_fields(config),
     }
-    _write(folder / MARKER, json.dumps(marker, indent=2) + "\n")
+    replace_file(folder / MARKER, json.dumps(marker, indent=2) + "\n")
 
     recipe = as_recipe(config)
     saved = folder / CONFIG
@@ -171,16 +172,16 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
     may_differ = config.resume and step and saved.is_file() and not earlier.exists()
     if may_differ and saved.read_text("utf-8") != recipe:
         saved.rename(earlier)
-    _write(saved, recipe)
+    replace_file(saved, recipe)
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     short_commit = commit[:10] if commit else "unknown"
-    print(f"{packages}; commit {short_commit}", flush=True)
+    print(f"{packages}; commit {short_commit}")
     return lock
 
 
-def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:
+def read_marker(run_dir: str | Path) -> dict[str, Any] | None:
     """Return the folder's `run.json`, None if there is none or if no run wrote it."""
-    path = pathlib.Path(run_dir) / MARKER
+    path = Path(run_dir) / MARKER
     if path.is_symlink() or not path.is_file():
         return None
     try:
@@ -194,21 +195,21 @@ def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:
     return marker
 
 
-def step_folders(run_dir: str | pathlib.Path) -> list[pathlib.Path]:
+def step_folders(run_dir: str | Path) -> list[Path]:
     """Return the run's checkpoint folders `step-NNNNNNNN`, oldest first. Folders of other names are ignored."""
     folders = []
-    for path in pathlib.Path(run_dir, CHECKPOINTS).glob("step-*"):
+    for path in Path(run_dir, CHECKPOINTS).glob("step-*"):
         if STEP_FOLDER.fullmatch(path.name) and path.is_dir():
             folders.append(path)
     return sorted(folders, key=step_of)
 
 
-def step_of(folder: pathlib.Path) -> int:
+def step_of(folder: Path) -> int:
     """Return the step of one of `step_folders`."""
     return int(folder.name.removeprefix("step-"))
 
 
-def _take_lock(folder: pathlib.Path, flags: int = 0) -> int:
+def _take_lock(folder: Path, flags: int = 0) -> int:
     """Lock the folder's `run.lock`, without following links or waiting. Closing the descriptor releases it.
 
     Raises ValueError, with the name of the process that holds the lock, or if the file is not a regular one.
@@ -229,11 +230,11 @@ def _take_lock(folder: pathlib.Path, flags: int = 0) -> int:
             f"{folder} is in use by another run ({holder}); wait for its end, or choose another --run-dir"
         ) from error
     except OSError as error:  # some mounts of Lustre
-        print(f"warning: {folder} has no locks ({error.strerror}); nothing keeps a second run out of it", flush=True)
+        print(f"warning: {folder} has no locks ({error.strerror}); nothing keeps a second run out of it")
     return descriptor
 
 
-def _files_of_runs(folder: pathlib.Path) -> list[pathlib.Path]:
+def _files_of_runs(folder: Path) -> list[Path]:
     """Return the paths of all that a run may have written. In checkpoints/ these are only folders that it named."""
     files = []
     for name in RUN_FILES:
@@ -246,20 +247,12 @@ def _files_of_runs(folder: pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def _delete(path: pathlib.Path) -> None:
+def _delete(path: Path) -> None:
     """Delete a folder with its content, a file, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    """Replace a file atomically: a crash leaves the old one or the new one."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with open(partial, "x", encoding="utf-8") as file:  # "x", so that a link which somebody put there is not followed
-        file.write(text)
-    partial.replace(path)
 
 
 def installed_version(package: str) -> str | None:

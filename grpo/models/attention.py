@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
@@ -44,13 +44,19 @@ def choose_attention(model: ModelConfig, device: torch.device) -> str:
 
 def attention_config(kind: str) -> Module.Config:
     """Return torchtitan's config of flash, flex or documents. All of them always add gradients in the same order."""
-    return {"flash": FlashAttention, "flex": FlexAttention, "documents": DocumentAttention}[kind].Config()
+    kinds = {
+        "flash": FlashAttention,
+        "flex": FlexAttention,
+        "documents": DocumentAttention,
+    }
+    return kinds[kind].Config()
 
 
 @functools.cache
 def _has_flash_attention() -> bool:
-    capable = torch.cuda.get_device_capability()[0] in FLASH_CAPABILITIES
-    return capable and all(importlib.util.find_spec(name) for name in ("flash_attn", "flash_attn.cute"))
+    major, _ = torch.cuda.get_device_capability()
+    packages = ("flash_attn", "flash_attn.cute")
+    return major in FLASH_CAPABILITIES and all(map(importlib.util.find_spec, packages))
 
 
 class DocumentAttention(VarlenAttention):
@@ -67,39 +73,60 @@ class DocumentAttention(VarlenAttention):
         Module.__init__(self)  # the parent's constructor asks for GPU kernels
 
     # torchtitan declares shardings for these argument names
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, enable_gqa=False, **unused):
+    def forward(
+        self,
+        q_BLNH,
+        k_BLNH,
+        v_BLNH,
+        *,
+        attention_masks,
+        scale=None,
+        enable_gqa=False,
+        **unused,
+    ):
         """Attend to a document's own keys and those of its shared prompt. Returns [B, L, N, H]."""
         index_SQ, real_SQ = _as_rows(attention_masks.cu_seq_q)
         index_SK = index_SQ
         visible = {"is_causal": True}  # hides the padding too, which follows its document
         if attention_masks.shared or attention_masks.cuts:
             index_SK, _ = _as_rows(attention_masks.cu_seq_k)
-            visible = {"attn_mask": _seen_keys(attention_masks, index_SQ.shape[1], index_SK.shape[1])[:, None]}
+            seen_SQK = _seen_keys(attention_masks, index_SQ.shape[1], index_SK.shape[1])
+            visible = {"attn_mask": seen_SQK[:, None]}
         if attention_masks.shared:
             index_SK = attention_masks.shared.keys_K[index_SK]
         q = q_BLNH.flatten(0, 1)[index_SQ].transpose(1, 2)
         k = k_BLNH.flatten(0, 1)[index_SK].transpose(1, 2)
         v = v_BLNH.flatten(0, 1)[index_SK].transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=enable_gqa, **visible)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            **visible,
+        )
         return out.transpose(1, 2)[real_SQ].view(q_BLNH.shape)
 
 
-def _as_rows(bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _as_rows(bounds: Tensor) -> tuple[Tensor, Tensor]:
     """Lay documents out as rows of one length: (index of each place, whether the place is not padding)."""
     lengths_S = bounds.diff()
     offsets_T = torch.arange(int(lengths_S.max()), device=bounds.device)
-    index_ST = (bounds[:-1, None] + offsets_T).clamp(max=int(bounds[-1]) - 1)  # padding repeats the last place of all
+    last_place = int(bounds[-1]) - 1
+    index_ST = bounds[:-1, None] + offsets_T
+    index_ST = index_ST.clamp(max=last_place)  # padding repeats the last place of all
     return index_ST, offsets_T < lengths_S[:, None]
 
 
-def _seen_keys(masks: "DocumentMasks", num_queries: int, num_keys: int) -> torch.Tensor:
+def _seen_keys(masks: "DocumentMasks", num_queries: int, num_keys: int) -> Tensor:
     """Say which keys each query sees, both laid out as rows: bool [documents, queries, keys].
 
     The last queries and the last keys of a document are those of the same tokens.
     """
     key_K = torch.arange(num_keys, device=masks.cu_seq_k.device)
     num_before_S = masks.cu_seq_k.diff() - masks.cu_seq_q.diff()
-    own_SQ = num_before_S[:, None] + torch.arange(num_queries, device=key_K.device)
+    query_Q = torch.arange(num_queries, device=key_K.device)
+    own_SQ = num_before_S[:, None] + query_Q
     own_SQ1 = own_SQ.clamp(max=num_keys - 1)[:, :, None]  # so that padding sees something too
     seen_SQK = key_K <= own_SQ1
     if masks.cuts:
@@ -143,18 +170,18 @@ class FlashAttention(DocumentAttention):
 class DocumentMasks(NamedTuple):
     """torchtitan's VarlenMetadata, the keys that documents share, and the window of a layer."""
 
-    cu_seq_q: torch.Tensor
+    cu_seq_q: Tensor
     """int32 [documents + 1]."""
-    cu_seq_k: torch.Tensor
-    max_q: int | torch.Tensor
-    max_k: int | torch.Tensor
+    cu_seq_k: Tensor
+    max_q: int | Tensor
+    max_k: int | Tensor
     shared: SharedPrompts | None
     window: int | None = None
     """Tokens that a query sees, its own included; None for all before it."""
 
     @property
     def cuts(self) -> bool:
-        """Whether the window hides a key of the longest document."""
+        """True if the window hides a key of the longest document."""
         return self.window is not None and bool(self.max_k > self.window)
 
 
@@ -165,30 +192,40 @@ def document_masks(micro: MicroBatch, window: int | None = None) -> DocumentMask
     shared = micro.shared
     if shared is None:
         return DocumentMasks(bounds, bounds, longest, longest, None, window)
-    return DocumentMasks(bounds, shared.key_starts, longest, shared.longest, shared, window)
+    return DocumentMasks(
+        bounds,
+        shared.key_starts,
+        longest,
+        shared.longest,
+        shared,
+        window,
+    )
 
 
-def window_mask(positions_BT: torch.Tensor, window: int) -> Callable[..., torch.Tensor]:
+def window_mask(positions_BT: Tensor, window: int) -> Callable[..., Tensor]:
     """Return flex attention's mask of a window, besides those that keep documents apart.
 
     It goes by positions: a shared prompt lies further away in its row than in the text.
     """
 
-    def sees(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return positions_BT[b, query] - positions_BT[b, key] < window
 
     return sees
 
 
-def shared_prompt_mask(micro: MicroBatch) -> Callable[..., torch.Tensor]:
+def shared_prompt_mask(micro: MicroBatch) -> Callable[..., Tensor]:
     """Return flex attention's mask of one row, besides the causal one: a query sees its document and its prompt."""
     starts = micro.document_starts
     shared = micro.shared
-    document_T = torch.searchsorted(starts[1:], torch.arange(micro.ids_BT.numel(), device=starts.device), right=True)
-    prompt_T = document_T[shared.keys_K[shared.key_starts[:-1]]][document_T]  # its own document's number without one
+    place_T = torch.arange(micro.ids_BT.numel(), device=starts.device)
+    document_T = torch.searchsorted(starts[1:], place_T, right=True)
+    first_keys = shared.keys_K[shared.key_starts[:-1]]
+    prompt_T = document_T[first_keys][document_T]  # its own document's number without one
 
-    def sees(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (document_T[query] == document_T[key]) | (prompt_T[query] == document_T[key])
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        document = document_T[key]
+        return (document_T[query] == document) | (prompt_T[query] == document)
 
     return sees
 
@@ -201,12 +238,20 @@ def for_compiler(masks: DocumentMasks) -> DocumentMasks:
     resized = [masks.cu_seq_q]
     shared = masks.shared
     if shared:
-        resized += [masks.cu_seq_k, shared.keys_K, shared.own_T, shared.reused_R, shared.uses_RU]
+        resized += [
+            masks.cu_seq_k,
+            shared.keys_K,
+            shared.own_T,
+            shared.reused_R,
+            shared.uses_RU,
+        ]
         torch._dynamo.maybe_mark_dynamic(shared.uses_RU, 1)
     for tensor in resized:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     # numbers would be compiled in
-    return masks._replace(max_q=torch.tensor(masks.max_q), max_k=torch.tensor(masks.max_k))
+    max_q = torch.tensor(masks.max_q)
+    max_k = torch.tensor(masks.max_k)
+    return masks._replace(max_q=max_q, max_k=max_k)
 
 
 @torch.compiler.disable
@@ -241,20 +286,20 @@ def kernels() -> tuple[Callable, Callable]:
 
 @torch.library.custom_op("grpo::flash_attention", mutates_args=())
 def flash_attention(
-    q_TNH: torch.Tensor,
-    k_TKH: torch.Tensor,
-    v_TKH: torch.Tensor,
-    bounds_S: torch.Tensor,
-    key_bounds_S: torch.Tensor,
-    longest: torch.Tensor,
-    longest_keys: torch.Tensor,
-    keys_K: torch.Tensor | None,
-    own_T: torch.Tensor | None,
-    reused_R: torch.Tensor | None,
-    uses_RU: torch.Tensor | None,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    bounds_S: Tensor,
+    key_bounds_S: Tensor,
+    longest: Tensor,
+    longest_keys: Tensor,
+    keys_K: Tensor | None,
+    own_T: Tensor | None,
+    reused_R: Tensor | None,
+    uses_RU: Tensor | None,
     window: int | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute causal attention within documents: (output [T, N, H], logsumexp [N, T] in float32).
 
     bounds_S: int32, the documents' first places and T. longest: their largest length, int64 on the CPU. key_bounds_S,
@@ -265,7 +310,13 @@ def flash_attention(
     options = _options(bounds_S, key_bounds_S, longest, longest_keys, window, scale)
     k_KKH = _repeated(k_TKH, keys_K)
     v_KKH = _repeated(v_TKH, keys_K)
-    out_TNH, logsumexp_NT, *_ = forward(q_TNH, k_KKH, v_KKH, return_lse=True, **options)
+    out_TNH, logsumexp_NT, *_ = forward(
+        q_TNH,
+        k_KKH,
+        v_KKH,
+        return_lse=True,
+        **options,
+    )
     return out_TNH, logsumexp_NT
 
 
@@ -279,31 +330,53 @@ def _(q_TNH, *rest):
 
 @torch.library.custom_op("grpo::flash_attention_backward", mutates_args=())
 def flash_attention_backward(
-    grad_TNH: torch.Tensor,
-    out_TNH: torch.Tensor,
-    logsumexp_NT: torch.Tensor,
-    q_TNH: torch.Tensor,
-    k_TKH: torch.Tensor,
-    v_TKH: torch.Tensor,
-    bounds_S: torch.Tensor,
-    key_bounds_S: torch.Tensor,
-    longest: torch.Tensor,
-    longest_keys: torch.Tensor,
-    keys_K: torch.Tensor | None,
+    grad_TNH: Tensor,
+    out_TNH: Tensor,
+    logsumexp_NT: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    bounds_S: Tensor,
+    key_bounds_S: Tensor,
+    longest: Tensor,
+    longest_keys: Tensor,
+    keys_K: Tensor | None,
     window: int | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, and of k and v as the documents attend to them, always added in the same order."""
     _, backward = kernels()
     options = _options(bounds_S, key_bounds_S, longest, longest_keys, window, scale)
     k_KKH = _repeated(k_TKH, keys_K)
     v_KKH = _repeated(v_TKH, keys_K)
-    gradients = backward(q_TNH, k_KKH, v_KKH, out_TNH, grad_TNH, logsumexp_NT, deterministic=True, **options)
+    gradients = backward(
+        q_TNH,
+        k_KKH,
+        v_KKH,
+        out_TNH,
+        grad_TNH,
+        logsumexp_NT,
+        deterministic=True,
+        **options,
+    )
     return gradients[:3]
 
 
 @flash_attention_backward.register_fake
-def _(grad_TNH, out_TNH, logsumexp_NT, q_TNH, k_TKH, v_TKH, bounds_S, key_bounds_S, longest, longest_keys, keys_K, *_):
+def _(
+    grad_TNH,
+    out_TNH,
+    logsumexp_NT,
+    q_TNH,
+    k_TKH,
+    v_TKH,
+    bounds_S,
+    key_bounds_S,
+    longest,
+    longest_keys,
+    keys_K,
+    *_,
+):
     num_keys = k_TKH.shape[0]
     if keys_K is not None:
         num_keys = keys_K.shape[0]
@@ -313,11 +386,19 @@ def _(grad_TNH, out_TNH, logsumexp_NT, q_TNH, k_TKH, v_TKH, bounds_S, key_bounds
     return grad_q, grad_k, grad_v
 
 
-def _options(bounds_S, key_bounds_S, longest, longest_keys, window: int | None, scale: float) -> dict[str, object]:
+def _options(
+    bounds_S: Tensor,
+    key_bounds_S: Tensor,
+    longest: Tensor,
+    longest_keys: Tensor,
+    window: int | None,
+    scale: float,
+) -> dict[str, object]:
     """Return the kernels' options. Their causal mask lets a document's last query see all of its keys.
 
     The kernels count the tokens of a window without the query's own.
     """
+    window_size = None if window is None else window - 1
     return {
         "max_seqlen_q": int(longest),
         "max_seqlen_k": int(longest_keys),
@@ -325,11 +406,11 @@ def _options(bounds_S, key_bounds_S, longest, longest_keys, window: int | None, 
         "cu_seqlens_k": key_bounds_S,
         "softmax_scale": scale,
         "causal": True,
-        "window_size_left": None if window is None else window - 1,
+        "window_size_left": window_size,
     }
 
 
-def _repeated(values_TKH: torch.Tensor, keys_K: torch.Tensor | None) -> torch.Tensor:
+def _repeated(values_TKH: Tensor, keys_K: Tensor | None) -> Tensor:
     """Lay out keys or values document after document, with those of shared prompts repeated."""
     if keys_K is None:
         return values_TKH
@@ -337,12 +418,17 @@ def _repeated(values_TKH: torch.Tensor, keys_K: torch.Tensor | None) -> torch.Te
 
 
 def _added_up(
-    gradient_KKH: torch.Tensor, own_T: torch.Tensor, reused_R: torch.Tensor, uses_RU: torch.Tensor
-) -> torch.Tensor:
+    gradient_KKH: Tensor,
+    own_T: Tensor,
+    reused_R: Tensor,
+    uses_RU: Tensor,
+) -> Tensor:
     """Return the gradient of the input of `_repeated`. Repeated keys' are always added in one order, in float32."""
-    gradient_RUKH = gradient_KKH[uses_RU.clamp(min=0)].masked_fill((uses_RU < 0)[..., None, None], 0)
-    sums_RKH = gradient_RUKH.sum(1, dtype=torch.float32).to(gradient_KKH.dtype)
-    return gradient_KKH.index_select(0, own_T).index_copy(0, reused_R, sums_RKH)
+    is_unused_RU11 = (uses_RU < 0)[..., None, None]
+    gradient_RUKH = gradient_KKH[uses_RU.clamp(min=0)].masked_fill(is_unused_RU11, 0)
+    sums_RKH = gradient_RUKH.sum(1, dtype=torch.float32)
+    own_TKH = gradient_KKH.index_select(0, own_T)
+    return own_TKH.index_copy(0, reused_R, sums_RKH.to(gradient_KKH.dtype))
 
 
 def _keep(ctx, inputs, output):
@@ -352,7 +438,12 @@ def _keep(ctx, inputs, output):
 
 def _backward(ctx, grad_TNH, _):
     *tensors, own_T, reused_R, uses_RU = ctx.saved_tensors
-    grad_q, grad_k, grad_v = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.window, ctx.scale)
+    grad_q, grad_k, grad_v = flash_attention_backward(
+        grad_TNH.contiguous(),
+        *tensors,
+        ctx.window,
+        ctx.scale,
+    )
     if own_T is not None:  # here and not in the kernels' operator, so that it is compiled
         grad_k = _added_up(grad_k, own_T, reused_R, uses_RU)
         grad_v = _added_up(grad_v, own_T, reused_R, uses_RU)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torchtitan.models.common import Embedding, RMSNorm
 from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
 from torchtitan.models.common.feed_forward import FeedForward
@@ -24,10 +25,11 @@ class OffsetNorm(RMSNorm):
     class Config(RMSNorm.Config):
         pass
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimension."""
         weight = 1 + self.weight.float()
-        return F.rms_norm(input.float(), self.normalized_shape, weight, self.eps).to(input.dtype)
+        normed = F.rms_norm(input.float(), self.normalized_shape, weight, self.eps)
+        return normed.to(input.dtype)
 
 
 class AllHeadsNorm(RMSNorm):
@@ -37,7 +39,7 @@ class AllHeadsNorm(RMSNorm):
     class Config(RMSNorm.Config):
         pass
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalize [B, T, heads, head_dim], of which each rank has all heads."""
         return super().forward(input.flatten(2)).view_as(input)
 
@@ -53,7 +55,7 @@ class Multiplier(Module):
         super().__init__()
         self.factor = config.factor
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return input * factor."""
         return input * self.factor
 
@@ -65,9 +67,10 @@ class GeGLU(FeedForward):
     class Config(FeedForward.Config):
         pass
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
-        return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
+        gate = F.gelu(self.w1(x), approximate="tanh")
+        return self.w2(gate * self.w3(x))
 
 
 class ScaledEmbedding(Embedding):
@@ -81,7 +84,7 @@ class ScaledEmbedding(Embedding):
         super().__init__(config)
         self.scale = config.scale
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Look tokens up. The scale is rounded to the dtype of the weight, as the engine's is."""
         hidden = super().forward(input)
         return hidden * torch.tensor(self.scale, dtype=hidden.dtype)
@@ -108,8 +111,10 @@ class NormedBlock(Qwen3TransformerBlock):
             self.attention.k_norm = config.key_norm.build()
 
     def forward(self, x, attention_masks, positions=None):
-        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), attention_masks, positions))
-        return x + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x)))
+        attended = self.attention(self.attention_norm(x), attention_masks, positions)
+        x = x + self.attention_post_norm(attended)
+        fed = self.feed_forward(self.ffn_norm(x))
+        return x + self.ffn_post_norm(fed)
 
 
 def set_norm_shardings(block: NormedBlock.Config) -> None:

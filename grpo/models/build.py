@@ -68,7 +68,7 @@ class ShardedModel:
 
     @property
     def data_ranks(self) -> dist.ProcessGroup | None:
-        """The data-parallel ranks, which share a batch out; None if there is only one."""
+        """Group of the data-parallel ranks, which share a batch out; None if there is only one."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None or mesh.size() == 1:
             return None
@@ -76,7 +76,7 @@ class ShardedModel:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's position among those that share each layer."""
+        """Position of this rank among those that share each layer."""
         if not self.parallel_dims.tp_enabled:
             return 0
         return self.parallel_dims.get_mesh("tp").get_local_rank()
@@ -94,7 +94,8 @@ class ShardedModel:
     @torch.no_grad()
     def move_towards(self, other: "ShardedModel", share: float) -> None:
         """Make each weight (1 - share) x itself + share x that of the other model, which is sharded alike."""
-        for weight, new in zip(self.module.parameters(), other.module.parameters(), strict=True):
+        pairs = zip(self.module.parameters(), other.module.parameters(), strict=True)
+        for weight, new in pairs:
             _local(weight).lerp_(_local(new), share)
 
     def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
@@ -127,14 +128,12 @@ class ShardedModel:
         The next micro-batch is laid out before this one is yielded, so that the device is busy meanwhile.
         """
         rank = self.data_ranks.rank() if self.data_ranks else 0
-        laid_out = (
-            MicroBatch(**{name: _on_device(value, self.device) for name, value in vars(micro).items()})
-            for micro in packing.micro_batches(rank)
-        )
-        micro = next(laid_out)
-        for following in laid_out:
-            yield micro, False
-            micro = following
+        micro = None
+        for following in packing.micro_batches(rank):
+            fields = {name: _on_device(value, self.device) for name, value in vars(following).items()}
+            if micro is not None:
+                yield micro, False
+            micro = MicroBatch(**fields)
         yield micro, True
 
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,9 +142,15 @@ class ShardedModel:
         They are 0 without a gradient at places that are not in the micro-batch's `scored_M`. The micro-batch lies on
         this rank's device. Collective over the role's ranks.
         """
-        masks = self.module.masks(micro)
-        inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
-        return self.module(*inputs, micro.kept)
+        return self.module(
+            micro.ids_BT,
+            micro.targets_BT,
+            micro.positions_BT,
+            self.module.masks(micro),
+            micro.temperatures_BT,
+            micro.scored_M,
+            micro.kept,
+        )
 
     @torch.no_grad()
     def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
@@ -157,7 +162,10 @@ class ShardedModel:
         logprobs_N = torch.zeros(batch.num_tokens)
         packing = self.pack(batch, trainer)
         # all forwards are launched before the first result is read, which waits for the device
-        results = [(micro, self.logprobs(micro)[0]) for micro, _ in self.micro_batches(packing)]
+        results = []
+        for micro, _ in self.micro_batches(packing):
+            logprobs_BT, _ = self.logprobs(micro)
+            results.append((micro, logprobs_BT))
         if self.tensor_parallel_rank == 0:
             for micro, logprobs_BT in results:
                 index_M, logprobs_M = take_out(logprobs_BT, micro)
@@ -171,7 +179,9 @@ class ShardedModel:
 
         Collective over the role's ranks.
         """
-        return float(titan_dist.clip_grad_norm_(list(self.module.parameters()), max_norm, foreach=True))
+        parameters = list(self.module.parameters())
+        norm = titan_dist.clip_grad_norm_(parameters, max_norm, foreach=True)
+        return float(norm)
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
@@ -180,7 +190,8 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):  # SharedPrompts, KeptIds
-        return type(value)(*(_on_device(part, device) for part in value))
+        parts = [_on_device(part, device) for part in value]
+        return type(value)(*parts)
     if not isinstance(value, torch.Tensor):
         return value
     if device.type == "cuda":  # from memory that may be swapped out, a copy waits for all that was launched before
@@ -233,7 +244,10 @@ def build_model(
         data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
     keeps_dtype = adapted or (frozen and not moves)
-    training = TrainingConfig(dtype=model.dtype if keeps_dtype else "float32", mixed_precision_param=model.dtype)
+    training = TrainingConfig(
+        dtype=model.dtype if keeps_dtype else "float32",
+        mixed_precision_param=model.dtype,
+    )
     titan_dist.set_spmd_backend(parallelism.spmd_backend)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
 
@@ -272,7 +286,7 @@ def build_model(
     if compiled and attention == "flash" and not has_states(hf):
         for block in module.layers.values():
             block.register_forward_pre_hook(allow_any_length)
-    names = family_of(hf).names(config, folder)
+    names = family_of(hf).names(config, None)  # torchtitan would want a number in each file's name of the index
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
@@ -290,17 +304,28 @@ def _compile_config(compiled: bool, experts: bool, dtype: str) -> CompileConfig:
     return CompileConfig(enable=compiled, components=["model"])
 
 
-def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
+def _set_shardings(
+    config: Policy.Config,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
+) -> None:
     """Let torchtitan write into a model's config how each of its parts is sharded."""
-    config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig()))
+    titan = SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig())
+    config.update_from_config(config=titan)
     for block in config.layers:
         if isinstance(block, NormedBlock.Config):
             set_norm_shardings(block)
     if parallelism.tensor_parallel_degree > 1:  # LogprobHead reduces over the vocabulary itself
-        config.lm_head.sharding_config = ShardingConfig(state_shardings=config.lm_head.sharding_config.state_shardings)
+        states = config.lm_head.sharding_config.state_shardings
+        config.lm_head.sharding_config = ShardingConfig(state_shardings=states)
 
 
-def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, device: torch.device) -> None:
+def _load_weights(
+    module: nn.Module,
+    names: StateDictAdapter,
+    folder: str,
+    device: torch.device,
+) -> None:
     """Give a sharded module on the meta device memory and the folder's weights. Collective over the role's ranks."""
     for part in module.modules():
         if device.type == "cpu" and isinstance(part, FSDPModule):
@@ -321,11 +346,15 @@ def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, devic
 
 def _cast_moments(dtype: torch.dtype, optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for state in optimizer.state.values():
-        state.update({name: state[name].to(dtype) for name in ("exp_avg", "exp_avg_sq") if name in state})
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state:
+                state[name] = state[name].to(dtype)
 
 
 def build_optimizer(
-    model: ShardedModel, trainer: TrainerConfig, num_steps: int
+    model: ShardedModel,
+    trainer: TrainerConfig,
+    num_steps: int,
 ) -> tuple[OptimizersContainer, LRSchedulersContainer]:
     """Build `trainer.optimizer` over the parameters that have a gradient, and the learning rate over `num_steps` steps.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -24,7 +25,7 @@ from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
 
-def settled(hidden_BTD: torch.Tensor) -> torch.Tensor:
+def settled(hidden_BTD: Tensor) -> Tensor:
     """Wait for hidden states that tensor parallelism is still sending, and return them.
 
     Otherwise torch uses code that it compiled for such a tensor for one that has arrived, which fails. And experts, as
@@ -35,7 +36,7 @@ def settled(hidden_BTD: torch.Tensor) -> torch.Tensor:
     return hidden_BTD
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, which is all of it if it is not sharded."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
@@ -49,12 +50,15 @@ class Experts(GroupedExperts):
     class Config(GroupedExperts.Config):
         pass
 
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_X: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_X: Tensor) -> Tensor:
         """Compute rows that lie expert after expert, `num_tokens_per_expert_X` rows each."""
         ends_X = num_tokens_per_expert_X.cumsum(0, dtype=torch.int32)
-        gate_RF = F.silu(torch._grouped_mm(x_RD, local_part(self.w1_EFD).mT, offs=ends_X))
-        up_RF = torch._grouped_mm(x_RD, local_part(self.w3_EFD).mT, offs=ends_X)
-        return torch._grouped_mm(gate_RF * up_RF, local_part(self.w2_EDF).mT, offs=ends_X)
+        gate_XDF = local_part(self.w1_EFD).mT
+        up_XDF = local_part(self.w3_EFD).mT
+        down_XFD = local_part(self.w2_EDF).mT
+        gate_RF = F.silu(torch._grouped_mm(x_RD, gate_XDF, offs=ends_X))
+        up_RF = torch._grouped_mm(x_RD, up_XDF, offs=ends_X)
+        return torch._grouped_mm(gate_RF * up_RF, down_XFD, offs=ends_X)
 
 
 class Router(TokenChoiceTopKRouter):
@@ -64,14 +68,16 @@ class Router(TokenChoiceTopKRouter):
     class Config(TokenChoiceTopKRouter.Config):
         pass
 
-    def forward(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return each token's experts' scores (float32 [B, T, E]), the experts [B, T, E], and tokens per expert [X]."""
         scores_BTX = F.softmax(self.gate(x_BTD), dim=-1, dtype=torch.float32)
-        experts_BTE = scores_BTX.topk(self.top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
+        largest = scores_BTX.topk(self.top_k, dim=-1, sorted=False)
+        experts_BTE = largest.indices.sort(dim=-1).values
         scores_BTE = scores_BTX.gather(-1, experts_BTE)
         if self.route_norm:
             scores_BTE = scores_BTE / scores_BTE.sum(dim=-1, keepdim=True)
-        chosen_BTX = torch.zeros_like(scores_BTX, dtype=torch.bool).scatter(-1, experts_BTE, True)
+        chosen_BTX = torch.zeros_like(scores_BTX, dtype=torch.bool)
+        chosen_BTX = chosen_BTX.scatter(-1, experts_BTE, True)
         return scores_BTE, experts_BTE, chosen_BTX.sum(dim=(0, 1))
 
 
@@ -90,7 +96,7 @@ class MoELayer(MoE):
         pass
 
     # torchtitan declares a sharding for this argument name
-    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BLD: Tensor) -> Tensor:
         x_BTD = settled(x_BLD)
         return self.routed_experts(x_BTD, *self.router(x_BTD))
 
@@ -107,7 +113,13 @@ class MoEBlock(Qwen3TransformerBlock):
         return x + self.moe(self.ffn_norm(x))
 
 
-def moe_config(hidden_size: int, width: int, num_experts: int, chosen: int, renormalize: bool) -> MoELayer.Config:
+def moe_config(
+    hidden_size: int,
+    width: int,
+    num_experts: int,
+    chosen: int,
+    renormalize: bool,
+) -> MoELayer.Config:
     """Return torchtitan's config of `num_experts` experts of `width`, `chosen` for each token, and their router.
 
     renormalize: the chosen experts' scores are divided by their sum.
@@ -121,11 +133,19 @@ def moe_config(hidden_size: int, width: int, num_experts: int, chosen: int, reno
             top_k=chosen,
             score_func="softmax",
             route_norm=renormalize,
-            gate=Linear.Config(in_features=hidden_size, out_features=num_experts, bias=False, param_init=no_init),
+            gate=Linear.Config(
+                in_features=hidden_size,
+                out_features=num_experts,
+                bias=False,
+                param_init=no_init,
+            ),
         ),
         routed_experts=RoutedExperts.Config(
             inner_experts=Experts.Config(
-                dim=hidden_size, hidden_dim=width, num_experts=num_experts, param_init=no_init
+                dim=hidden_size,
+                hidden_dim=width,
+                num_experts=num_experts,
+                param_init=no_init,
             ),
             token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=chosen),
         ),
@@ -137,7 +157,7 @@ def moe_config(hidden_size: int, width: int, num_experts: int, chosen: int, reno
 # stacked by expert, whose Hugging Face name has a * for the number.
 
 
-def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def by_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a tensor under its name in a folder; a stacked one as a view for each expert, under that expert's name."""
     if "*" not in name:
         yield name, tensor
@@ -161,11 +181,14 @@ class ExpertsReader(HuggingFaceStorageReader):
             stacked_name = f"{match[1]}*{match[3]}"
             start = [int(match[2]), 0, 0]
             matrix = tensors.pop(name)
-            empty = TensorStorageMetadata(matrix.properties, torch.Size([0, *matrix.size]), [])
+            no_experts = torch.Size([0, *matrix.size])
+            empty = TensorStorageMetadata(matrix.properties, no_experts, [])
             stacked = tensors.setdefault(stacked_name, empty)
             stacked.size = torch.Size([stacked.size[0] + 1, *matrix.size])
-            stacked.chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size([1, *matrix.size])))
-            places[MetadataIndex(stacked_name, start)] = places.pop(MetadataIndex(name, [0, 0]))
+            chunk_size = torch.Size([1, *matrix.size])
+            stacked.chunks.append(ChunkStorageMetadata(torch.Size(start), chunk_size))
+            place = places.pop(MetadataIndex(name, [0, 0]))
+            places[MetadataIndex(stacked_name, start)] = place
         return metadata
 
     def _process_read_request(self, f, req: ReadItem, planner: LoadPlanner) -> None:
@@ -175,5 +198,6 @@ class ExpertsReader(HuggingFaceStorageReader):
         name = name.replace("*", str(req.storage_index.offset[0]))
         target = planner.resolve_tensor(req).detach()
         bounds = zip(req.storage_offsets[1:], req.lengths[1:], strict=True)
-        target[0] = f.get_slice(name)[tuple(slice(start, start + size) for start, size in bounds)]
+        places = tuple(slice(start, start + size) for start, size in bounds)
+        target[0] = f.get_slice(name)[places]
         planner.commit_tensor(req, target)

@@ -42,10 +42,9 @@ def stacked_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[s
             weight = weight.detach().to(dtype, copy=True)
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
+        # rows that the ranks do not divide are a view of padded memory, which cannot be saved
         if weight.nbytes != weight.untyped_storage().nbytes():
-            weight = (
-                weight.clone()
-            )  # rows that the ranks do not divide are a view of padded memory, which cannot be saved
+            weight = weight.clone()
         yield name, weight
 
 
@@ -61,7 +60,12 @@ def _hf_weights(model: ShardedModel) -> dict[str, torch.Tensor | LoRALinear]:
     return model.names.to_hf(model.module.state_dict() | layers)
 
 
-def export_hf(model: ShardedModel, target: pathlib.Path, dtype: torch.dtype, form: ChatForm | None = None) -> None:
+def export_hf(
+    model: ShardedModel,
+    target: pathlib.Path,
+    dtype: torch.dtype,
+    form: ChatForm | None = None,
+) -> None:
     """Write a folder that `from_pretrained` and vLLM load; with LoRA the adapters too, at `adapters_folder`.
 
     The tokenizer's files come from the folder that training started from; `form` adds to them. Collective over the

@@ -95,7 +95,10 @@ def dense_block(
         ffn_norm=_norm(hf, hf.hidden_size),
         attention=attention,
         feed_forward=make_ffn_config(
-            dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
+            dim=hf.hidden_size,
+            hidden_dim=hf.intermediate_size,
+            w1_param_init=_NO_INIT,
+            w2w3_param_init=_NO_INIT,
         ),
     )
 
@@ -105,13 +108,13 @@ def unsupported_in_dense(
     config: transformers.PretrainedConfig,
     *,
     windows: bool = False,
-    partial_rotary: bool = False,
+    states: bool = False,
     activation: str = "silu",
 ) -> Iterator[str]:
     """Yield each reason why a dense model cannot be trained. `raw` is its config.json as it stands.
 
-    windows: models of this family may have layers that attend within a window. partial_rotary: they may have rotary
-    positions over a part of the head. activation: the family's only one.
+    windows: models of this family may have layers that attend within a window. states: they may have layers with states
+    in place of attention, and rotary positions over a part of the head. activation: the family's only one.
     """
     window = getattr(config, "sliding_window", None)
     if window and not windows:
@@ -119,19 +122,34 @@ def unsupported_in_dense(
             f"sliding_window={window} is not supported for model_type {config.model_type}; if no prompt with its "
             f"completion is longer than {window} tokens, nothing differs: set it to null in config.json"
         )
+    yield from _unsupported_layers(config, windows, states)
     for kind in sorted({*layer_kinds(config)}):
         rotary = rotary_parameters(config, kind)
         rope_type = rotary.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
         is_partial = rotary.get("partial_rotary_factor", 1.0) != 1.0
-        if is_partial and not partial_rotary or raw.get("use_mrope"):
+        if is_partial and not states or raw.get("use_mrope"):
             yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
     wanted = getattr(config, "hidden_activation", None) or config.hidden_act
     if wanted != activation:
         yield f"hidden_act {wanted} is not supported, only {activation}"
+
+
+def _unsupported_layers(config: transformers.PretrainedConfig, windows: bool, states: bool) -> Iterator[str]:
+    """Yield each reason why a layer does not attend as its family's do here."""
+    kinds = layer_kinds(config)
+    if len(kinds) != config.num_hidden_layers:
+        yield f"layer_types has {len(kinds)} entries for num_hidden_layers={config.num_hidden_layers}"
+    known = {"full_attention"}
+    if windows:
+        known.add(WINDOWED)
+    if states:
+        known.add(LINEAR)
+    for kind in sorted({*kinds} - known):
+        yield f"{kind} in layer_types is not supported for model_type {config.model_type}"
 
 
 DENSE_LINEARS = {
@@ -161,7 +179,9 @@ class DenseNames(Qwen3StateDictAdapter):
 
 
 def gemma3_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> NormedBlock.Config:
     """Return torchtitan's config of a block of Gemma 3, whose layers have a norm before and a norm behind them."""
     dense = dense_block(hf, rope, inner_attention, qk_norm=True)
@@ -186,16 +206,15 @@ def unsupported_in_gemma3(raw: dict[str, Any], config: transformers.PretrainedCo
 
 
 def olmo3_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> NormedBlock.Config:
     """Return torchtitan's config of a block of OLMo 3, whose layers have no norm before and one behind them."""
     dense = dense_block(hf, rope, inner_attention)
     head_dim = head_dim_of(hf)
-    norms = [
-        AllHeadsNorm.Config(normalized_shape=num_heads * head_dim, eps=hf.rms_norm_eps, param_init=_NO_INIT)
-        for num_heads in (hf.num_attention_heads, hf.num_key_value_heads)
-    ]
-    dense.attention.qk_norm = norms[0]
+    norm_of = partial(AllHeadsNorm.Config, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+    dense.attention.qk_norm = norm_of(normalized_shape=hf.num_attention_heads * head_dim)
     return NormedBlock.Config(
         attention_norm=Identity.Config(),
         attention=dense.attention,
@@ -203,13 +222,15 @@ def olmo3_block(
         ffn_norm=Identity.Config(),
         feed_forward=dense.feed_forward,
         ffn_post_norm=dense.ffn_norm,
-        key_norm=norms[1],
+        key_norm=norm_of(normalized_shape=hf.num_key_value_heads * head_dim),
         scale=head_dim**-0.5,
     )
 
 
 def granite_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> NormedBlock.Config:
     """Return torchtitan's config of a block of Granite, which multiplies what it adds by a number."""
     dense = dense_block(hf, rope, inner_attention)
@@ -258,9 +279,11 @@ def qwen3_5_block(
 
 def unsupported_in_qwen3_5(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
     """Yield each reason why a Qwen3.5 cannot be trained. `raw` is its config.json, or the part of it about text."""
-    yield from unsupported_in_dense(raw, config, partial_rotary=True)
+    yield from unsupported_in_dense(raw, config, states=True)
     if raw.get("output_gate_type", "silu") not in ("silu", "swish"):
         yield f"output_gate_type {raw['output_gate_type']} is not supported, only silu"
+    if not raw.get("attn_output_gate", True):
+        yield "attn_output_gate=False is not supported"
     if "full_attention" not in layer_kinds(config):
         yield "layer_types has no full_attention; models of gated delta nets alone are not supported"
     if gives_scores(config):
@@ -295,7 +318,9 @@ class Qwen3_5Names(DenseNames):
 
 
 def moe_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
 ) -> MoEBlock.Config:
     """Return torchtitan's config of a block of grouped-query attention and experts, as Qwen3 has them."""
     dense = dense_block(hf, rope, inner_attention, qk_norm=True)
@@ -304,7 +329,11 @@ def moe_block(
         ffn_norm=dense.ffn_norm,
         attention=dense.attention,
         moe=moe_config(
-            hf.hidden_size, hf.moe_intermediate_size, hf.num_experts, hf.num_experts_per_tok, hf.norm_topk_prob
+            hf.hidden_size,
+            hf.moe_intermediate_size,
+            hf.num_experts,
+            hf.num_experts_per_tok,
+            hf.norm_topk_prob,
         ),
     )
 
@@ -475,7 +504,16 @@ class Policy(Qwen3Model):
             masks[window] = self._create_flex_attention_mask(micro.positions_BT, attention, parts)
         return masks
 
-    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M, kept=None):
+    def forward(
+        self,
+        ids_BT,
+        targets_BT,
+        positions_BT,
+        attention_masks,
+        temperatures_BT,
+        scored_M,
+        kept=None,
+    ):
         """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             # here, behind FSDP, which moves tensors to the GPU
@@ -487,7 +525,13 @@ class Policy(Qwen3Model):
             h_BTD = layer(h_BTD, attention_masks[window], positions_BT)
         if self.config.logits_divisor != 1:
             temperatures_BT = temperatures_BT * self.config.logits_divisor
-        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M, kept)
+        return self.lm_head(
+            self.norm(h_BTD),
+            targets_BT,
+            temperatures_BT,
+            scored_M,
+            kept,
+        )
 
 
 class HFRoPE(CosSinRoPE):
@@ -506,12 +550,17 @@ class HFRoPE(CosSinRoPE):
 
     def _precompute_cache(self) -> torch.Tensor:
         inv_freq = torch.tensor(self.config.inv_freq, dtype=torch.float32)
-        angles = torch.outer(torch.arange(self.config.max_seq_len, dtype=torch.float32), inv_freq)
+        positions_T = torch.arange(self.config.max_seq_len, dtype=torch.float32)
+        angles = torch.outer(positions_T, inv_freq)
         angles = torch.cat([angles, angles], dim=-1)
-        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.attention_factor
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        return table * self.config.attention_factor
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys by their positions, or the first dimensions that have frequencies."""
         width = 2 * len(self.config.inv_freq)
@@ -548,13 +597,16 @@ def titan_config(
     )
     if gives_scores(hf):
         head = ScoreHead.Config(in_features=hf.hidden_size, out_features=1, param_init=_NO_INIT)
+    layers = []
+    for layer in range(hf.num_hidden_layers):
+        layers.append(block(hf, _rope(hf, layer), attention_config(attention)))
     return Policy.Config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
         windows=tuple(windows_of(hf)),
         logits_divisor=getattr(hf, "logits_scaling", 1.0),
-        layers=[block(hf, _rope(hf, layer), attention_config(attention)) for layer in range(hf.num_hidden_layers)],
+        layers=layers,
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
         tok_embeddings=_embedding(hf),
         lm_head=head,

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
 from grpo.models.families import FAMILIES, SCORES, SEES, WRITES, empty_policy, family_of, gives_scores, has_states
+from grpo.models.known_fields import misread_fields, unread_fields
 from grpo.text import one_line, printable, shorten
 
 # What an export copies, besides config.json, from the folder that training started from: the files of a tokenizer, and
@@ -52,6 +53,7 @@ COUNTS = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+    "sliding_window",
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -123,13 +125,22 @@ def fetch_folder(path: str, control: dist.ProcessGroup, scores: bool = False) ->
     return resolve_folder(path, scores)
 
 
-def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int, scores: bool = False) -> None:
+def check_folder(
+    folder: str,
+    max_sequence_tokens: int,
+    tensor_parallel: int,
+    scores: bool = False,
+) -> None:
     """Refuse a model that cannot be loaded or is too short for the configured lengths, before it is loaded.
 
     Raises FileNotFoundError if there are no weights, ValueError with the numbers for what does not fit, for broken
     files, and for those that an export could not copy (`copied_files`).
     """
     config = read_hf_config(folder, scores)
+    unread = unread_fields(read_table(pathlib.Path(folder) / "config.json"), config)
+    if unread:
+        names = printable(", ".join(unread))
+        print(f"warning: {folder}/config.json has fields that nothing reads: {names}", flush=True)
     for file in copied_files(folder):
         if file.name in TABLES:
             read_table(file)
@@ -162,17 +173,23 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     homes = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         homes.append(folder.resolve().parents[1] / "blobs")
-    named = [folder / name for name in COPIED_FILES] + sorted(folder.glob(MORE_TEMPLATES))
+    named = [folder / name for name in COPIED_FILES]
+    named += sorted(folder.glob(MORE_TEMPLATES))
     files = [file for file in named if file.is_file()]
     for file in files:
-        if not any(file.resolve().is_relative_to(home) for home in homes):
+        target = file.resolve()
+        if not any(target.is_relative_to(home) for home in homes):
             raise ValueError(
-                f"{file} is a link to {file.resolve()}, which is not in the model's folder; put a copy of it there"
+                f"{file} is a link to {target}, which is not in the model's folder; put a copy of it there"
             )
     return files
 
 
-def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, scores: bool = False) -> None:
+def check_vocabulary(
+    folder: str,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    scores: bool = False,
+) -> None:
     """Refuse a tokenizer with more tokens than the embedding has rows, except for tokens that were added.
 
     Added tokens beyond the embedding are refused here if they end a completion. A data row with others is refused when
@@ -197,7 +214,11 @@ def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBas
         )
 
 
-def check_reference(folder: str, policy_folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def check_reference(
+    folder: str,
+    policy_folder: str,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+) -> None:
     """Refuse a reference, or teacher, whose token ids differ from those of the policy's `tokenizer`.
 
     It must have every token of the policy under the same id, and an embedding row for every id that the policy can
@@ -222,7 +243,11 @@ def check_reference(folder: str, policy_folder: str, tokenizer: transformers.Pre
         )
 
 
-def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, more: Iterable[int] = ()) -> list[int]:
+def stop_token_ids(
+    folder: str,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    more: Iterable[int] = (),
+) -> list[int]:
     """List the tokens that end a completion: the tokenizer's EOS, those of generation_config.json, and `more`.
 
     Raises ValueError if one of `more` is not in the vocabulary, or generation_config.json has something that is no
@@ -278,6 +303,11 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{path} cannot be read: {shorten(one_line(str(error)), SHOWN_CHARACTERS)}") from error
+    if config.model_type != model_type:
+        raise ValueError(
+            f"{folder}: transformers reads a {model_type} model with layer_types as {config.model_type}, which is not "
+            "supported; if all of its layers have the same sliding_window, take layer_types out of config.json"
+        )
     if sees:  # its part that reads text is trained
         raw = raw["text_config"]
         config = config.text_config
@@ -296,7 +326,7 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         raise ValueError(
             f"{folder} has {config.num_labels} outputs (num_labels, id2label); a reward model must have 1, its score"
         )
-    for reason in FAMILIES[model_type].unsupported(raw, config):
+    for reason in (*FAMILIES[model_type].unsupported(raw, config), *misread_fields(raw, config)):
         raise ValueError(f"{folder}: {reason}")
     return config
 
@@ -360,7 +390,9 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
                 "tie_word_embeddings to false in it to train both, or take the head out of the file to train without it"
             )
     if unread:
-        shown = ", ".join(sorted(unread)[:SHOWN_TENSORS]) + ", .." * (len(unread) > SHOWN_TENSORS)
+        shown = ", ".join(sorted(unread)[:SHOWN_TENSORS])
+        if len(unread) > SHOWN_TENSORS:
+            shown += ", .."
         message = f"{len(unread)} tensors of {folder} belong to no weight of config.json's model: {shown}"
         print(printable(f"warning: {message}; they are not read, and an export lacks them"), flush=True)
 
@@ -387,13 +419,16 @@ def carried_tensors(folder: str) -> dict[str, torch.Tensor]:
 def tensors_of(config: transformers.PretrainedConfig) -> dict[str, torch.Size]:
     """Return name and shape of each tensor that a folder must have, from the model's module without memory."""
     module = empty_policy(config)
-    stacked = family_of(config).names(module.config, None).to_hf(module.state_dict())
-    return {name: part.shape for item in stacked.items() for name, part in by_expert(*item)}
+    names = family_of(config).names(module.config, None)
+    shapes = {}
+    for stacked_name, stacked in names.to_hf(module.state_dict()).items():
+        for name, part in by_expert(stacked_name, stacked):
+            shapes[name] = part.shape
+    return shapes
 
 
 def _check_shape(name: str, shape: list[int], expected: torch.Size) -> None:
     if shape != list(expected):
-        raise ValueError(
-            f"{name} is {' x '.join(map(str, shape))}, and by config.json {' x '.join(map(str, expected))}; bring the "
-            "config.json of these weights"
-        )
+        found = " x ".join(map(str, shape))
+        wanted = " x ".join(map(str, expected))
+        raise ValueError(f"{name} is {found}, and by config.json {wanted}; bring the config.json of these weights")

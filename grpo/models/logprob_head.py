@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 
@@ -48,12 +49,12 @@ class LogprobHead(Linear):
 
     def forward(
         self,
-        hidden_BTD: torch.Tensor,
-        targets_BT: torch.Tensor,
-        temperatures_BT: torch.Tensor,
-        scored_M: torch.Tensor,
+        hidden_BTD: Tensor,
+        targets_BT: Tensor,
+        temperatures_BT: Tensor,
+        scored_M: Tensor,
         kept: KeptIds | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return (logprobs_BT, entropy_BT) at the places b * T + t in `scored_M`, float32, and 0 elsewhere.
 
         Prompts need no log-probs. kept: the ids that have a probability at each place, if not all have; a place without
@@ -74,16 +75,39 @@ class LogprobHead(Linear):
         targets_M = targets_BT.flatten()[scored_M]
         temperatures_M = temperatures_BT.flatten()[scored_M]
         if torch.is_grad_enabled() and not weight_VD.requires_grad and group is None and kept is None:
-            logprobs_M, entropy_M = FrozenHeadLogprobs.apply(hidden_MD, weight_VD, targets_M, temperatures_M, self)
+            logprobs_M, entropy_M = FrozenHeadLogprobs.apply(
+                hidden_MD,
+                weight_VD,
+                targets_M,
+                temperatures_M,
+                self,
+            )
         else:
             keep_logits = self.keep_logits and torch.is_grad_enabled()
-            product = partial(chunk_product, weight_VD, first_row, self.chunk_tokens, kept)
-            logprobs_M, entropy_M = ChunkedLogprobs.apply(
-                hidden_MD, weight_VD, targets_M, temperatures_M, self, product, group, first_row, keep_logits
+            product = partial(
+                chunk_product,
+                weight_VD,
+                first_row,
+                self.chunk_tokens,
+                kept,
             )
-        places = scored_M // targets_BT.shape[1], scored_M % targets_BT.shape[1]
+            logprobs_M, entropy_M = ChunkedLogprobs.apply(
+                hidden_MD,
+                weight_VD,
+                targets_M,
+                temperatures_M,
+                self,
+                product,
+                group,
+                first_row,
+                keep_logits,
+            )
+        row_length = targets_BT.shape[1]
+        places = (scored_M // row_length, scored_M % row_length)
         zeros_BT = torch.zeros_like(temperatures_BT)
-        return zeros_BT.index_put(places, logprobs_M), zeros_BT.index_put(places, entropy_M)
+        logprobs_BT = zeros_BT.index_put(places, logprobs_M)
+        entropy_BT = zeros_BT.index_put(places, entropy_M)
+        return logprobs_BT, entropy_BT
 
 
 class ScoreHead(Linear):
@@ -95,16 +119,17 @@ class ScoreHead(Linear):
 
     def forward(
         self,
-        hidden_BTD: torch.Tensor,
-        targets_BT: torch.Tensor,
-        temperatures_BT: torch.Tensor,
-        scored_M: torch.Tensor,
+        hidden_BTD: Tensor,
+        targets_BT: Tensor,
+        temperatures_BT: Tensor,
+        scored_M: Tensor,
         kept: KeptIds | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return (scores_BT, scores_BT), float32: each scored place's score of its sequence so far, and 0 elsewhere."""
         hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, scored_M)
         scores_M = hidden_MD.float() @ self.weight[0].float()
-        scores_BT = torch.zeros_like(temperatures_BT).flatten().index_put((scored_M,), scores_M).view_as(targets_BT)
+        scores_BT = torch.zeros_like(temperatures_BT)
+        scores_BT = scores_BT.flatten().index_put((scored_M,), scores_M).view_as(targets_BT)
         return scores_BT, scores_BT
 
 
@@ -118,14 +143,30 @@ class ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head, product, group, first_row, keep_logits):
+    def forward(
+        ctx,
+        hidden_ND,
+        weight_VD,
+        targets_N,
+        temperatures_N,
+        head,
+        product,
+        group,
+        first_row,
+        keep_logits,
+    ):
         """Return (logprobs_N, entropy_N), float32."""
         outputs = []
         kept_products = []
         chunks = _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N)
         for index, (hidden, targets, temperatures) in enumerate(chunks):
             product_NV = product(index, hidden)
-            maximum, total, weighted, target = head.statistics(product_NV, targets, temperatures, first_row)
+            maximum, total, weighted, target = head.statistics(
+                product_NV,
+                targets,
+                temperatures,
+                first_row,
+            )
             if keep_logits:
                 kept_products.append(product_NV)
             if group is not None:
@@ -134,11 +175,21 @@ class ChunkedLogprobs(torch.autograd.Function):
                 rescale = (maximum - highest).exp()
                 sums = torch.stack([total * rescale, weighted * rescale, target])
                 dist.all_reduce(sums, group=group)
-                maximum, (total, weighted, target) = highest, sums.unbind()
+                maximum = highest
+                total, weighted, target = sums.unbind()
             logsumexp = maximum + total.log()
-            outputs.append(torch.stack([target - logsumexp, logsumexp - weighted / total, logsumexp]))
+            entropy = logsumexp - weighted / total
+            outputs.append(torch.stack([target - logsumexp, entropy, logsumexp]))
         logprobs_N, entropy_N, logsumexp_N = torch.cat(outputs, 1).unbind()
-        ctx.save_for_backward(hidden_ND, targets_N, temperatures_N, entropy_N, logsumexp_N, weight_VD, *kept_products)
+        ctx.save_for_backward(
+            hidden_ND,
+            targets_N,
+            temperatures_N,
+            entropy_N,
+            logsumexp_N,
+            weight_VD,
+            *kept_products,
+        )
         ctx.head = head
         ctx.product = product
         ctx.group = group
@@ -155,19 +206,29 @@ class ChunkedLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
 
-        def backward_of_chunk(product_NV, hidden_ND, *per_token):  # when a function ends, its [N, V] are free
+        def backward_of_chunk(
+            product_NV,
+            hidden_ND,
+            *per_token,
+        ):  # when a function ends, its [N, V] are free
             grad_NV = head.gradients(product_NV, *per_token, ctx.first_row)
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_NV.T, hidden_ND)
             return grad_NV @ weight_VD
 
         gradients = []
-        chunks = _chunks(head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N)
+        chunks = _chunks(
+            head.chunk_tokens,
+            *per_token,
+            grad_logprobs_N,
+            grad_entropy_N,
+        )
         for index, (hidden, *rest) in enumerate(chunks):
             if kept_products:
-                gradients.append(backward_of_chunk(kept_products[index], hidden, *rest))
+                gradient_ND = backward_of_chunk(kept_products[index], hidden, *rest)
             else:
-                gradients.append(backward_of_chunk(ctx.product(index, hidden), hidden, *rest))
+                gradient_ND = backward_of_chunk(ctx.product(index, hidden), hidden, *rest)
+            gradients.append(gradient_ND)
         grad_hidden_ND = torch.cat(gradients)
         if ctx.group is not None:  # each rank saw only its rows of the vocabulary
             dist.all_reduce(grad_hidden_ND, group=ctx.group)
@@ -193,7 +254,15 @@ class FrozenHeadLogprobs(torch.autograd.Function):
             parts.append((*values, grad_NV @ weight_VD))
             del grad_NV  # before the next chunk's is there
         logprobs_N, entropy_N, logsumexp_N, unit_ND = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden_ND, targets_N, temperatures_N, entropy_N, logsumexp_N, weight_VD, unit_ND)
+        ctx.save_for_backward(
+            hidden_ND,
+            targets_N,
+            temperatures_N,
+            entropy_N,
+            logsumexp_N,
+            weight_VD,
+            unit_ND,
+        )
         ctx.head = head
         return logprobs_N, entropy_N
 
@@ -202,22 +271,30 @@ class FrozenHeadLogprobs(torch.autograd.Function):
         """Return the gradient of hidden_ND."""
         *per_token, weight_VD, unit_ND = ctx.saved_tensors
         if grad_entropy_N is None:
-            return (grad_logprobs_N[:, None] * unit_ND).to(unit_ND.dtype), None, None, None, None
+            grad_ND = grad_logprobs_N[:, None] * unit_ND
+            return grad_ND.to(unit_ND.dtype), *[None] * 4
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(grad_entropy_N)
-        chunks = _chunks(ctx.head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N)
-        grads = [ctx.head.gradients(hidden @ weight_VD.T, *rest, 0) @ weight_VD for hidden, *rest in chunks]
-        return torch.cat(grads), None, None, None, None
+        chunks = _chunks(
+            ctx.head.chunk_tokens,
+            *per_token,
+            grad_logprobs_N,
+            grad_entropy_N,
+        )
+        grads = []
+        for hidden, *rest in chunks:
+            grads.append(ctx.head.gradients(hidden @ weight_VD.T, *rest, 0) @ weight_VD)
+        return torch.cat(grads), *[None] * 4
 
 
 def chunk_product(
-    weight_VD: torch.Tensor,
+    weight_VD: Tensor,
     first_row: int,
     chunk_tokens: int,
     kept: KeptIds | None,
     index: int,
-    hidden_ND: torch.Tensor,
-) -> torch.Tensor:
+    hidden_ND: Tensor,
+) -> Tensor:
     """Return h W^T [N, V] of a chunk over a rank's rows of the vocabulary, and NOT_KEPT for ids that are not in `kept`.
 
     index: the chunk's number. Does not wait for the device.
@@ -247,8 +324,11 @@ def chunk_statistics(product_NV, targets_N, temperatures_N, first_row: int):
     exp_NV = (logits_NV - maximum_N[:, None]).exp()
     local_N = targets_N - first_row
     mine_N = (local_N >= 0) & (local_N < product_NV.shape[1])
-    target_N = logits_NV.gather(1, local_N.where(mine_N, 0)[:, None])[:, 0].where(mine_N, 0.0)
-    return maximum_N, exp_NV.sum(-1), (exp_NV * logits_NV).sum(-1), target_N
+    index_N1 = local_N.where(mine_N, 0)[:, None]
+    target_N = logits_NV.gather(1, index_N1)[:, 0].where(mine_N, 0.0)
+    total_N = exp_NV.sum(-1)
+    weighted_N = (exp_NV * logits_NV).sum(-1)
+    return maximum_N, total_N, weighted_N, target_N
 
 
 def chunk_gradients(
@@ -268,23 +348,34 @@ def chunk_gradients(
     log_p_NV = product_NV.float() / temperatures_N[:, None] - logsumexp_N[:, None]
     grad_NV = -log_p_NV.exp() * (grad_logprobs_N[:, None] + grad_entropy_N[:, None] * (log_p_NV + entropy_N[:, None]))
     # a comparison, because scattering would write [N, V] in float32 where compiled code needs only registers
-    is_target_NV = torch.arange(product_NV.shape[1], device=product_NV.device) == (targets_N - first_row)[:, None]
+    row_V = torch.arange(product_NV.shape[1], device=product_NV.device)
+    is_target_NV = row_V == (targets_N - first_row)[:, None]
     grad_NV = grad_NV + grad_logprobs_N[:, None].where(is_target_NV, 0.0)
     return (grad_NV / temperatures_N[:, None]).to(product_NV.dtype)
 
 
 def chunk_with_unit_gradients(product_NV, targets_N, temperatures_N):
     """Return (log-probs, entropy, logsumexp, d logprob / d `product_NV`) of one chunk, reading its logits once."""
-    maximum_N, total_N, weighted_N, target_N = chunk_statistics(product_NV, targets_N, temperatures_N, 0)
+    statistics = chunk_statistics(product_NV, targets_N, temperatures_N, first_row=0)
+    maximum_N, total_N, weighted_N, target_N = statistics
     logsumexp_N = maximum_N + total_N.log()
     ones_N = torch.ones_like(logsumexp_N)
     zeros_N = torch.zeros_like(logsumexp_N)
     entropy_N = logsumexp_N - weighted_N / total_N
-    grad_NV = chunk_gradients(product_NV, targets_N, temperatures_N, entropy_N, logsumexp_N, ones_N, zeros_N, 0)
+    grad_NV = chunk_gradients(
+        product_NV,
+        targets_N,
+        temperatures_N,
+        entropy_N,
+        logsumexp_N,
+        ones_N,
+        zeros_N,
+        first_row=0,
+    )
     return target_N - logsumexp_N, entropy_N, logsumexp_N, grad_NV
 
 
-def _add_product(sum_VD: torch.Tensor, left_VN: torch.Tensor, right_ND: torch.Tensor) -> None:
+def _add_product(sum_VD: Tensor, left_VN: Tensor, right_ND: Tensor) -> None:
     """Add left @ right to sum_VD in float32. On a GPU the product itself adds, without a second [V, D]."""
     if left_VN.is_cuda and left_VN.dtype != sum_VD.dtype:
         torch.addmm(sum_VD, left_VN, right_ND, out_dtype=sum_VD.dtype, out=sum_VD)
@@ -292,7 +383,7 @@ def _add_product(sum_VD: torch.Tensor, left_VN: torch.Tensor, right_ND: torch.Te
         sum_VD += left_VN @ right_ND
 
 
-def _chunks(num_tokens: int, hidden_ND: torch.Tensor, *per_token: torch.Tensor):
+def _chunks(num_tokens: int, hidden_ND: Tensor, *per_token: Tensor):
     """Cut tensors of all tokens into chunks. The chunks are copies: compiled code differs for a part of a tensor."""
     parts = ([part.clone() for part in values.split(num_tokens)] for values in per_token)
     return zip(hidden_ND.split(num_tokens), *parts, strict=True)

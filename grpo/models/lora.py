@@ -69,7 +69,8 @@ class LoRALinear(Linear):
         a = self.lora_a.to(self.weight.dtype)
         b = self.lora_b.to(self.weight.dtype)
         if isinstance(self.weight, DTensor):  # with tensor parallelism
-            return super().forward(input) + self.scale * F.linear(F.linear(input, a), b)
+            low_rank = F.linear(F.linear(input, a), b)
+            return super().forward(input) + self.scale * low_rank
         return merged_linear(input, self.weight, self.bias, a, b, self.scale)
 
 
@@ -88,7 +89,8 @@ def merged_linear(
     same weight. One large product replaces two thin ones and a sum, in the backward too. The backward merges again;
     the compiler, if it saw this function's body, would keep the merged weight instead.
     """
-    return F.linear(input, torch.addmm(weight_OI, b_OR, a_RI, alpha=scale), bias_O)
+    merged_OI = torch.addmm(weight_OI, b_OR, a_RI, alpha=scale)
+    return F.linear(input, merged_OI, bias_O)
 
 
 @merged_linear.register_fake
@@ -153,12 +155,18 @@ def adapted_places(hf: transformers.PretrainedConfig, trainer: TrainerConfig) ->
     return [place for target, place in linears.items() if target in targets]
 
 
-def add_adapters(module: Decoder, places: list[str], trainer: TrainerConfig, seed: int) -> None:
+def add_adapters(
+    module: Decoder,
+    places: list[str],
+    trainer: TrainerConfig,
+    seed: int,
+) -> None:
     """Put adapters at `places` of every block, before the module is sharded; A follows from `seed`."""
     for index, block in module.layers.items():
         for place in places:
             parent, _, attribute = place.rpartition(".")
-            adapted = LoRALinear(block.get_submodule(place), f"layers.{index}.{place}", trainer, seed)
+            base = block.get_submodule(place)
+            adapted = LoRALinear(base, f"layers.{index}.{place}", trainer, seed)
             setattr(block.get_submodule(parent), attribute, adapted)
 
 
@@ -194,11 +202,23 @@ def merged_weight(layer: LoRALinear, dtype: torch.dtype) -> torch.Tensor:
     weight = layer.weight
     a = layer.lora_a
     if not isinstance(weight, DTensor):
-        return torch.addmm(weight.float(), layer.lora_b, a, alpha=layer.scale).to(dtype)
-    a = a.redistribute(placements=[p if p.is_shard(1) else Replicate() for p in a.placements])
-    local = torch.addmm(weight.to_local().float(), layer.lora_b.to_local(), a.to_local(), alpha=layer.scale).to(dtype)
+        merged = torch.addmm(weight.float(), layer.lora_b, a, alpha=layer.scale)
+        return merged.to(dtype)
+    placements = [p if p.is_shard(1) else Replicate() for p in a.placements]
+    a = a.redistribute(placements=placements)
+    local = torch.addmm(
+        weight.to_local().float(),
+        layer.lora_b.to_local(),
+        a.to_local(),
+        alpha=layer.scale,
+    )
     return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride(), run_check=False
+        local.to(dtype),
+        weight.device_mesh,
+        weight.placements,
+        shape=weight.shape,
+        stride=weight.stride(),
+        run_check=False,
     )
 
 
@@ -210,6 +230,7 @@ def draw_uniform(parameter: torch.Tensor, bound: float, seed: int) -> None:
         sizes, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-        whole = whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+        places = [slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)]
+        whole = whole[tuple(places)]
         parameter = parameter.to_local()
     parameter.copy_(whole)

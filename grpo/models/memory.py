@@ -72,11 +72,26 @@ def _count(module: nn.Module) -> int:
 
 
 def state_bytes(trainer: TrainerConfig) -> int:
-    """Return the bytes of a trained parameter: float32 weight and gradient, and AdamW's two moments.
-
-    Muon's single one is counted as two.
-    """
+    """Return the bytes of a parameter that AdamW trains: float32 weight and gradient, and two moments."""
     return 4 + 4 + 2 * DTYPE_BYTES[trainer.moments]
+
+
+def trained_parameters(sizes: Sizes, trainer: TrainerConfig) -> int:
+    """Count the weights that are trained: all, or those of LoRA's adapters."""
+    return num_adapter_parameters(sizes, trainer) if trainer.lora_rank else sizes.parameters
+
+
+def trained_bytes(sizes: Sizes, trainer: TrainerConfig) -> int:
+    """Return the bytes of all trained parameters with their gradients and moments.
+
+    Of the matrices of the blocks Muon holds one moment, in float32, where AdamW holds two.
+    """
+    num_bytes = state_bytes(trainer) * trained_parameters(sizes, trainer)
+    if trainer.optimizer == "muon":
+        of_a_block = sum(linear.weight.numel() for linear in sizes.linears.values())
+        saved = 2 * DTYPE_BYTES[trainer.moments] - DTYPE_BYTES["float32"]
+        num_bytes -= saved * sizes.hf.num_hidden_layers * of_a_block
+    return num_bytes
 
 
 def fit_trainer(sizes: Sizes, config: Config, gpu_gib: float | None) -> Config:
@@ -88,18 +103,27 @@ def fit_trainer(sizes: Sizes, config: Config, gpu_gib: float | None) -> Config:
     if config.trainer.activation_checkpointing != "auto":
         return config
     for kind in CHECKPOINTING:
-        decided = replace(config, trainer=replace(config.trainer, activation_checkpointing=kind))
-        if gpu_gib is None or trainer_peak(sizes, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
+        trainer = replace(config.trainer, activation_checkpointing=kind)
+        decided = replace(config, trainer=trainer)
+        if gpu_gib is None:
+            break
+        peak = trainer_peak(sizes, decided, gpu_gib)
+        if peak * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
             break
     return decided
 
 
 def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> float:
     """Return the most that a trainer rank's GPU of `gpu_gib` holds at one time, with an engine that shares it; GiB."""
-    return max(sum(parts.values()) for parts in trainer_moments(sizes, config, gpu_gib).values())
+    moments = trainer_moments(sizes, config, gpu_gib)
+    return max(sum(parts.values()) for parts in moments.values())
 
 
-def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> dict[str, dict[str, float]]:
+def trainer_moments(
+    sizes: Sizes,
+    config: GRPOConfig | SFTConfig,
+    gpu_gib: float,
+) -> dict[str, dict[str, float]]:
     """Return what a trainer rank's GPU of `gpu_gib` holds while it trains; GiB, by part.
 
     An engine on the same GPU is included. If it sleeps meanwhile, the time while it is awake is the second moment.
@@ -116,7 +140,8 @@ def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float
     at_rest = {part: gib for part, gib in parts.items() if part in STAYING}
     for part, gib in parts.items():
         if part.endswith("moments"):  # an update leaves no gradients
-            without_gradients = 1 - DTYPE_BYTES["float32"] / state_bytes(config.trainer)
+            gradients = DTYPE_BYTES["float32"] * trained_parameters(sizes, config.trainer)
+            without_gradients = 1 - gradients / trained_bytes(sizes, config.trainer)
             at_rest[part.replace(", gradients", "")] = gib * without_gradients
     return {TRAINS: parts, AWAKE: at_rest | {"an engine": engine}}
 
@@ -127,11 +152,10 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
     num_trainers = config.roles.num_trainers
     shards = num_trainers // trainer.data_replicas
-    parts = {"weights, gradients and moments": state_bytes(trainer) * sizes.parameters / shards}
+    parts = {"weights, gradients and moments": trained_bytes(sizes, trainer) / shards}
     if trainer.lora_rank:
-        adapters = state_bytes(trainer) * num_adapter_parameters(sizes, trainer) / shards
         frozen = dtype_bytes * sizes.parameters / shards
-        parts = {"frozen weights": frozen, "adapters, gradients and moments": adapters}
+        parts = {"frozen weights": frozen, "adapters, gradients and moments": trained_bytes(sizes, trainer) / shards}
     else:
         # A block's exist in the compute dtype and in float32. The LM head's is summed over the chunks in float32.
         summed = (dtype_bytes + 4) * sizes.block_parameters + 4 * sizes.head_outputs * sizes.hf.hidden_size
@@ -160,11 +184,16 @@ def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     if sizes.reward_model:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_ranks
         forwards.append(_of_a_forward(sizes.reward_model, config, num_ranks, tensor_parallel=1, trains=False))
-    return _in_gib(parts | max(forwards, key=lambda forward: sum(forward.values())))
+    largest = max(forwards, key=lambda forward: sum(forward.values()))
+    return _in_gib(parts | largest)
 
 
 def _of_a_forward(
-    sizes: Sizes, config: GRPOConfig | SFTConfig, num_ranks: int, tensor_parallel: int, trains: bool
+    sizes: Sizes,
+    config: Config,
+    num_ranks: int,
+    tensor_parallel: int,
+    trains: bool,
 ) -> dict[str, float]:
     """Return the bytes that a forward needs besides the model, by part; with `trains` also what the backward needs."""
     trainer = config.trainer
@@ -231,7 +260,12 @@ def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     return _in_gib({"weights": _engine_weights(sizes, config), "KV cache, if all run at full length": cache})
 
 
-def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | None) -> Config:
+def fit_engine(
+    sizes: Sizes,
+    config: Config,
+    num_asked: int,
+    gpu_gib: float | None,
+) -> Config:
     """Return the config with vLLM's `max_num_seqs` decided, if `generator.engine` does not say it.
 
     It becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above MAX_NUM_SEQS only

@@ -37,11 +37,22 @@ class Muon(torch.optim.Muon):
                 update = weight.grad.lerp(momentum, group["momentum"]).bfloat16()  # Nesterov's
                 if isinstance(update, DTensor):
                     update = update.full_tensor()
-                update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                update = _zeropower_via_newtonschulz(
+                    update,
+                    group["ns_coefficients"],
+                    group["ns_steps"],
+                    group["eps"],
+                )
                 if isinstance(weight, DTensor):  # each rank takes its part of its own copy
-                    update = distribute_tensor(update, weight.device_mesh, weight.placements, src_data_rank=None)
+                    update = distribute_tensor(
+                        update,
+                        weight.device_mesh,
+                        weight.placements,
+                        src_data_rank=None,
+                    )
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], weight.shape))
+                rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], weight.shape)
+                weight.add_(update, alpha=-rate)
 
 
 class Optimizers(OptimizersContainer):

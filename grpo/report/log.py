@@ -6,10 +6,11 @@ A `step` is always the number of finished optimizer steps: 0 is before the first
 import collections
 import json
 import os
-import pathlib
 import secrets
 import statistics
+import textwrap
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 from torch.utils.tensorboard import SummaryWriter
@@ -54,21 +55,19 @@ class RunLog:
         whole_config: dict[str, Any] | None = None,
     ) -> None:
         """Open the files. whole_config: the run's, for its page at Weights & Biases."""
-        self.run_dir = pathlib.Path(run_dir)
+        self.run_dir = Path(run_dir)
         self.num_steps = num_steps
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
         self.curve_reader = CurveReader()
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             path = self.run_dir / name
-            if path.exists():
-                drop_steps_after(path, start_step)
-
-        # earlier warnings are not repeated
-        earlier_metrics = self.run_dir / "metrics.jsonl"
-        if earlier_metrics.exists():
-            for line in earlier_metrics.read_text(encoding="utf-8").splitlines():
-                self.curve_reader.look(json.loads(line))
+            if not path.exists():
+                continue
+            drop_steps_after(path, start_step)
+            if name == "metrics.jsonl":  # earlier warnings are not repeated
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    self.curve_reader.look(json.loads(line))
 
         self.tensorboard = None
         if config.tensorboard:
@@ -76,7 +75,12 @@ class RunLog:
             purge_step = start_step + 1 if start_step else 0
             folder = self.run_dir / "tensorboard"
             self.tensorboard = SummaryWriter(str(folder), purge_step=purge_step)
-        self.wandb = open_wandb(config.wandb_project, self.run_dir, start_step, whole_config)
+        self.wandb = open_wandb(
+            config.wandb_project,
+            self.run_dir,
+            start_step,
+            whole_config,
+        )
 
     def log(self, step: int, metrics: Scalars) -> None:
         """Record one finished step everywhere; one call per step."""
@@ -99,7 +103,7 @@ class RunLog:
 
         If there are several held-out sets (`eval/SET/accuracy`), each has its own line on the console.
         """
-        lines: dict[str, str] = {}
+        lines = {}
         for name, value in metrics.items():
             if name.endswith("_stderr"):
                 continue
@@ -109,10 +113,16 @@ class RunLog:
             error = metrics.get(f"{name}_stderr")
             if error is not None:
                 part += f" ± {compact_number(error)}"
-            lines[start] = lines.get(start, start) + part
+            line = lines.get(start, start)
+            lines[start] = line + part
         self._record(step, metrics, list(lines.values()))
 
-    def completions(self, step: int, rollouts: list[Rollout], prompts: list[str]) -> None:
+    def completions(
+        self,
+        step: int,
+        rollouts: list[Rollout],
+        prompts: list[str],
+    ) -> None:
         """Record a step's completions: all in completions.jsonl, NUM_SAMPLES as texts everywhere else.
 
         prompts[i] is the text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
@@ -123,19 +133,20 @@ class RunLog:
         chosen = spread_by_reward(records, NUM_SAMPLES)
         samples = [describe(record, short=True) for record in chosen]
         heading = f"===== step {step} ".ljust(120, "=")
-        text = "\n\n".join([heading, *samples])
-        self._append("samples.txt", f"{text}\n\n")
+        text = "\n\n".join([heading, *samples, ""])
+        self._append("samples.txt", text)
         if self.tensorboard:
-            # indented, because Markdown then shows it as it is
-            text = "\n\n".join(samples).replace("\n", "\n    ")
-            self.tensorboard.add_text("samples", f"    {text}", step)
+            text = "\n\n".join(samples)
+            text = textwrap.indent(text, "    ")  # because Markdown then shows it as it is
+            self.tensorboard.add_text("samples", text, step)
             self.tensorboard.flush()
         if self.wandb:
             import wandb
 
             rows = [[sample] for sample in samples]
             table = wandb.Table(columns=["sample"], data=rows)
-            self.wandb.log({"step": step, "samples": table})
+            record = {"step": step, "samples": table}
+            self.wandb.log(record)
 
     def evaluation_completions(
         self,
@@ -155,30 +166,50 @@ class RunLog:
         if self.wandb:
             self.wandb.finish()
 
-    def _record(self, step: int, metrics: Scalars, lines: list[str]) -> None:
+    def _record(
+        self,
+        step: int,
+        metrics: Scalars,
+        lines: list[str],
+    ) -> None:
         """Write metrics and flush each file, so that a run that dies loses none; print lines and warnings."""
-        values = {name: float(value) for name, value in metrics.items()}
-        finite = {name: finite_or_none(value) for name, value in values.items()}
-        self._append_records("metrics.jsonl", [finite], step=step, time=time.time())
+        values = {}
+        record = {}
+        for name, value in metrics.items():
+            values[name] = float(value)
+            record[name] = finite_or_none(values[name])
+        self._append_records(
+            "metrics.jsonl",
+            [record],
+            step=step,
+            time=time.time(),
+        )
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()
         if self.wandb:
             self.wandb.log({"step": step, **values})
-        warnings = [f"warning: step {step}: {text}" for text in self.curve_reader.look(metrics)]
-        print("\n".join([*lines, *warnings]), flush=True)
+        for warning in self.curve_reader.look(metrics):
+            lines.append(f"warning: step {step}: {warning}")
+        print("\n".join(lines))
 
-    def _append_records(self, name: str, records: list[Record], **facts: Any) -> None:
+    def _append_records(
+        self,
+        name: str,
+        records: list[Record],
+        **facts: Any,
+    ) -> None:
         """Append records to a .jsonl file. Each line begins with `facts`, such as the step."""
         lines = []
         for record in records:
-            line = json.dumps({**facts, **record}, allow_nan=False)
+            line = json.dumps(facts | record, allow_nan=False)
             lines.append(f"{line}\n")
         self._append(name, "".join(lines))
 
     def _append(self, name: str, text: str) -> None:
-        with open(self.run_dir / name, "a", encoding="utf-8") as file:
+        path = self.run_dir / name
+        with open(path, "a", encoding="utf-8") as file:
             file.write(text)
 
     def _progress(self, step: int) -> str:
@@ -188,7 +219,7 @@ class RunLog:
         return f"{step:>{width}}/{self.num_steps} {step / self.num_steps:4.0%}"
 
 
-def drop_steps_after(path: pathlib.Path, step: int) -> None:
+def drop_steps_after(path: Path, step: int) -> None:
     """Rewrite a JSON-lines file with only the lines up to `step`, atomically; with step 0 nothing stays.
 
     A last line that a dying process cut short is dropped too, and, with a warning, every line that cannot be read, such
@@ -208,12 +239,12 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
         os.fsync(new.fileno())
     os.replace(new_path, path)
     if num_damaged:
-        print(f"warning: {num_damaged} lines of {path} are damaged and left out", flush=True)
+        print(f"warning: {num_damaged} lines of {path} are damaged and left out")
 
 
 def open_wandb(
     project: str,
-    run_dir: pathlib.Path,
+    run_dir: Path,
     start_step: int,
     config: dict[str, Any] | None,
 ) -> Any:

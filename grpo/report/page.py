@@ -12,25 +12,26 @@ import functools
 import gzip
 import itertools
 import json
-import pathlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from grpo.data.chat import open_tokenizer
 from grpo.data.recorded import batch_path, read_step
+from grpo.text import replace_file
 from grpo.types import Record, TrainBatch
 
-TEMPLATE = pathlib.Path(__file__).with_name("page.html")
+TEMPLATE = Path(__file__).with_name("page.html")
 DATA = "<!-- data -->"  # where the data go in the template
 CHARACTER_BYTES = 4  # most bytes of a character in UTF-8, and so most tokens
 
 
 def write_page(
-    run_dir: pathlib.Path,
+    run_dir: Path,
     metrics: list[Record],
     rollouts: Iterable[Record],
     models: list[str],
-) -> pathlib.Path:
+) -> Path:
     """Write the page and return its path. Raises ValueError if a recorded batch cannot be read.
 
     metrics, rollouts: the records of the run's .jsonl files, with rollouts of one step and kind next to each other.
@@ -41,7 +42,8 @@ def write_page(
     spell = functools.cache(lambda: speller(models))  # opens a tokenizer only if there is a batch
     for (step, kind), group in itertools.groupby(rollouts, _step_and_kind):
         records = list(group)
-        if not kind and batch_path(run_dir, step).is_file() and spell():
+        is_recorded = not kind and batch_path(run_dir, step).is_file()
+        if is_recorded and spell():
             batch = read_step(run_dir, step).batch
             add_tokens(records, batch, spell())
         steps.append(
@@ -52,18 +54,21 @@ def write_page(
             }
         )
         pieces.append(_packed(records))
-    overview = {"name": str(run_dir), "metrics": metrics, "steps": steps}
+    overview = {
+        "name": str(run_dir),
+        "metrics": metrics,
+        "steps": steps,
+    }
     pieces.insert(0, _packed(overview))
 
     tags = [f'<script type="text/plain" id="piece-{i}">{piece}</script>' for i, piece in enumerate(pieces)]
+    data = "\n".join(tags)
     template = TEMPLATE.read_text(encoding="utf-8")
-    page = template.replace(DATA, "\n".join(tags), 1)
+    page = template.replace(DATA, data, 1)
 
-    partial = run_dir / "look.html.tmp"
-    partial.unlink(missing_ok=True)
-    with open(partial, "x", encoding="utf-8") as file:  # "x" does not write through a link that somebody put there
-        file.write(page)
-    return partial.replace(run_dir / "look.html")
+    path = run_dir / "look.html"
+    replace_file(path, page)
+    return path
 
 
 def _step_and_kind(record: Record) -> tuple[int, str]:
@@ -81,23 +86,30 @@ def add_tokens(
     The sequences of the batch are in the records' order. A record without an advantage is out of the loss; its batch
     does not say so, because it was recorded before the advantages. A log-prob is None where no token was sampled.
     """
-    starts = (batch.starts_S + batch.prompt_lengths_S).tolist()
-    ends = (batch.starts_S + batch.lengths_S).tolist()
+    starts_S = batch.starts_S + batch.prompt_lengths_S
+    ends_S = batch.starts_S + batch.lengths_S
     # a sampled token is not in the mask if its log-prob is not finite
     sampled_N = batch.loss_mask_N | ~batch.generator_logprobs_N.isfinite()
     logprobs_N = {"generator": batch.generator_logprobs_N}
     if batch.ref_logprobs_N is not None:
         logprobs_N["reference"] = batch.ref_logprobs_N
+    starts = starts_S.tolist()
+    ends = ends_S.tolist()
     for record, start, end in zip(records, starts, ends, strict=True):
         places = slice(start, end)
         mask_T = batch.loss_mask_N[places]
         in_loss_T = mask_T & (record["advantage"] is not None)
+        are_known = mask_T.tolist()
         logprobs = {}
         for name, values_N in logprobs_N.items():
-            pairs = zip(values_N[places].tolist(), mask_T.tolist(), strict=True)
-            logprobs[name] = [round(value, 3) if is_known else None for value, is_known in pairs]
+            logprobs[name] = []
+            values = values_N[places].tolist()
+            for value, is_known in zip(values, are_known, strict=True):
+                shown = round(value, 3) if is_known else None
+                logprobs[name].append(shown)
+        ids = batch.ids_N[places].tolist()
         record["tokens"] = {
-            "texts": spell(batch.ids_N[places].tolist()),
+            "texts": spell(ids),
             "sampled": sampled_N[places].int().tolist(),
             "in_loss": in_loss_T.int().tolist(),
             "logprobs": logprobs,
@@ -127,7 +139,8 @@ def speller(models: list[str]) -> Callable[[list[int]], list[str]] | None:
 
     @functools.cache
     def text_of(ids: tuple[int, ...]) -> str:
-        return decode([*before, *ids])[len(text_before) :]
+        text = decode([*before, *ids])
+        return text[len(text_before) :]
 
     def spell(ids: list[int]) -> list[str]:
         texts = []

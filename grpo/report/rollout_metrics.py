@@ -5,6 +5,7 @@ never by clocks.
 """
 
 import collections
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,18 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.metrics import StepMetrics, peak_bytes
 from grpo.report.samples import finite_or_none
 from grpo.rewards.answers import extract_answer
-from grpo.types import Completion, Rollout, Scalars, TrainBatch
+from grpo.types import Completion, Piece, Prompt, Rollout, Scalars, TrainBatch
+
+# What is counted in an episode, and how it can end
+EVENTS = (
+    "calls",
+    "bad_calls",
+    "unread_calls",
+    "tool_errors",
+    "hung_calls",
+    "cut_answers",
+)
+ENDS = ("done", "tokens", "turns", "seconds", "hung", "lost")
 
 
 def rollout_metrics(
@@ -34,25 +46,27 @@ def rollout_metrics(
     answers, None if none does.
     """
     rewards = [r.reward for r in rollouts if r.reward is not None]
+    num_failed = sum(bool(r.failures) for r in rollouts)
     lengths = [r.completion.num_tokens for r in rollouts]
     prompt_lengths = [len(r.prompt_ids_T) for r in rollouts]
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": math.nan,
         "reward/none_count": len(rollouts) - len(rewards),
-        "reward/failed_count": sum(bool(r.failures) for r in rollouts),
+        "reward/failed_count": num_failed,
         "completion/length_mean": _mean(lengths),
         "completion/length_max": max(lengths),
         "completion/truncated_frac": truncated_frac(rollouts),
         "prompt/length_mean": _mean(prompt_lengths),
-        "groups/zero_variance_frac": zero_variance_frac(rollouts, group_size),
+        "groups/zero_variance_frac": _mean(are_equal(rollouts, group_size)),
     }
     if rewards:
         metrics["reward/std"] = statistics.pstdev(rewards)
 
-    names = function_names(function for r in rollouts for function in r.rewards)
-    for function, name in names.items():
-        metrics[f"reward/{name}"] = _mean(r.rewards.get(function) for r in rollouts)
+    functions = itertools.chain(*(r.rewards for r in rollouts))
+    for function, name in function_names(functions).items():
+        values = [r.rewards.get(function) for r in rollouts]
+        metrics[f"reward/{name}"] = _mean(values)
     if answer_format:
         metrics["completion/has_answer_frac"] = has_answer_frac(rollouts, answer_format)
     if rollouts[0].completion.episode is not None:
@@ -75,11 +89,11 @@ def truncated_frac(rollouts: list[Rollout]) -> float:
     return _mean(r.completion.truncated for r in rollouts)
 
 
-def zero_variance_frac(rollouts: list[Rollout], group_size: int) -> float:
-    """Return the share of groups whose rewards are all equal or missing."""
+def are_equal(rollouts: list[Rollout], group_size: int) -> list[bool]:
+    """Return for each group whether its rewards are all equal or missing."""
     rewards_S, has_reward_S = reward_tensors(rollouts)
     rewards_PG, has_reward_PG = by_group(rewards_S, has_reward_S, group_size)
-    return _mean(equal_rewards(rewards_PG, has_reward_PG).tolist())
+    return equal_rewards(rewards_PG, has_reward_PG).tolist()
 
 
 def episode_metrics(rollouts: list[Rollout]) -> Scalars:
@@ -87,15 +101,18 @@ def episode_metrics(rollouts: list[Rollout]) -> Scalars:
     episodes = [r.completion.episode for r in rollouts]
     num_turns = [len(e["turns"]) for e in episodes]
     is_lost = [bool(e["failure"]) for e in episodes]
+    seconds = [e["waited"] for e in episodes]
     metrics = {
         "environment/turns": _mean(num_turns),
         "environment/lost_count": sum(is_lost),
-        "time/environment": _mean(e["waited"] for e in episodes),
+        "time/environment": _mean(seconds),
     }
-    for event in ("calls", "bad_calls", "unread_calls", "tool_errors", "hung_calls", "cut_answers"):
-        metrics[f"environment/{event}"] = _mean(e["counts"].get(event, 0) for e in episodes)
-    for end in ("done", "tokens", "turns", "seconds", "hung", "lost"):
-        metrics[f"environment/ended_by/{end}_frac"] = _mean(e["ended_by"] == end for e in episodes)
+    for event in EVENTS:
+        counts = [e["counts"].get(event, 0) for e in episodes]
+        metrics[f"environment/{event}"] = _mean(counts)
+    for end in ENDS:
+        has_ended_so = [e["ended_by"] == end for e in episodes]
+        metrics[f"environment/ended_by/{end}_frac"] = _mean(has_ended_so)
     return metrics
 
 
@@ -107,19 +124,21 @@ def alone_frac(rollouts: list[Rollout], group_size: int) -> float:
     num_turns = 0
     num_alone = 0
     for first in range(0, len(rollouts), group_size):
-        turns = [0, 0]
+        lengths = [0, 0]
         for rollout in rollouts[first : first + group_size]:
             if rollout.reward is not None:
-                turns.append(len(rollout.completion.episode["turns"]))
-        second, most = sorted(turns)[-2:]
-        num_turns += sum(turns)
-        num_alone += most - second
+                turns = rollout.completion.episode["turns"]
+                lengths.append(len(turns))
+        second, longest = sorted(lengths)[-2:]
+        num_turns += sum(lengths)
+        num_alone += longest - second
     return num_alone / max(num_turns, 1)
 
 
 def has_answer_frac(rollouts: list[Rollout], answer_format: str) -> float:
     """Return the share of completions with an answer at all, right or wrong."""
-    return _mean(extract_answer(r.answer, answer_format) is not None for r in rollouts)
+    answers = [extract_answer(r.answer, answer_format) for r in rollouts]
+    return _mean(answer is not None for answer in answers)
 
 
 def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
@@ -132,9 +151,9 @@ def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
 
 def function_names(functions: Iterable[str]) -> dict[str, str]:
     """Return each reward function's metric name: `path/file.py:function` gives `function`, unless that is ambiguous."""
-    names = {function: function.rsplit(":", 1)[-1] for function in functions}
-    in_use = list(names.values())
-    in_use += ["mean", "std", "none_count", "failed_count", "kl_penalty"]
+    names = {function: function.rpartition(":")[2] for function in functions}
+    in_use = ["mean", "std", "none_count", "failed_count", "kl_penalty"]
+    in_use += names.values()
     for function, name in names.items():
         if in_use.count(name) > 1:
             names[function] = function
@@ -147,7 +166,8 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     It is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1), in integers, so exact for any n.
     """
     num_subsets = math.comb(num_samples, k)
-    return (num_subsets - math.comb(num_samples - num_passed, k)) / num_subsets
+    num_without_pass = math.comb(num_samples - num_passed, k)
+    return (num_subsets - num_without_pass) / num_subsets
 
 
 def evaluation_metrics(
@@ -166,55 +186,65 @@ def evaluation_metrics(
     several held-out sets, each has its own metrics, such as `eval/SET/accuracy`.
     """
     greedy_by_set = by_source(greedy)
-    if len(greedy_by_set) > 1:
-        samples_by_set = by_source(samples)
-        metrics = {}
-        for held_out_set, rollouts in greedy_by_set.items():
-            metrics_of_set = evaluation_metrics(
-                rollouts,
-                samples_by_set[held_out_set],
-                num_samples,
-                function,
-                answer_format,
-                pass_value,
-            )
-            for name, value in metrics_of_set.items():
-                metrics[name.replace("eval/", f"eval/{held_out_set}/")] = value
-        return metrics
+    samples_by_set = by_source(samples)
+    metrics = {}
+    for held_out_set, rollouts in greedy_by_set.items():
+        has_passed = _have_passed(rollouts, function, pass_value)
+        accuracy = sum(has_passed) / len(rollouts)
+        variance = accuracy * (1 - accuracy) / len(rollouts)
+        lengths = [r.completion.num_tokens for r in rollouts]
+        of_set = {
+            "eval/accuracy": accuracy,
+            "eval/accuracy_stderr": math.sqrt(variance),
+            "eval/reward_mean": reward_mean(rollouts),
+            "eval/completion_length_mean": _mean(lengths),
+            "eval/truncated_frac": truncated_frac(rollouts),
+            "eval/none_count": sum(r.reward is None for r in rollouts),
+        }
+        if answer_format:
+            of_set["eval/has_answer_frac"] = has_answer_frac(rollouts, answer_format)
 
-    def num_passed(rollouts: list[Rollout]) -> int:
-        values = [r.rewards.get(function) for r in rollouts]
-        return sum(value is not None and value >= pass_value for value in values)
+        sampled = samples_by_set[held_out_set]
+        if sampled:
+            num_passed_P = []
+            for start in range(0, len(sampled), num_samples):
+                group = sampled[start : start + num_samples]
+                has_passed = _have_passed(group, function, pass_value)
+                num_passed_P.append(sum(has_passed))
+            for k in passes(num_samples):
+                estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P]
+                of_set[f"eval/pass_at_{k}"] = statistics.fmean(estimates_P)
+            lengths = [r.completion.num_tokens for r in sampled]
+            of_set["eval/sample_reward_mean"] = reward_mean(sampled)
+            of_set["eval/sample_length_mean"] = _mean(lengths)
 
-    accuracy = num_passed(greedy) / len(greedy)
-    variance = accuracy * (1 - accuracy) / len(greedy)
-    metrics = {
-        "eval/accuracy": accuracy,
-        "eval/accuracy_stderr": math.sqrt(variance),
-        "eval/reward_mean": reward_mean(greedy),
-        "eval/completion_length_mean": _mean(r.completion.num_tokens for r in greedy),
-        "eval/truncated_frac": truncated_frac(greedy),
-        "eval/none_count": sum(r.reward is None for r in greedy),
-    }
-    if answer_format:
-        metrics["eval/has_answer_frac"] = has_answer_frac(greedy, answer_format)
-    if not samples:
-        return metrics
-
-    starts = range(0, len(samples), num_samples)
-    num_passed_P = [num_passed(samples[start : start + num_samples]) for start in starts]
-    for k in passes(num_samples):
-        estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P]
-        metrics[f"eval/pass_at_{k}"] = statistics.fmean(estimates_P)
-    metrics["eval/sample_reward_mean"] = reward_mean(samples)
-    metrics["eval/sample_length_mean"] = _mean(r.completion.num_tokens for r in samples)
+        for name, value in of_set.items():
+            if len(greedy_by_set) > 1:
+                name = name.replace("eval/", f"eval/{held_out_set}/")
+            metrics[name] = value
     return metrics
 
 
-def pass_rate(rollouts: list[Rollout], function: str, pass_value: float) -> float | None:
+def pass_rate(
+    rollouts: list[Rollout],
+    function: str,
+    pass_value: float,
+) -> float | None:
     """Return the share that passed of the completions to which `function` gave a value; None if it gave none."""
-    values = [r.rewards[function] for r in rollouts if r.rewards.get(function) is not None]
-    return statistics.fmean(value >= pass_value for value in values) if values else None
+    have_passed = _have_passed(rollouts, function, pass_value)
+    if not have_passed:
+        return None
+    return statistics.fmean(have_passed)
+
+
+def _have_passed(
+    rollouts: list[Rollout],
+    function: str,
+    pass_value: float,
+) -> list[bool]:
+    """Return for each completion with a value of `function` whether it passed."""
+    values = [r.rewards.get(function) for r in rollouts]
+    return [value >= pass_value for value in values if value is not None]
 
 
 def passes(num_samples: int) -> list[int]:
@@ -223,31 +253,31 @@ def passes(num_samples: int) -> list[int]:
     return sorted(powers | {num_samples})
 
 
-def evaluation_names(sets: Sequence[str], num_samples: int, has_answers: bool) -> list[str]:
-    """Return the names of `evaluation_metrics`, without `eval/`. has_answers: there is an answer format."""
-    names = [
-        "accuracy",
-        "accuracy_stderr",
-        "reward_mean",
-        "completion_length_mean",
-        "truncated_frac",
-        "none_count",
-    ]
-    if has_answers:
-        names.append("has_answer_frac")
-    if num_samples:
-        names += [f"pass_at_{k}" for k in passes(num_samples)]
-        names += ["sample_reward_mean", "sample_length_mean"]
-    if len(sets) > 1:
-        names = [f"{held_out_set}/{name}" for held_out_set in sets for name in names]
-    return names
+def evaluation_names(
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    answer_format: str | None,
+) -> list[str]:
+    """Return the names of the metrics that held-out prompts will have, without `eval/`."""
+    pieces = (Piece.nothing(),)
+    nothing = Completion(pieces, truncated=False)
+    greedy = [Rollout(prompt, nothing, "") for prompt in prompts]
+    samples = [rollout for rollout in greedy for _ in range(num_samples)]
+    metrics = evaluation_metrics(
+        greedy,
+        samples,
+        num_samples,
+        "",
+        answer_format,
+    )
+    return [name.removeprefix("eval/") for name in metrics]
 
 
 def reward_tensors(rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:
     """Return the rewards (float32 [S], 0 for None), and which there are (bool [S])."""
-    rewards_S = torch.tensor([r.reward or 0.0 for r in rollouts])
-    has_reward_S = torch.tensor([r.reward is not None for r in rollouts])
-    return rewards_S, has_reward_S
+    rewards = [r.reward or 0.0 for r in rollouts]
+    has_reward = [r.reward is not None for r in rollouts]
+    return torch.tensor(rewards), torch.tensor(has_reward)
 
 
 def part_tensor(rollouts: list[Rollout], functions: Iterable[str]) -> Tensor:
@@ -256,7 +286,8 @@ def part_tensor(rollouts: list[Rollout], functions: Iterable[str]) -> Tensor:
     for function in functions:
         values.append([r.rewards[function] for r in rollouts])
     values_FS = np.array(values, dtype=np.float32)  # numpy makes NaN of None
-    return torch.from_numpy(values_FS).view(-1, len(rollouts))
+    values_FS = values_FS.reshape(-1, len(rollouts))
+    return torch.from_numpy(values_FS)
 
 
 def _mean(values: Iterable[float | None]) -> float:
@@ -267,7 +298,11 @@ def _mean(values: Iterable[float | None]) -> float:
     return statistics.fmean(known)
 
 
-def measured_metrics(measured: StepMetrics, times: Scalars, num_tokens: int) -> Scalars:
+def measured_metrics(
+    measured: StepMetrics,
+    times: Scalars,
+    num_tokens: int,
+) -> Scalars:
     """Return what the updates measured, the step's times, tokens per second and memory."""
     metrics = with_effective_sample_size(measured.means())
     metrics |= times
@@ -279,7 +314,8 @@ def measured_metrics(measured: StepMetrics, times: Scalars, num_tokens: int) -> 
 
 def sequence_advantages(batch: TrainBatch) -> list[float | None]:
     """Return the mean advantage of each sequence's loss tokens; None for a sequence that is excluded."""
-    values_N = batch.advantages_N.double().where(batch.loss_mask_N, 0)
+    values_N = batch.advantages_N.double()
+    values_N = values_N.where(batch.loss_mask_N, 0)
     zeros_S = torch.zeros(batch.num_sequences, dtype=torch.float64)
     sums_S = zeros_S.index_add(0, batch.owner_N, values_N)
     means_S = sums_S / batch.num_loss_tokens_S
@@ -303,5 +339,5 @@ def nonfinite_frac(completions: Sequence[Completion]) -> float:
     masks = []
     for completion in completions:
         masks += [piece.loss_mask_T for piece in completion.sampled]
-    is_finite_N = torch.cat(masks)
-    return 1 - is_finite_N.float().mean().item()
+    is_finite_N = torch.cat(masks).float()
+    return 1 - is_finite_N.mean().item()

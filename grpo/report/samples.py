@@ -24,7 +24,11 @@ SAMPLE_CHARACTERS = 600  # of prompts and their columns (an answer, test cases, 
 QUOTED_CHARACTERS = 200  # of a quotation in one line
 NUM_REASONS = 3  # most frequent ones of a failed reward function
 END_CHARACTERS = 40  # quoted from the end of a completion without an answer
-ANSWER_FORMS = {"answer_tag": "<answer>..</answer>", "boxed": "\\boxed{}", "hashes": "a line behind ####"}
+ANSWER_FORMS = {
+    "answer_tag": "<answer>..</answer>",
+    "boxed": "\\boxed{}",
+    "hashes": "a line behind ####",
+}
 
 
 def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Record]:
@@ -37,8 +41,12 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
     records = []
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         completion = rollout.completion
-        rewards = {name: finite_or_none(value) for name, value in rollout.rewards.items()}
-        failures = {name: without_surrogates(reason) for name, reason in rollout.failures.items()}
+        rewards = {}
+        for name, value in rollout.rewards.items():
+            rewards[name] = finite_or_none(value)
+        failures = {}
+        for name, reason in rollout.failures.items():
+            failures[name] = without_surrogates(reason)
         record = {
             "row": rollout.prompt.row,
             "prompt": without_surrogates(prompt),
@@ -62,7 +70,8 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
             del episode["waited"]
             record["episode"] = episode
         elif earlier:
-            record["earlier"] = [(piece.version, piece.num_tokens) for piece in earlier]
+            facts = [(piece.version, piece.num_tokens) for piece in earlier]
+            record["earlier"] = facts
         records.append(record)
     return records
 
@@ -79,10 +88,15 @@ def spread_by_reward(records: list[Record], count: int) -> list[Record]:
     count = min(count, len(ranked))
     last = len(ranked) - 1
     num_gaps = max(count - 1, 1)
-    return [ranked[round(i * last / num_gaps)] for i in range(count)]
+    places = [round(i * last / num_gaps) for i in range(count)]
+    return [ranked[place] for place in places]
 
 
-def describe(record: Record, turns: bool = False, short: bool = False) -> str:
+def describe(
+    record: Record,
+    turns: bool = False,
+    short: bool = False,
+) -> str:
     """Return a completion's record as printable text: a line of numbers, failures, prompt, columns, completion.
 
     turns: show the turns of an episode instead of its completion, with their tokens and the environment's answers.
@@ -117,7 +131,8 @@ def describe(record: Record, turns: bool = False, short: bool = False) -> str:
 
     episode = record.get("episode")
     if turns and episode:
-        for number, turn in enumerate(episode["turns"], start=1):
+        turns = episode["turns"]
+        for number, turn in enumerate(turns, start=1):
             tokens = f"{turn['tokens']} tokens"
             if "earned" in turn:
                 tokens += f", then get_reward {turn['earned']:g}"
@@ -138,10 +153,13 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
         counts[form] = len(texts) - answers.count(None)
     if counts[answer_format] or not texts:
         return ""
-    every_third = texts[:: math.ceil(len(texts) / 3)]
-    ends = [repr(one_line(text)[-END_CHARACTERS:]) for text in every_third]
+    distance = math.ceil(len(texts) / 3)
+    ends = []
+    for text in texts[::distance]:
+        end = one_line(text)[-END_CHARACTERS:]
+        ends.append(end)
     line = f"none of {len(texts)} completions has an answer in {ANSWER_FORMS[answer_format]}"
-    line += f"; they end like {', '.join(ends)}"
+    line += f"; they end like {', '.join(map(repr, ends))}"
     for form, count in counts.items():
         if count:
             line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})"
@@ -164,14 +182,18 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
         num_read += episode["counts"].get("calls", 0)
         for turn in episode["turns"]:
             if "unread" in turn:
-                texts_by_style[turn["unread"]].append(turn["text"])
+                style = turn["unread"]
+                texts_by_style[style].append(turn["text"])
     if not texts_by_style:
         return ""
-    style, texts = max(texts_by_style.items(), key=lambda item: len(item[1]))
-    opening = TAGS[style][0] if style in TAGS else "{"
-    text = texts[0]
-    example = _one_line(text[text.find(opening) :])
-    num_unread = sum(map(len, texts_by_style.values()))
+    counts = {style: len(texts) for style, texts in texts_by_style.items()}
+    style = max(counts, key=counts.get)
+    texts = texts_by_style[style]
+    opening, _ = TAGS.get(style, ("{", "}"))
+    first = texts[0]
+    start = first.find(opening)
+    example = _one_line(first[start:])
+    num_unread = sum(counts.values())
     return (
         f"{num_unread} of {num_turns} turns call a tool in a form that is not read, beside {num_read} calls that "
         f"are; --environment.calls {style} reads {len(texts)} of them, such as {example!r}"
@@ -186,9 +208,12 @@ def failure_lines(rollouts: list[Rollout]) -> list[str]:
             failed_by_function[function].append(rollout)
     lines = []
     for function, failed in failed_by_function.items():
-        texts = [_one_line(r.failures[function]) for r in failed]
-        counts = collections.Counter(texts)
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in counts.most_common(NUM_REASONS))
+        counts = collections.Counter()
+        for rollout in failed:
+            reason = _one_line(rollout.failures[function])
+            counts[reason] += 1
+        most_frequent = counts.most_common(NUM_REASONS)
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in most_frequent)
         lines.append(
             f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {reasons}; "
             f"first completion, of row {failed[0].prompt.row}: {shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
@@ -240,15 +265,20 @@ def finite_or_none(value: float | None) -> float | None:
 
 def _strict_json(value: Any) -> Any:
     """Return a JSON value with None in place of NaN and infinities, which Python allows in it."""
-    return json.loads(json.dumps(value), parse_constant=lambda _: None)
+    text = json.dumps(value)
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def _is_in(value: Any, prompt: str) -> bool:
     """Return whether the prompt shows this value of a column, a text or messages, anyway."""
     if isinstance(value, list):
-        contents = [message.get("content") if isinstance(message, dict) else None for message in value]
-        return bool(value) and all(_is_in(content, prompt) for content in contents)
-    return isinstance(value, str) and without_surrogates(value.strip()) in prompt
+        messages = [message for message in value if isinstance(message, dict)]
+        contents = [message.get("content") for message in messages]
+        are_shown = [_is_in(content, prompt) for content in contents]
+        return bool(value) and are_shown.count(True) == len(value)
+    if not isinstance(value, str):
+        return False
+    return without_surrogates(value.strip()) in prompt
 
 
 def _one_line(text: str) -> str:

@@ -33,7 +33,7 @@ TOO_LARGE = "the updates are too large; lower trainer.learning_rate"
 def no_comparison(history: History) -> str:
     """Warn that no group has two different rewards, so nothing is learned, unless a teacher judges every token."""
     shares = history["groups/zero_variance_frac"][-EQUAL_REWARD_STEPS:]
-    if len(shares) < EQUAL_REWARD_STEPS or min(shares) < 1 or history["distill/reverse_kl"]:
+    if shares != [1] * EQUAL_REWARD_STEPS or history["distill/reverse_kl"]:
         return ""
     return (
         f"in {EQUAL_REWARD_STEPS} steps the rewards of each group were all equal, which teaches nothing; read "
@@ -70,12 +70,13 @@ def collapse(history: History) -> str:
         return ""
     best = now
     for start in range(0, len(rewards) - WINDOW, WINDOW):
-        earlier = statistics.fmean(rewards[start : start + WINDOW])
-        best = max(best, earlier)
+        window = rewards[start : start + WINDOW]
+        best = max(best, statistics.fmean(window))
     # Large updates may spoil the policy within the first window. But the first step may be high by chance, if it has
     # few completions; the differences between neighbours say by how much, whatever the trend.
     neighbours = itertools.pairwise(rewards[-WINDOW:])
-    variance = statistics.fmean((after - before) ** 2 for before, after in neighbours) / 2
+    squares = [(after - before) ** 2 for before, after in neighbours]
+    variance = statistics.fmean(squares) / 2
     error = math.sqrt(variance)
     if rewards[0] - now > DROP_ERRORS * error:
         best = max(best, rewards[0])
@@ -90,13 +91,14 @@ def collapse(history: History) -> str:
 def no_rise(history: History) -> str:
     """Warn that the reward does not rise, although rewards differ within groups."""
     rewards = history["reward/mean"]
-    if len(rewards) < FLAT_STEPS or not_moved(history) or no_comparison(history) or collapse(history):
+    has_other_reason = not_moved(history) or no_comparison(history) or collapse(history)
+    if len(rewards) < FLAT_STEPS or has_other_reason:
         return ""
     first = rewards[:WINDOW]
     last = rewards[-WINDOW:]
     rise = statistics.fmean(last) - statistics.fmean(first)
-    spread = math.hypot(statistics.stdev(first), statistics.stdev(last))
-    error = spread / math.sqrt(WINDOW)
+    spreads = map(statistics.stdev, (first, last))
+    error = math.hypot(*spreads) / math.sqrt(WINDOW)
     if rise > RISE_ERRORS * error:
         return ""
     return (
@@ -109,9 +111,10 @@ def no_rise(history: History) -> str:
 def no_entropy(history: History) -> str:
     """Warn that the policy samples the same again and again, which in a supervised run is no fault."""
     entropy = _recent(history["entropy"])
-    if not history["reward/mean"] or entropy is None or entropy >= MIN_ENTROPY:
+    if entropy is None or entropy >= MIN_ENTROPY:
         return ""
-    if collapse(history) or not_moved(history, WINDOW):
+    is_supervised = not history["reward/mean"]
+    if is_supervised or collapse(history) or not_moved(history, WINDOW):
         return ""
     return (
         f"the policy's entropy is {compact_number(entropy)} nats: it hardly explores any more; raise "
@@ -152,8 +155,9 @@ def lost_accuracy(evaluations: list[Evaluation]) -> str:
     """Warn that the last accuracy is below the best one by more than chance; the reward since then says why."""
     best = max(evaluations)
     now = evaluations[-1]
-    chance = DROP_ERRORS * math.hypot(best.error, now.error)
-    if best.accuracy - now.accuracy < max(ACCURACY_DROP, chance):
+    drop = best.accuracy - now.accuracy
+    error = math.hypot(best.error, now.error)
+    if drop < max(ACCURACY_DROP, DROP_ERRORS * error):
         return ""
     fell = f"is {compact_number(now.accuracy)} and was {compact_number(best.accuracy)}"
     if now.reward > best.reward:
@@ -175,10 +179,14 @@ class CurveReader:
 
     def look(self, metrics: dict[str, float | None]) -> list[str]:
         """Take in metrics of a step or an evaluation (`eval/accuracy`, `eval/SET/accuracy`). Returns new warnings."""
-        finite = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
-        for name, value in finite.items():
-            self.history[name].append(value)
-        warnings = {rule.__name__: rule(self.history) for rule in RULES}
+        finite = {}
+        for name, value in metrics.items():
+            if value is not None and math.isfinite(value):
+                finite[name] = value
+                self.history[name].append(value)
+        warnings = {}
+        for rule in RULES:
+            warnings[rule.__name__] = rule(self.history)
         for name in finite:
             if name.startswith("eval/") and name.endswith("accuracy"):
                 warnings[name] = self._accuracy_warning(name, finite)
@@ -195,12 +203,20 @@ class CurveReader:
         """Take in the accuracy `name` of an evaluation. Returns a warning if it was lost."""
         rewards = self.history["reward/mean"]
         evaluations = self.evaluations[name]
-        if evaluations and rewards and math.isnan(evaluations[0].reward):  # made before the first step
-            reward_after = statistics.fmean(rewards[:WINDOW])
-            evaluations[0] = evaluations[0]._replace(reward=reward_after)
-        reward = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
-        error = metrics.get(f"{name}_stderr", 0.0)
-        evaluations.append(Evaluation(metrics[name], error, reward))
+        if evaluations and rewards:
+            first = evaluations[0]
+            if math.isnan(first.reward):  # made before the first step
+                reward_after = statistics.fmean(rewards[:WINDOW])
+                evaluations[0] = first._replace(reward=reward_after)
+        reward_before = math.nan
+        if rewards:
+            reward_before = statistics.fmean(rewards[-WINDOW:])
+        now = Evaluation(
+            accuracy=metrics[name],
+            error=metrics.get(f"{name}_stderr", 0.0),
+            reward=reward_before,
+        )
+        evaluations.append(now)
         lost = lost_accuracy(evaluations)
         # a policy that has not moved has accuracies that differ by chance
         if not lost or not_moved(self.history, WINDOW):

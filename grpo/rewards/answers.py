@@ -85,9 +85,11 @@ def extract_answer(text: str, answer_format: str) -> str | None:
     if answer_format == "hashes":
         line = _LAST_HASHES.match(text)
         if line:
-            answer = _last_of([Span(line.start(1), line.end(1), line[1])], text)
+            start, end = line.span(1)
+            answer = _last_of([Span(start, end, line[1])], text)
     elif boxes and (tags or answer_format == "boxed"):
-        is_choice = tags and len({box.content.strip() for box in boxes}) > 1
+        contents = {box.content.strip() for box in boxes}
+        is_choice = tags and len(contents) > 1
         if not is_choice and _last_of(boxes, text):
             answer = _with_neighbours(boxes, text)
     elif answer_format == "answer_tag" and tags:
@@ -118,7 +120,8 @@ def without_thoughts(text: str) -> str:
         if not tags[0]["close"]:
             start = tags[0].start()
     unclosed = [tag.start() for tag in tags if tag.start() >= end]
-    return text[:start] + text[end : min(unclosed, default=len(text))]
+    cut = min(unclosed, default=len(text))
+    return text[:start] + text[end:cut]
 
 
 def _answer_tags(text: str) -> list[Span]:
@@ -129,7 +132,8 @@ def _answer_tags(text: str) -> list[Span]:
         if not tag["close"]:
             opened = tag
         elif opened:
-            spans.append(Span(opened.start(), tag.end(), text[opened.end() : tag.start()]))
+            content = text[opened.end() : tag.start()]
+            spans.append(Span(opened.start(), tag.end(), content))
             opened = None
     if opened:
         spans.append(Span(opened.start(), len(text), ""))
@@ -138,12 +142,13 @@ def _answer_tags(text: str) -> list[Span]:
 
 def _boxes(text: str) -> list[Span]:
     """Find the outermost boxes that are not empty, in order. One that is cut off comes last and has no content."""
-    closed: list[tuple[int, int, int, int]] = []  # start, start and end of the content, end
-    opened: list[tuple[bool, int, int]] = []  # whether it is a box, start, start of the content
+    closed = []  # start, start and end of the content, end
+    opened = []  # whether it is a box, start, start of the content
     for match in _BOX_OR_BRACE.finditer(text):
         token = match[0]
         if match["bare"]:
-            closed.append((match.start(), *match.span("bare"), match.end()))
+            inside, close = match.span("bare")
+            closed.append((match.start(), inside, close, match.end()))
         elif token.endswith("{") and token != "\\{":
             opened.append((token != "{", match.start(), match.end()))
         elif token == "}" and opened:
@@ -152,9 +157,15 @@ def _boxes(text: str) -> list[Span]:
                 while closed and closed[-1][0] > start:  # a box inside of this one
                     closed.pop()
                 closed.append((start, inside, match.start(), match.end()))
-    spans = [Span(start, end, text[inside:close]) for start, inside, close, end in closed]
-    cut_off = [Span(start, len(text), "") for is_box, start, _ in opened if is_box]
-    return [span for span in spans if span.content.strip()] + cut_off[:1]
+    spans = []
+    for start, inside, close, end in closed:
+        content = text[inside:close]
+        if content.strip():
+            spans.append(Span(start, end, content))
+    for is_box, start, _ in opened:
+        if is_box:
+            return [*spans, Span(start, len(text), "")]
+    return spans
 
 
 def _last_of(spans: list[Span], text: str) -> str:
@@ -165,15 +176,18 @@ def _last_of(spans: list[Span], text: str) -> str:
         differs = earlier.content.strip() not in ("", last.content.strip())
         if differs and _is_choice(text[earlier.end : last.start]):
             return ""
-    sentences = _SENTENCE_END.split(_seen(text[last.end : last.end + _CHARACTERS_AFTER]), 2)[:2]
-    if any(map(_TAKEN_BACK.search, sentences)):
+    after = _seen(text[last.end : last.end + _CHARACTERS_AFTER])
+    sentences = _SENTENCE_END.split(after, 2)
+    if any(map(_TAKEN_BACK.search, sentences[:2])):
         return ""
     return last.content
 
 
 def _is_choice(between: str) -> bool:
     """Decide whether the text between two answers makes them a choice."""
-    return bool(_JOINED.fullmatch(between) or (_OR.search(between) and not _NEXT_SENTENCE.search(between)))
+    if _JOINED.fullmatch(between):
+        return True
+    return _OR.search(between) is not None and not _NEXT_SENTENCE.search(between)
 
 
 def _with_neighbours(boxes: list[Span], text: str) -> str:
@@ -181,8 +195,10 @@ def _with_neighbours(boxes: list[Span], text: str) -> str:
     box = boxes[-1]
     ends = [box.end for box in boxes[-2:-1]]
     floor = max(0, box.start - _CHARACTERS_BESIDE, *ends)
-    before = _BEFORE.search(_seen(text[floor : box.start])[-24:])  # the last word, or its end
-    after = _AFTER.match(_seen(text[box.end : box.end + _CHARACTERS_BESIDE]))
+    text_before = _seen(text[floor : box.start])
+    text_after = _seen(text[box.end : box.end + _CHARACTERS_BESIDE])
+    before = _BEFORE.search(text_before[-24:])  # the last word, or its end
+    after = _AFTER.match(text_after)
     if not before or not after:
         return ""
     unit = after["unit"] or ""
@@ -197,7 +213,9 @@ def _with_neighbours(boxes: list[Span], text: str) -> str:
 
 def _seen(text: str) -> str:
     """Return the text next to an answer without marks of formulas, Markdown, spacing and text."""
-    return TEXT_COMMAND.sub(r" \1 ", _UNSEEN.sub(" ", _EMPTY_BOX.sub("", text)))
+    text = _EMPTY_BOX.sub("", text)
+    text = _UNSEEN.sub(" ", text)
+    return TEXT_COMMAND.sub(r" \1 ", text)
 
 
 def _unboxed(content: str) -> str:
@@ -254,7 +272,8 @@ def same_answer(answer: str, reference: str, tolerance: float, latex: bool) -> b
         if are_integers or number.is_rounded or expected.is_rounded:
             return number.value == expected.value
         # the tolerance as it is written: a millionth, and not the float next to it
-        return abs(number.value - expected.value) <= Fraction(str(tolerance)) * abs(expected.value)
+        distance = abs(number.value - expected.value)
+        return distance <= Fraction(str(tolerance)) * abs(expected.value)
     if expected and expected.has_known_unit:
         return False
     if _comparable(answer, latex) == _comparable(reference, latex):
@@ -291,4 +310,5 @@ def _split_name(text: str) -> tuple[str, str]:
 def _comparable(text: str, latex: bool) -> str:
     """Return the text that is compared: without blanks that say nothing, and without the case of words."""
     caseless = _CASELESS_IN_BOX if latex else _CASELESS_IN_TAG
-    return caseless.sub(lambda match: match[0].casefold(), _IDLE_BLANK.sub(r"\1", text))
+    text = _IDLE_BLANK.sub(r"\1", text)
+    return caseless.sub(lambda match: match[0].casefold(), text)

@@ -11,6 +11,7 @@ None of them imports torch, because worker processes must start fast.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import secrets
@@ -136,7 +137,7 @@ def code_reward(
 
 def _last_program(text: str) -> str | None:
     """Return the last closed ```python block, or else the last without a language. Blocks are read line by line."""
-    last_blocks: dict[str, str] = {}
+    last_blocks = {}
     language = None
     for line in text.splitlines(keepends=True):
         fence = line.strip()
@@ -165,8 +166,10 @@ def _read_tests(tests: Any) -> str | list[tuple[str, str]]:
     if isinstance(tests, list | tuple):
         if all(isinstance(test, str) for test in tests):
             return "\n".join(tests).strip()
-        pairs = [(test.get("input"), test.get("output")) for test in tests if isinstance(test, dict)]
-        if len(pairs) == len(tests) and all(isinstance(text, str) for pair in pairs for text in pair):
+        tables = [test for test in tests if isinstance(test, dict)]
+        pairs = [(test.get("input"), test.get("output")) for test in tables]
+        are_texts = [isinstance(text, str) for text in itertools.chain(*pairs)]
+        if len(pairs) == len(tests) and all(are_texts):
             return pairs
     raise ValueError(
         f"cannot read tests of type {type(tests).__name__}: {str(tests)[:200]!r}; give Python source or a "
@@ -198,14 +201,16 @@ def _passes(code: str, tests: str | list[tuple[str, str]], limits: Limits) -> bo
     """Run the program on its tests. True if it passes all of them within the seconds for all together."""
     if isinstance(tests, str):
         marker = secrets.token_hex(16)
-        outcome = run_python(_HARNESS, json.dumps({"program": code, "tests": tests, "marker": marker}), limits)
+        job = {"program": code, "tests": tests, "marker": marker}
+        outcome = run_python(_HARNESS, json.dumps(job), limits)
         return outcome.status == "ok" and marker in outcome.stdout
     deadline = time.monotonic() + limits.timeout_seconds
     for stdin, expected in tests:
         seconds_left = deadline - time.monotonic()
         if seconds_left <= 0:
             return False
-        outcome = run_python(code, stdin, dataclasses.replace(limits, timeout_seconds=seconds_left))
+        limits_left = dataclasses.replace(limits, timeout_seconds=seconds_left)
+        outcome = run_python(code, stdin, limits_left)
         if outcome.status != "ok" or _lines(outcome.stdout) != _lines(expected):
             return False
     return True

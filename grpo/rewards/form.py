@@ -80,8 +80,10 @@ def thinking_reward(completions: list[str], **columns: list) -> list[float | Non
 
 def _tags(text: str) -> tuple[list[str], bool]:
     """Return the tags in order, such as `think` and `/answer`, and whether all of them are written properly."""
-    tags = [slash + name.lower() for slash, name in _TAG.findall(_NO_WIDTH.sub("", text))]
-    return tags, len(tags) == len(_PROPER_TAG.findall(text))
+    visible = _NO_WIDTH.sub("", text)
+    tags = [slash + name.lower() for slash, name in _TAG.findall(visible)]
+    proper_tags = _PROPER_TAG.findall(text)
+    return tags, len(tags) == len(proper_tags)
 
 
 def _has_answer(text: str) -> bool:
@@ -146,8 +148,10 @@ def repetition_penalty(
         raise ValueError(f"ngram is {ngram}; set 1 word or more, up to {_MAX_NGRAM}")
     rewards = []
     for text in completions:
-        words = _WORD.findall(_REPEATED.sub(_spread, text.casefold()))
-        ngrams = list(zip(*(words[start:] for start in range(ngram)), strict=False))
+        spread = _REPEATED.sub(_spread, text.casefold())
+        words = _WORD.findall(spread)
+        shifted = [words[start:] for start in range(ngram)]
+        ngrams = list(zip(*shifted, strict=False))
         rewards.append(len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0)
     return rewards
 

@@ -54,7 +54,8 @@ def same_expression(answer: str, reference: str, tolerance: float) -> bool:
         return False
     if _has_division(answer) and not _has_division(reference):
         return False
-    if not set(_FUNCTION.findall(answer)) <= set(_FUNCTION.findall(reference)):  # the parser makes x of e^{\ln x}
+    functions = _FUNCTION.findall(reference)
+    if not set(functions).issuperset(_FUNCTION.findall(answer)):  # the parser makes x of e^{\ln x}
         return False
     expected = parse_expression(reference)
     if expected is None:
@@ -79,7 +80,13 @@ def parse_expression(text: str) -> Any | None:
 
     # the library's own clean-up comes first, so that the text that is checked is the text that is parsed; without its
     # units, because of which "5t" would be 5
-    cleanup = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+    cleanup = NormalizationConfig(
+        basic_latex=True,
+        units=False,
+        malformed_operators=True,
+        nits=True,
+        boxed="none",
+    )
     text = normalize_latex(text, cleanup)
     if not text or not is_plain(text):
         return None
@@ -144,27 +151,35 @@ def is_plain(text: str) -> bool:
 
 def _has_one_case(text: str) -> bool:
     """Check that no symbol is a capital in one place and small in another, which are the same to the parser."""
-    symbols = set(re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", _MATRIX.sub(" ", text)))
-    return len({symbol.lower() for symbol in symbols}) == len(symbols)
+    text = _MATRIX.sub(" ", text)
+    symbols = set(re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", text))
+    return len(set(map(str.lower, symbols))) == len(symbols)
 
 
 def _has_division(text: str) -> bool:
     """Look for a fraction of digits that is not in lowest terms. The parser would make a number of it."""
-    fractions = re.findall(r"\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}", text)
-    return any(math.gcd(int(top), int(bottom)) > 1 or int(bottom) == 1 for top, bottom in fractions)
+    for fraction in re.findall(r"\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}", text):
+        top, bottom = map(int, fraction)
+        if bottom == 1 or math.gcd(top, bottom) > 1:
+            return True
+    return False
 
 
 def _words(text: str) -> list[str]:
     """Find the letters that are next to each other in a text, without commands."""
-    return re.findall("[a-zA-Z]+", _COMMAND.sub(" ", _MATRIX.sub(" ", text)))
+    text = _MATRIX.sub(" ", text)
+    return re.findall("[a-zA-Z]+", _COMMAND.sub(" ", text))
 
 
 def _have_same_words(answer: str, reference: str) -> bool:
     """Compare the words of two texts (`on` is not `no`), or else all their letters in a row (`3 x y` is `3xy`)."""
     words = _words(answer)
     expected = _words(reference)
-    long_words = sorted(word for word in words if len(word) > 1)
-    return long_words == sorted(word for word in expected if len(word) > 1) or "".join(words) == "".join(expected)
+    if "".join(words) == "".join(expected):
+        return True
+    long_words = [word for word in words if len(word) > 1]
+    expected_words = [word for word in expected if len(word) > 1]
+    return sorted(long_words) == sorted(expected_words)
 
 
 def _shape(text: str) -> tuple[int, int, bool, str]:
@@ -204,7 +219,8 @@ def _digits(node: Any) -> float:
         base, exponent = parts
         if node.exp.free_symbols:
             exponent = 0.0
-        return max(*parts, (base + 1) * (10**exponent if exponent < 10 else math.inf))
+        factor = 10**exponent if exponent < 10 else math.inf
+        return max(*parts, (base + 1) * factor)
     return sum(parts) + len(parts)
 
 
@@ -217,7 +233,8 @@ _COUNTED = re.compile(r"(?!1[*/])[0-9.]+|[a-zA-Z]+| [-+] |\*\*|(?<=[a-z])\(")
 
 def _is_as_worked_out(answer: Any, reference: Any) -> bool:
     """Check that `answer` leaves no more work than the reference and is solved for the same symbols."""
-    return _work(answer) <= _work(reference) and _isolated(reference) <= _isolated(answer)
+    has_more_work = not _work(answer) <= _work(reference)
+    return not has_more_work and _isolated(reference) <= _isolated(answer)
 
 
 def _isolated(expression: Any) -> set[Any]:
@@ -243,11 +260,15 @@ def _work(expression: Any) -> Counter[str]:
     nodes = set(sympy.preorder_traversal(expression))
     numbers = sympy.Atom | sympy.Add | sympy.Mul | sympy.Pow | sympy.exp
     containers = sympy.Tuple | Boolean | sympy.Interval | sympy.FiniteSet | sympy.Union | sympy.MatrixBase
-    work = Counter(type(node).__name__ for node in nodes if not isinstance(node, numbers | containers))
-    powers = [node for node in nodes if node.is_Pow and node.free_symbols and node.exp.is_Rational]
-    divisions = [node for node in powers if node.exp.is_negative and not node.base.as_base_exp()[1].free_symbols]
-    work["division"] = len(divisions)  # 1/e^x is no more work than e^{-x}
-    work["root"] = sum(not node.exp.is_Integer for node in powers)
+    work = Counter()
+    for node in nodes:
+        if not isinstance(node, numbers | containers):
+            work[type(node).__name__] += 1
+        if node.is_Pow and node.free_symbols and node.exp.is_Rational:
+            _, inner_exponent = node.base.as_base_exp()
+            has_division = node.exp.is_negative and not inner_exponent.free_symbols
+            work["division"] += bool(has_division)  # 1/e^x is no more work than e^{-x}
+            work["root"] += not node.exp.is_Integer
     parts = [expression]
     while parts:
         part = parts.pop()
@@ -308,5 +329,9 @@ def _equal(answer: Any, reference: Any, tolerance: float) -> bool:
     # two numbers may have the same six decimals and differ by more than the tolerance
     if not all(isinstance(side, Expr) and side.is_number for side in (answer, reference)):
         return True
-    distance, size = abs((answer - reference).evalf(30)), abs(reference.evalf(30))
-    return not (distance.is_Number and size.is_Number) or bool(distance <= max(tolerance, 1e-12) * size)
+    difference = answer - reference
+    distance = abs(difference.evalf(30))
+    size = abs(reference.evalf(30))
+    if not distance.is_Number or not size.is_Number:
+        return True
+    return bool(distance <= max(tolerance, 1e-12) * size)

@@ -58,7 +58,13 @@ class ForEachCompletion:
         """Make the object. A reward process does it once."""
         self.judge = self.make()
 
-    def __call__(self, completions: list, prompts: list, answer: list, **columns: list) -> list[float | None]:
+    def __call__(
+        self,
+        completions: list,
+        prompts: list,
+        answer: list,
+        **columns: list,
+    ) -> list[float | None]:
         """Return the value of each completion. A prompt is given as the data has it."""
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
         triples = zip(prompts, texts, answer, strict=True)
@@ -115,7 +121,9 @@ def answer_format_of(functions: Mapping[str, RewardFunction]) -> str | None:
 
 
 def load_functions(
-    config: RewardConfig, columns: Collection[str] | None = None, max_completion_tokens: int | None = None
+    config: RewardConfig,
+    columns: Collection[str] | None = None,
+    max_completion_tokens: int | None = None,
 ) -> dict[str, RewardFunction]:
     """Load the functions of `config.functions`, by name and with their options bound.
 
@@ -154,7 +162,8 @@ def load_functions(
                 f"unknown reward function {name!r}{near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
                 "your own is written path/file.py:function"
             )
-        functions[name] = _bind_options(name, function, config.options.get(name, {}), facts, columns)
+        options = config.options.get(name, {})
+        functions[name] = _bind_options(name, function, options, facts, columns)
     return functions
 
 
@@ -166,7 +175,8 @@ def try_built_ins(
 
     Raises ValueError if it cannot read a column, such as a list as the answer.
     """
-    row = {name: [value] for name, value in (dict.fromkeys(EXTRA_COLUMNS, 0) | dict(columns)).items()}
+    values = dict.fromkeys(EXTRA_COLUMNS, 0) | dict(columns)
+    row = {name: [value] for name, value in values.items()}
     for name, function in functions.items():
         if is_built_in(function):
             arguments, named = call_arguments(function, [""], row)
@@ -177,7 +187,11 @@ def try_built_ins(
 
 
 def _bind_options(
-    name: str, function: RewardFunction, options: Mapping[str, Any], facts: Mapping[str, Any], columns: list[str] | None
+    name: str,
+    function: RewardFunction,
+    options: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    columns: list[str] | None,
 ) -> RewardFunction:
     """Bind the options of a function, and those facts of the run that it asks for and that its options leave open."""
     check_options(function, options, f"reward function {name}", f"reward.options of {name}", facts)
@@ -234,7 +248,10 @@ def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> N
 
 
 def start_workers(
-    load: Callable[..., Callable], config: RewardConfig, confined: bool, max_completion_tokens: int
+    load: Callable[..., Callable],
+    config: RewardConfig,
+    confined: bool,
+    max_completion_tokens: int,
 ) -> Workers:
     """Start `config.num_workers` processes, in which `load` (`load_caller` or `load_observed`) loads all functions.
 
@@ -248,7 +265,7 @@ def start_workers(
         missing = lockdown.missing_measures()
     workers = Workers("reward functions", loader, config.num_workers, config.memory_gib, variables)
     if missing:
-        print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined", flush=True)
+        print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined")
     return workers
 
 
@@ -287,7 +304,8 @@ def load_caller(
     max_completion_tokens: int,
 ) -> Callable[..., list[float | None]]:
     """Load the functions into this process, confined or not. Returns a function that calls one of them by name."""
-    private_folders = sorted({os.path.realpath(path) for path in sys.path if lockdown.is_private(path)})
+    private_paths = filter(lockdown.is_private, sys.path)
+    private_folders = sorted(set(map(os.path.realpath, private_paths)))
     if confined:
         confine()
     try:
@@ -336,7 +354,13 @@ def confine() -> None:
 
 def readable_places() -> tuple[str, ...]:
     """Return what built-in functions may read: all that programs may read, installed packages, and this package."""
-    return tuple(sorted({*lockdown.interpreter_places(), *lockdown.package_places(), "/dev/urandom", _PACKAGE}))
+    places = {
+        *lockdown.interpreter_places(),
+        *lockdown.package_places(),
+        "/dev/urandom",
+        _PACKAGE,
+    }
+    return tuple(sorted(places))
 
 
 def make_call(

@@ -58,7 +58,10 @@ UNITS = """
     km/h kph
     unit
 """
-_UNIT_NAMES = {spelling: line.split()[0] for line in UNITS.splitlines() for spelling in line.split()}
+_UNIT_NAMES = {}
+for _line in UNITS.splitlines():
+    for _spelling in _line.split():
+        _UNIT_NAMES[_spelling] = _line.split()[0]
 
 
 class Number(NamedTuple):
@@ -102,14 +105,25 @@ _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|(?<=.)~")
 _DEGREES = re.compile(r"\^? ?\{? ?(?:\\circ|\\degrees?|°)(?![a-zA-Z]) ?\}?")
 # LaTeX's other names of a command
-_SYNONYMS = {"cfrac": "frac", "dfrac": "frac", "tfrac": "frac", "varnothing": "emptyset", "leq": "le", "geq": "ge"}
+_SYNONYMS = {
+    **dict.fromkeys(("cfrac", "dfrac", "tfrac"), "frac"),
+    "varnothing": "emptyset",
+    "leq": "le",
+    "geq": "ge",
+}
 _SYNONYM = re.compile(rf"\\({'|'.join(_SYNONYMS)})(?![a-zA-Z])")
 _FRACTION = re.compile(r"\\frac ?(?:\{ ?([-+]?[0-9.]+) ?\}|([0-9])) ?(?:\{ ?([0-9.]+) ?\}|([0-9]))")
 # LaTeX's commands around words
 TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox) ?\{([^{}]*)\}")
 _ONE_IN_BRACES = re.compile(r"([_^])\{(\w)\}")
 _MARKDOWN = "*_` "
-_WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("(", ")"))
+_WRAPPERS = {
+    "$$": "$$",
+    "$": "$",
+    "\\(": "\\)",
+    "\\[": "\\]",
+    "(": ")",
+}
 
 
 @functools.lru_cache(maxsize=4096)  # the completions of a group have one reference, and often one answer
@@ -130,8 +144,9 @@ def clean_text(text: str) -> str:
         text = _FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
         text = TEXT_COMMAND.sub(r" \1 ", text)
     text = _ONE_IN_BRACES.sub(r"\1\2", text.replace("{,}", ","))
-    text = " ".join(text.split()).strip(_MARKDOWN).removesuffix(".").rstrip(_MARKDOWN)
-    for opening, closing in _WRAPPERS * 2:
+    text = " ".join(text.split()).strip(_MARKDOWN)
+    text = text.removesuffix(".").rstrip(_MARKDOWN)
+    for opening, closing in [*_WRAPPERS.items()] * 2:
         inner = text[len(opening) : -len(closing)]
         if not inner or not text.startswith(opening) or not text.endswith(closing) or opening in inner:
             continue
@@ -202,8 +217,13 @@ def arithmetic(text: str) -> Fraction | None:
     right = _decimal(match[3])
     if left is None or right is None or (match[2] == "/" and not right):
         return None
-    operations = {"+": operator.add, "-": operator.sub, "/": operator.truediv}
-    return operations.get(match[2], operator.mul)(left, right)
+    operations = {
+        "+": operator.add,
+        "-": operator.sub,
+        "/": operator.truediv,
+    }
+    operation = operations.get(match[2], operator.mul)
+    return operation(left, right)
 
 
 def _with_slashes(text: str) -> str:
@@ -231,7 +251,8 @@ def _value(match: re.Match) -> Fraction | None:
 
 def _decimal(digits: str) -> Fraction | None:
     """Return the exact value of digits. None if their power of ten is too large."""
-    mantissa, _, exponent = re.sub("[, ]", "", digits).lower().partition("e")
+    digits = re.sub("[, ]", "", digits).lower()
+    mantissa, _, exponent = digits.partition("e")
     exponent = int(exponent or "0")
     if abs(exponent) > LARGEST_EXPONENT:
         return None

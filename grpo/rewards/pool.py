@@ -61,7 +61,10 @@ class RewardPool:
                 part = loading.part(config, confined)
                 if part.functions:
                     self.workers[confined] = loading.start_workers(
-                        loading.load_caller, part, confined, max_completion_tokens
+                        loading.load_caller,
+                        part,
+                        confined,
+                        max_completion_tokens,
                     )
         except BaseException:
             self.close()
@@ -79,7 +82,7 @@ class RewardPool:
         if self._rollouts is not None:
             raise RuntimeError(f"{len(self._rollouts)} rollouts were submitted and not collected")
         self._scopes = []
-        calls: dict[bool, list[Call]] = {confined: [] for confined in self.workers}
+        calls = {confined: [] for confined in self.workers}
         sizes = {"step": len(rollouts), "group": group_size, "completion": 1}
         for scope, size in sizes.items():  # long calls first, because short ones fill the gaps
             names = [name for name, function in self.functions.items() if called_with(function) == scope]
@@ -91,11 +94,8 @@ class RewardPool:
                 seconds *= size
             for start in range(0, len(rollouts), size):
                 part = rollouts[start : start + size]
-                columns = _columns(part, step)
-                if needs_ids:
-                    columns["completion_ids"] = [rollout.completion.ids_T.tolist() for rollout in part]
                 completions = as_json([self.opening + rollout.answer for rollout in part])
-                columns = as_json(columns)
+                columns = as_json(call_columns(part, step, needs_ids))
                 for name in names:
                     line = b"[%s, %s, %s]" % (as_json(name), completions, columns)
                     call = Call(len(self._scopes), line, seconds, num_values=size)
@@ -115,8 +115,8 @@ class RewardPool:
         """
         rollouts = self._rollouts
         self._rollouts = None
-        rewards: list[dict[str, float | None]] = [dict.fromkeys(self.functions) for _ in rollouts]
-        failures: list[dict[str, str]] = [{} for _ in rollouts]
+        rewards = [dict.fromkeys(self.functions) for _ in rollouts]
+        failures = [{} for _ in rollouts]
         for workers in self.workers.values():
             for outcome in workers.collect():
                 scope = self._scopes[outcome["call"]]
@@ -127,7 +127,10 @@ class RewardPool:
                         rewards[scope.start + i][scope.function] = outcome["value"][i]
         scored = []
         for rollout, values, failed in zip(rollouts, rewards, failures, strict=True):
-            weighted = [self.config.functions[name] * value for name, value in values.items() if value is not None]
+            weighted = []
+            for name, value in values.items():
+                if value is not None:
+                    weighted.append(self.config.functions[name] * value)
             reward = sum(weighted) if weighted and not failed else None
             scored.append(dataclasses.replace(rollout, rewards=values, reward=reward, failures=failed))
         return scored
@@ -149,21 +152,29 @@ def as_json(value: Any) -> bytes:
         ) from error
 
 
-def _columns(rollouts: list[Rollout], step: int) -> dict[str, list]:
-    """Return the columns of a call, except token ids."""
-    columns = {name: [rollout.prompt.columns[name] for rollout in rollouts] for name in rollouts[0].prompt.columns}
+def call_columns(
+    rollouts: list[Rollout],
+    step: int,
+    needs_ids: bool,
+) -> dict[str, list]:
+    """Return the columns of a call, with `completion_ids` if a function needs them."""
+    columns = {}
+    for name in rollouts[0].prompt.columns:
+        columns[name] = [rollout.prompt.columns[name] for rollout in rollouts]
     columns["num_tokens"] = [rollout.completion.num_tokens for rollout in rollouts]
     columns["truncated"] = [rollout.completion.truncated for rollout in rollouts]
     columns["prompts"] = [rollout.prompt.content for rollout in rollouts]
     columns["step"] = [step] * len(rollouts)
     if rollouts[0].completion.episode is not None:
         columns |= episode_columns(rollouts)
+    if needs_ids:
+        columns["completion_ids"] = [rollout.completion.ids_T.tolist() for rollout in rollouts]
     return columns
 
 
 def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
     """Return EPISODE_COLUMNS: the model's turns, all messages, and twice what the environment says about itself."""
-    columns: dict[str, list] = {name: [] for name in EPISODE_COLUMNS}
+    columns = {name: [] for name in EPISODE_COLUMNS}
     for rollout in rollouts:
         episode = rollout.completion.episode
         messages = list(as_messages(rollout.prompt.content))

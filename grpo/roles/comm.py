@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from grpo.roles.process_groups import Roles
-from grpo.types import Completion, Piece, Requests, TrainBatch
+from grpo.types import Completion, Piece, Requests, TrainBatch, check_saved
 
 if TYPE_CHECKING:  # these load torchtitan
     from grpo.roles.engine.generator import Generator
     from grpo.roles.reference import Reference
 
 Method = TypeVar("Method", bound=Callable)
+# What `flatten_completions` writes of each piece
+PIECE_FACTS = ("num_tokens", "version", "is_sampled", "num_kept")
 
 
 def broadcast(value: Any, group: ProcessGroup) -> Any:
@@ -35,7 +38,12 @@ def broadcast(value: Any, group: ProcessGroup) -> Any:
     return values[0]
 
 
-def on_driver(method: Method, to_all: bool = False, bridge: str = "control", scores: bool = False) -> Method:
+def on_driver(
+    method: Method,
+    to_all: bool = False,
+    bridge: str = "control",
+    scores: bool = False,
+) -> Method:
     """Make a method that every rank calls run on the driver alone; on the other ranks it returns None.
 
     Collective over `self.roles.control`; arguments count on the driver alone. If the method raises there, every rank
@@ -83,7 +91,9 @@ def gather_to_driver(value: Any, roles: Roles) -> list[Any] | None:
 
     Collective over `roles.control`.
     """
-    values = [None] * roles.control.size() if roles.is_driver else None
+    values = None
+    if roles.is_driver:
+        values = [None] * roles.control.size()
     dist.gather_object(value, values, group_dst=0, group=roles.control)
     return values
 
@@ -96,7 +106,7 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
     parts = gather_to_driver(flatten_completions(local or []), roles)
     if parts is None:
         return None
-    completions = [completion for tensors in parts for completion in unflatten_completions(*tensors)]
+    completions = [completion for tensors in parts for completion in unflatten_completions(tensors)]
     return sorted(completions, key=lambda completion: completion.index)
 
 
@@ -112,7 +122,9 @@ class SampledAhead:
 
 
 def start_sampling_ahead(
-    requests: Requests | None, group_size: int, generator: "Generator | None"
+    requests: Requests | None,
+    group_size: int,
+    generator: "Generator | None",
 ) -> SampledAhead | None:
     """Sample ahead on the generators, while the learners go on at once. Returns None without requests."""
     if requests is None:
@@ -140,7 +152,9 @@ def finish_sampling_ahead(ahead: SampledAhead | None, driver: Any, roles: Roles)
         began = min(times[head][0] for head in roles.heads)
         ended = max(times[head][1] for head in roles.heads)
         seconds = ended - began
-        overlap_seconds = max(0.0, min(ended, arrived) - max(began, ahead.began))
+        overlap_began = max(began, ahead.began)
+        overlap_ended = min(ended, arrived)
+        overlap_seconds = max(0.0, overlap_ended - overlap_began)
     driver.receive_ahead(completions, seconds, overlap_seconds)
 
 
@@ -157,7 +171,10 @@ def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
 
 
 def add_ref_logprobs(
-    batch: TrainBatch | None, reference: "Reference | None", roles: Roles, teacher_batch: TrainBatch | None = None
+    batch: TrainBatch | None,
+    reference: "Reference | None",
+    roles: Roles,
+    teacher_batch: TrainBatch | None = None,
 ) -> TrainBatch | None:
     """Compute the reference's log-probs and join them into every learner's batch, if there is a reference.
 
@@ -169,16 +186,17 @@ def add_ref_logprobs(
     if not roles.has_reference or not roles.learns:
         return batch
     teacher_batch = teacher_batch or batch
-    total_N = reference.logprobs(teacher_batch) if reference else torch.zeros(teacher_batch.num_tokens)
+    total_N = torch.zeros(teacher_batch.num_tokens)
+    if reference:
+        total_N = reference.logprobs(teacher_batch)
     dist.all_reduce(total_N, group=roles.learners)
     if teacher_batch is not batch:
-        total_N = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask_N, total_N[teacher_batch.loss_mask_N])
+        known_N = total_N[teacher_batch.loss_mask_N]
+        total_N = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask_N, known_N)
     return replace(batch, ref_logprobs_N=total_N)
 
 
-def broadcast_tensors(
-    tensors: Sequence[torch.Tensor | None] | None, roles: Roles
-) -> Sequence[torch.Tensor | None] | None:
+def broadcast_tensors(tensors: Sequence[Tensor | None] | None, roles: Roles) -> Sequence[Tensor | None] | None:
     """Give every learner the driver's flat CPU tensors (and its Nones); returns None on the other ranks.
 
     Collective over `roles.learners`.
@@ -198,8 +216,8 @@ def broadcast_tensors(
     return tensors
 
 
-def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
-    """Return completions as flat tensors: facts as bytes of JSON, then ids, loss mask, log-probs, kept ids.
+def flatten_completions(completions: list[Completion]) -> dict[str, torch.Tensor]:
+    """Return completions as flat tensors: facts as bytes of JSON, ids, loss mask, log-probs, kept ids.
 
     So they go over the wire quickly, and into a checkpoint without pickles.
     """
@@ -207,35 +225,41 @@ def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
     pieces = []
     for completion in completions:
         record = {field.name: getattr(completion, field.name) for field in fields(completion)}
-        record["pieces"] = [
-            (p.num_tokens, p.version, p.logprobs_T is not None, len(p.kept_C)) for p in completion.pieces
-        ]
+        record["pieces"] = []
+        for piece in completion.pieces:
+            piece_facts = (piece.num_tokens, piece.version, piece.logprobs_T is not None, len(piece.kept_C))
+            record["pieces"].append(dict(zip(PIECE_FACTS, piece_facts, strict=True)))
         facts.append(record)
         pieces += completion.pieces
     empty = torch.empty(0)
-    return [
-        torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8),
-        torch.cat([empty.long(), *(piece.ids_T for piece in pieces)]),
-        torch.cat([empty.bool(), *(piece.loss_mask_T for piece in pieces)]),
-        torch.cat([empty, *(completion.logprobs_T for completion in completions)]),
-        torch.cat([empty.int(), *(piece.kept_C for piece in pieces)]),
-    ]
+    return {
+        "facts": torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8),
+        "ids": torch.cat([empty.long(), *(piece.ids_T for piece in pieces)]),
+        "loss_mask": torch.cat([empty.bool(), *(piece.loss_mask_T for piece in pieces)]),
+        "logprobs": torch.cat([empty, *(completion.logprobs_T for completion in completions)]),
+        "kept": torch.cat([empty.int(), *(piece.kept_C for piece in pieces)]),
+    }
 
 
-def unflatten_completions(
-    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor, kept: torch.Tensor
-) -> list[Completion]:
-    """Undo `flatten_completions`."""
-    records = json.loads(facts.numpy().tobytes())
-    lengths = [num_tokens for record in records for num_tokens, *_ in record["pieces"]]
-    tokens = zip(ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), strict=True)
+def unflatten_completions(tensors: dict[str, torch.Tensor]) -> list[Completion]:
+    """Undo `flatten_completions`. Raises ValueError if that of another version has made them."""
+    check_saved("completions", tensors, flatten_completions([]))
+    records = json.loads(tensors["facts"].numpy().tobytes())
+    for record in records:
+        check_saved("a completion", record, (field.name for field in fields(Completion)))
+        for facts in record["pieces"]:
+            check_saved("a piece of a completion", facts, PIECE_FACTS)
+    lengths = [facts["num_tokens"] for record in records for facts in record["pieces"]]
+    by_token = (tensors[name].split(lengths) for name in ("ids", "loss_mask", "logprobs"))
+    tokens = zip(*by_token, strict=True)
+    kept = tensors["kept"]
     completions = []
     for record in records:
         pieces = []
-        for _, version, is_sampled, num_kept in record["pieces"]:
+        for facts in record["pieces"]:
             ids_T, mask_T, logprobs_T = next(tokens)
-            kept_C, kept = kept.tensor_split([num_kept])
-            pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version, kept_C))
+            kept_C, kept = kept.tensor_split([facts["num_kept"]])
+            pieces.append(Piece(ids_T, mask_T, logprobs_T if facts["is_sampled"] else None, facts["version"], kept_C))
         record["pieces"] = tuple(pieces)
         completions.append(Completion(**record))
     return completions

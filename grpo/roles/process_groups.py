@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from grpo.config import RolesConfig
+from grpo.config.checks import num_processes
 
 # Seconds between two looks of rank 0 for ranks that have started
 MEETING_SECONDS = 0.02
@@ -97,7 +98,8 @@ class Roles:
     @property
     def replica(self) -> tuple[int, ...]:
         """Launcher ranks of this rank's engine; empty on ranks that do not generate."""
-        return next((ranks for ranks in self.replicas if self.rank in ranks), ())
+        own = [ranks for ranks in self.replicas if self.rank in ranks]
+        return own[0] if own else ()
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -131,7 +133,7 @@ def setup_roles(
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     rank = int(os.environ["RANK"])
-    everyone = tuple(range(int(os.environ["WORLD_SIZE"])))
+    everyone = tuple(range(num_processes()))
     deadline = datetime.timedelta(minutes=deadline_minutes)
     timeout = TIMEOUT_DEADLINES * deadline
     device = torch.device("cpu")
@@ -162,7 +164,9 @@ def setup_roles(
     weights = None
     if generator_ranks and 0 not in generator_ranks:
         weights = _make_bridge("weights", (0, *generator_ranks), backend, rank, store, timeout)
-    engine_starts = range(0, len(generator_ranks), engine_ranks)
+    replicas = []
+    for start in range(0, len(generator_ranks), engine_ranks):
+        replicas.append(generator_ranks[start : start + engine_ranks])
     roles = Roles(
         rank=rank,
         device=device,
@@ -172,7 +176,7 @@ def setup_roles(
         trainer_ranks=trainer_ranks,
         reference_ranks=reference_ranks,
         has_reference=needs_reference,
-        replicas=tuple(generator_ranks[start : start + engine_ranks] for start in engine_starts),
+        replicas=tuple(replicas),
         store=store,
     )
     _join_own_world(roles, backend, timeout)
@@ -181,11 +185,16 @@ def setup_roles(
 
 def setup_trainers() -> Roles:
     """Make every rank a trainer, and nothing else. Collective over all ranks."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return setup_roles(RolesConfig(num_trainers=world_size, num_references=0, num_generators=0))
+    layout = RolesConfig(num_trainers=num_processes(), num_references=0, num_generators=0)
+    return setup_roles(layout)
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> PrefixStore:
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta,
+) -> PrefixStore:
     """Return the launcher's store under a prefix that only the ranks of this start know. Collective over all ranks.
 
     torchrun's store outlives a restart, with all its keys. So each rank posts a random word, and rank 0 answers under
@@ -202,7 +211,11 @@ def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) 
     prefix = uuid.uuid4().hex
     start = time.monotonic()
     notice_seconds = MEETING_NOTICE_SECONDS
-    while missing := [other for other in range(1, world_size) if not store.check([f"{prefix}/came/{other}"])]:
+    others = range(1, world_size)
+    while True:
+        missing = [other for other in others if not store.check([f"{prefix}/came/{other}"])]
+        if not missing:
+            return PrefixStore(prefix, store)
         for other in missing:
             if store.check([f"hello/{other}"]):
                 word = store.get(f"hello/{other}").decode()
@@ -215,11 +228,15 @@ def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) 
             print(f"waiting for ranks that have not started, for {seconds:.0f} s: {names}", flush=True)
             notice_seconds = 2 * seconds
         time.sleep(MEETING_SECONDS)
-    return PrefixStore(prefix, store)
 
 
 def _make_bridge(
-    name: str, ranks: Sequence[int], backend: str, rank: int, store: Store, timeout: datetime.timedelta
+    name: str,
+    ranks: Sequence[int],
+    backend: str,
+    rank: int,
+    store: Store,
+    timeout: datetime.timedelta,
 ) -> ProcessGroup | None:
     """Return a group over launcher `ranks`, independent of any default group; None on ranks that are not in it.
 
@@ -302,7 +319,7 @@ def collectives_entered(roles: Roles, is_saving: bool) -> dict[str, int]:
     share. May be called from any thread. is_saving: the rank waits for its thread that writes a checkpoint, so the
     thread's collectives count; otherwise they keep nobody waiting.
     """
-    bridges = [group for group in (roles.control, roles.learners, roles.weights) if group is not None]
+    bridges = {roles.control, roles.learners, roles.weights} - {None}
     counts = {group.group_name: _collectives_of(group) for group in bridges}
     world = roles.world[0]
     counts[f"{world}/groups made"] = distributed_c10d._world.group_count  # making one waits for all ranks of the world
@@ -311,7 +328,8 @@ def collectives_entered(roles: Roles, is_saving: bool) -> dict[str, int]:
         is_waited_for = is_saving or group.group_desc != SAVERS
         if is_waited_for and group not in bridges and len(ranks) > 1:
             # torch's names are counted in each process: groups of other ranks may have the same
-            counts[f"{world}/{group.group_name}/{','.join(map(str, ranks))}"] = _collectives_of(group)
+            members = ",".join(map(str, ranks))
+            counts[f"{world}/{group.group_name}/{members}"] = _collectives_of(group)
     if len(roles.replica) > 1:
         head = roles.replica[0]
         counts[f"engine/{head}"] = engine_steps[head]
@@ -321,4 +339,8 @@ def collectives_entered(roles: Roles, is_saving: bool) -> dict[str, int]:
 def _collectives_of(group: ProcessGroup) -> int:
     """Return the collectives of all backends of a group, for CPU and GPU, without the fake one of one-rank groups."""
     backends = {group._get_backend(device) for device in group._device_types}
-    return sum(backend._get_sequence_number_for_group() for backend in backends if backend.name() != "fake")
+    count = 0
+    for backend in backends:
+        if backend.name() != "fake":
+            count += backend._get_sequence_number_for_group()
+    return count

@@ -12,7 +12,7 @@ from grpo.types import TrainBatch
 
 
 class Reference:
-    """A frozen model, or the policy itself, over the reference ranks (else the trainer ranks)."""
+    """A frozen model, one that follows the policy, or the policy itself; on ranks of its own, else on the trainers'."""
 
     def __init__(
         self,
@@ -25,22 +25,29 @@ class Reference:
         as_trained: bool = False,
         moves: bool = False,
     ):
-        """Load `folder` in the compute dtype, or take the `policy`, which holds the reference already.
+        """Load `folder`, or take the `policy` in place of a model of its own. Collective over the reference's ranks.
 
-        policy: its base is the reference, which LoRA leaves as it was; with `as_trained` the policy teaches itself,
-        with the weights that it has by then. moves: the trainer moves the weights, see `Trainer.lead`. trainer: rows
-        are made and computed as the policy's are. Collective over the reference ranks.
+        policy: the reference is this model with its adapters off, because LoRA leaves the weights below them as they
+        were. With `as_trained` it is this model as it is, so the policy teaches itself. moves: the trainer moves the
+        weights (`Trainer.lead`), so they are held in float32 and not in the compute dtype. trainer: its fields say how
+        rows are packed and computed, which is as for the policy.
         """
         self.trainer = trainer
         self.as_trained = as_trained
         self.model = policy or build_model(
-            model, trainer, folder, device=roles.device, tensor_parallel=tensor_parallel, frozen=True, moves=moves
+            model,
+            trainer,
+            folder,
+            device=roles.device,
+            tensor_parallel=tensor_parallel,
+            frozen=True,
+            moves=moves,
         )
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Return log-probs of this rank's part of the tokens that count in the loss, float32 [N]; 0 elsewhere.
 
-        They are at the sampling temperatures. Collective over the reference ranks.
+        They are at the sampling temperatures. Collective over the reference's ranks.
         """
         with contextlib.nullcontext() if self.as_trained else adapters_off(self.model.module):
             return self.model.token_logprobs(batch, self.trainer)

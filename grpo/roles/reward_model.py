@@ -36,7 +36,13 @@ class RewardModel:
     Every learner holds this object; on ranks without a part its `model` is None.
     """
 
-    def __init__(self, model: ModelConfig, trainer: TrainerConfig, folder: str, roles: Roles):
+    def __init__(
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        folder: str,
+        roles: Roles,
+    ):
         """Load `folder` in the compute dtype. Collective over the reference ranks.
 
         trainer: rows are made and computed as the policy's are.
@@ -46,7 +52,13 @@ class RewardModel:
         self.model = None
         if roles.references:
             self.model = build_model(
-                model, trainer, folder, device=roles.device, tensor_parallel=1, frozen=True, scores=True
+                model,
+                trainer,
+                folder,
+                device=roles.device,
+                tensor_parallel=1,
+                frozen=True,
+                scores=True,
             )
 
     @contextlib.contextmanager
@@ -62,8 +74,12 @@ class RewardModel:
         if not sequences:
             return []
         broadcast(True, self.roles.learners)
-        # a value is stored with the next token, so each sequence gets one more token, the only one that counts
-        samples = [Sample(torch.tensor([*ids, 0]), torch.arange(len(ids) + 1) == len(ids)) for ids in sequences]
+        samples = []
+        for ids in sequences:
+            # a value is stored with the next token, so there is one token more, the only one that counts
+            ids_T = torch.tensor([*ids, 0])
+            is_last_T = torch.arange(len(ids_T)) == len(ids)
+            samples.append(Sample(ids_T, is_last_T))
         return self._scores(make_batch(samples))
 
     def answer(self) -> None:
@@ -73,7 +89,9 @@ class RewardModel:
 
     def _scores(self, batch: TrainBatch | None) -> list[float]:
         batch = send_batch(batch, self.roles)
-        total_N = self.model.token_logprobs(batch, self.trainer) if self.model else torch.zeros(batch.num_tokens)
+        total_N = torch.zeros(batch.num_tokens)
+        if self.model:
+            total_N = self.model.token_logprobs(batch, self.trainer)
         dist.all_reduce(total_N, group=self.roles.learners)  # each rank has its part, and 0 elsewhere
         return total_N[batch.loss_mask_N].tolist()
 
@@ -96,15 +114,18 @@ class RewardReader:
     def read(self, conversations: Sequence[list[Message]]) -> list[list[int] | str]:
         """Return each conversation's token ids, by the model's own chat template, or the reason it cannot be scored."""
         texts = []
-        refused = {}
-        for number, messages in enumerate(conversations):
+        reasons = []
+        for messages in conversations:
+            text = reason = ""
             try:
-                texts.append(render(self.tokenizer, OWN_DATA, messages, opening=False)[0])
+                text, _ = render(self.tokenizer, OWN_DATA, messages, opening=False)
             except Refused as error:
-                texts.append("")
-                refused[number] = str(error)
+                reason = str(error)
+            texts.append(text)
+            reasons.append(reason)
         encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [refused.get(number) or self._cut(ids) for number, ids in enumerate(encoded)]
+        pairs = zip(reasons, encoded, strict=True)
+        return [reason or self._cut(ids) for reason, ids in pairs]
 
     def _cut(self, ids: list[int]) -> list[int] | str:
         while ids and ids[-1] == self.pad_token_id:
@@ -132,7 +153,7 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
     check_template(tokenizer, OWN_DATA, answered=True)
     hf = hf_folder.read_hf_config(folder, scores=True)
     max_tokens = min(hf.max_position_embeddings, trainer.micro_batch_tokens) - 1  # `RewardModel.scores` adds one
-    print(f"reward model {path}: reads up to {max_tokens} tokens of its own", flush=True)
+    print(f"reward model {path}: reads up to {max_tokens} tokens of its own")
     return RewardReader(folder, tokenizer, max_tokens, hf.pad_token_id)
 
 
@@ -143,4 +164,5 @@ def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
     """
     if rollout.completion.episode:
         return episode_columns([rollout])["messages"][0]
-    return [*as_messages(rollout.prompt.content), {"role": "assistant", "content": opening + rollout.text}]
+    answer = as_messages(opening + rollout.text, "assistant")
+    return as_messages(rollout.prompt.content) + answer

@@ -15,7 +15,8 @@ FOLDER = pathlib.Path("/dev/shm")
 def start_name() -> str:
     """Return a name for this start of this torchrun, which changes with a restart."""
     defaults = {"TORCHELASTIC_RUN_ID": "run", "MASTER_PORT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
-    return "-".join(os.environ.get(name, default) for name, default in defaults.items())
+    values = [os.environ.get(name, default) for name, default in defaults.items()]
+    return "-".join(values)
 
 
 def replica_name(first_rank: int) -> str:

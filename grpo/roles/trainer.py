@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.metrics import StepMetrics
@@ -22,14 +23,20 @@ from grpo.types import MicroBatch, TrainBatch
 MUST_BE_FINITE = ("reference", "old", "advantages", "policy", "loss", "gradient")
 
 # (micro-batch, logprobs_BT, entropy_BT) -> (its part of the update's loss, metrics: detached values [B, T])
-Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Objective = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Trainer:
     """The policy and its optimizer on the trainer ranks."""
 
     def __init__(
-        self, model: ModelConfig, trainer: TrainerConfig, folder: str, num_steps: int, roles: Roles, seed: int = 0
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        folder: str,
+        num_steps: int,
+        roles: Roles,
+        seed: int = 0,
     ):
         """Load `folder`, shard it, build optimizer and schedule over `num_steps`. Collective over the trainer ranks.
 
@@ -39,18 +46,28 @@ class Trainer:
         self.roles = roles
         self.dtype = getattr(torch, model.dtype)
         self.num_loss_tokens = 0  # loss tokens that the gradient at hand comes from
-        self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)  # 1 for what was not finite on this rank
+        # above 0 for what was not finite on this rank
+        self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)
         self.model = build_model(
-            model, trainer, folder, device=roles.device, tensor_parallel=trainer.tensor_parallel, seed=seed
+            model,
+            trainer,
+            folder,
+            device=roles.device,
+            tensor_parallel=trainer.tensor_parallel,
+            seed=seed,
         )
         self.optimizer, self.schedule = build_optimizer(self.model, trainer, num_steps)
-        self._stateful = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        self._stateful = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+        }
         self.follower: ShardedModel | None = None  # a reference that moves with the policy
         if roles.is_driver:
             parameters = list(self.model.module.parameters())
             num_parameters = sum(parameter.numel() for parameter in parameters)
             num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-            print(f"policy: {num_parameters:,} parameters, {num_trained:,} trained", flush=True)
+            print(f"policy: {num_parameters:,} parameters, {num_trained:,} trained")
 
     def lead(self, reference: ShardedModel, interval: int, mixture: float) -> None:
         """Move the reference towards the policy every `interval` steps, and save and load its weights too."""
@@ -62,10 +79,11 @@ class Trainer:
     def end_step(self) -> None:
         """Take the next step's learning rate, and move the reference if that is due."""
         self.schedule.step()
-        if self.follower and self.schedule.schedulers[0].last_epoch % self.follow_interval == 0:
+        num_steps = self.schedule.schedulers[0].last_epoch
+        if self.follower and num_steps % self.follow_interval == 0:
             self.follower.move_towards(self.model, self.follow_mixture)
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def logprobs(self, batch: TrainBatch) -> Tensor:
         """Return the policy's log-probs of the tokens that count in the loss, float32 [N], on the CPU.
 
         At other tokens they may be 0. Collective over the trainer ranks.
@@ -75,12 +93,21 @@ class Trainer:
             dist.all_reduce(logprobs_N)  # every rank holds its part and 0 elsewhere
         return logprobs_N.cpu()
 
-    def forward_backward(self, batch: TrainBatch, objective: Objective, metrics: StepMetrics) -> None:
+    def forward_backward(
+        self,
+        batch: TrainBatch,
+        objective: Objective,
+        metrics: StepMetrics,
+    ) -> None:
         """Add the objective's gradient over the whole batch to the model, and what it measured to `metrics`.
 
         Collective over the trainer ranks, which pass the same batch. Gradients add up until `optimizer_step`.
         """
-        inputs = {"reference": batch.ref_logprobs_N, "old": batch.old_logprobs_N, "advantages": batch.advantages_N}
+        inputs = {
+            "reference": batch.ref_logprobs_N,
+            "old": batch.old_logprobs_N,
+            "advantages": batch.advantages_N,
+        }
         for name, values_N in inputs.items():
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
@@ -89,10 +116,11 @@ class Trainer:
             self.model.accumulate(is_last)
             logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, measured = objective(micro, logprobs_BT, entropy_BT)
+            measured["entropy"] = entropy_BT.detach()
             self._note("policy", ~logprobs_BT.detach().isfinite() & micro.loss_mask_BT)
             self._note("loss", ~loss.detach().isfinite())
             loss.backward()
-            metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
+            metrics.add(micro, loss.detach(), measured)
         self.model.drop_copy()
         metrics.record(**packing.metrics())
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
@@ -111,14 +139,18 @@ class Trainer:
         self._note("gradient", torch.tensor(not math.isfinite(grad_norm)))
         if dist.get_world_size() > 1:
             dist.all_reduce(self._broken, dist.ReduceOp.MAX)
-        broken = [name for name, flag in zip(MUST_BE_FINITE, self._broken.tolist(), strict=True) if flag]
+        broken = [MUST_BE_FINITE[place] for place in self._broken.nonzero()]
         learning_rate = self.optimizer.optimizers[0].param_groups[0]["lr"]
         if self.num_loss_tokens and not broken:
             self.optimizer.step()
         self.zero_gradient()
         if self.roles.device.type == "cuda":
             torch.cuda.synchronize()  # so that the step's time is its own
-        metrics = {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_frac": float(bool(broken))}
+        metrics = {
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "skipped_frac": float(bool(broken)),
+        }
         if broken:
             metrics[f"skipped/{broken[0]}"] = 1.0
         return metrics
@@ -129,12 +161,12 @@ class Trainer:
         self.num_loss_tokens = 0
         self._broken.zero_()
 
-    def _note(self, name: str, broken: torch.Tensor) -> None:
+    def _note(self, name: str, broken: Tensor) -> None:
         """Remember under `name` that something was not finite, if any entry is True. Does not wait for a GPU."""
         if broken.device.type == "cpu" and not broken.any():
             return
         index = MUST_BE_FINITE.index(name)
-        self._broken[index] = torch.maximum(self._broken[index], broken.any().to(self._broken))
+        self._broken[index] += broken.any().to(self._broken)
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""

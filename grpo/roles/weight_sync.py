@@ -48,8 +48,8 @@ def sync_weights(trainer: Trainer | None, generator: Generator | None, version: 
 def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield rank 0's (HF name, full tensor) on every generator rank. Collective over `roles.weights`.
 
-    Iterate to the end: every tensor is a broadcast. A layer's experts travel as one tensor, because thousands of
-    broadcasts would take longer than their bytes do.
+    Every rank must iterate to the end, because each tensor is a broadcast. A layer's experts travel as one tensor:
+    thousands of small broadcasts would take longer than sending their bytes.
     """
     layout = (stacked_shapes(trainer.model), trainer.dtype) if trainer else None
     shapes, dtype = broadcast(layout, roles.weights)
@@ -68,10 +68,10 @@ def check_sync(
 ) -> None:
     """Complete `prompts` once each and compare the log-probs of generator and trainer. Leaves nothing behind.
 
-    Without prompts no check is due. Collective over all ranks, while both hold the same version. Raises RuntimeError on
-    the trainers if they differ by more than `tolerance` (nats) on average. A difference that is not finite comes from
-    the policy, since tokens with such a log-prob of the generator are excluded. It is no fault of the sync: the step's
-    update will be skipped.
+    Without prompts it does nothing. Collective over all ranks, while generator and trainer hold the same version.
+    Raises RuntimeError on the trainers if the log-probs differ by more than `tolerance` (nats) on average. Tokens to
+    which the generator gave no finite log-prob are left out. So a difference that is not finite comes from the policy,
+    and raises nothing: the trainers will skip the step's update.
     """
     if not prompts:
         return
@@ -85,14 +85,14 @@ def check_sync(
         pairs = zip(prompts, completions, strict=True)
         batch = make_batch([sample_of(prompt, completion) for prompt, completion in pairs])
     batch = send_batch(batch, roles)
-    if trainer:  # without a gradient, because rows of another length would make torch compile training for any length
+    if trainer:  # forward only, so that torch compiles no backward for rows of this length
         difference_N = (trainer.logprobs(batch) - batch.generator_logprobs_N)[batch.loss_mask_N].abs()
         if len(difference_N):
             check_distance(difference_N.mean().item(), difference_N.max().item(), tolerance)
 
 
 def check_distance(mean: float, largest: float, tolerance: float) -> None:
-    """Raise RuntimeError if log-probs differ by more than `tolerance` (nats) on average, and by a finite number."""
+    """Raise RuntimeError if the mean difference of log-probs (nats) is above `tolerance` and finite."""
     if tolerance < mean < math.inf:
         raise RuntimeError(
             "the generator does not hold the policy's weights: their log-probs of the same completions differ by "

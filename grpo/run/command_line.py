@@ -9,19 +9,19 @@ each kind of GPU in it (vllm_engine.py, attention.py). All of it can be deleted 
 import importlib.util
 import logging
 import os
-import pathlib
 import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
-from grpo.config.checks import check_world_size
+from grpo.config.checks import check_world_size, num_processes
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
 from grpo.config.recipes import differences, for_one_process, load
 from grpo.folder.run_folder import check_run_folder
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.watch.stopping import end_with_launcher
 
-RECIPES = pathlib.Path(__file__).parents[2] / "configs"
+RECIPES = Path(__file__).parents[2] / "configs"
 # The recipe of a script or tool when the command line names none
 DEFAULT_RECIPES = {
     GRPOConfig: str(RECIPES / "qwen3_1_7b_gsm8k.py"),
@@ -85,10 +85,15 @@ def checked_config(config_type: type[Config], words: list[str] | None = None) ->
     becomes that of one process. Raises ValueError if torchrun started another number of processes, or if anything else
     cannot work.
     """
-    config = load(config_type, DEFAULT_RECIPES[config_type], words, _fit_to_processes)
+    config = load(
+        config_type,
+        DEFAULT_RECIPES[config_type],
+        words,
+        _fit_to_processes,
+    )
     if config.gpus:  # a dry run for another machine
         return config
-    check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_world_size(config, num_processes())
     project = config.metrics.wandb_project
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(f"metrics.wandb_project={project!r} needs a package: pip install wandb, or leave it empty")
@@ -97,7 +102,8 @@ def checked_config(config_type: type[Config], words: list[str] | None = None) ->
 
 def _fit_to_processes(config: Config, recipe: Config) -> Config:
     """Return the config for one process if there is only one, and print what that changes."""
-    if config.gpus > 1 or (not config.gpus and "RANK" in os.environ):
+    has_torchrun = "RANK" in os.environ
+    if config.gpus > 1 or (has_torchrun and not config.gpus):
         return config
     fitted = for_one_process(config, recipe)
     if fitted != config:
@@ -105,7 +111,8 @@ def _fit_to_processes(config: Config, recipe: Config) -> Config:
         line = f"{reason}: one process has all roles of the {config.num_ranks} ranks configured"
         if config.dry_run and not config.gpus:
             line += f", which --gpus {config.num_ranks} judges"
-        print("\n  ".join([line, *differences(fitted, config)]), flush=True)
+        lines = [line, *differences(fitted, config)]
+        print("\n  ".join(lines))
     return fitted
 
 
@@ -127,7 +134,12 @@ def subject_of(doc: str, words: list[str] | None = None) -> tuple[str, list[str]
 
 def tool_config(words: list[str]) -> GRPOConfig:
     """Return the config of a tool's `[RECIPE.py] [--field value ...]`, with all roles in one process."""
-    return load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], words, for_one_process)
+    return load(
+        GRPOConfig,
+        DEFAULT_RECIPES[GRPOConfig],
+        words,
+        for_one_process,
+    )
 
 
 def keep_caches() -> None:
@@ -135,7 +147,8 @@ def keep_caches() -> None:
     inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     if inductor and os.environ.get("TORCHINDUCTOR_CACHE_DIR") == inductor.default_cache_dir():
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]  # torch sets it to a folder in /tmp while it is imported
-    folder = pathlib.Path(os.environ.get(CACHE_VARIABLE, "~/.cache/grpo")).expanduser().absolute()
+    path = os.environ.get(CACHE_VARIABLE, "~/.cache/grpo")
+    folder = Path(path).expanduser().absolute()
     for variable, part in CACHES.items():
         os.environ.setdefault(variable, str(folder / part))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # it keeps nothing otherwise
@@ -150,8 +163,4 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
     warnings.filterwarnings("ignore", message=r"Argument aux_data .* cannot be converted")  # flash-attn-4's compiler
     for name, noise in KNOWN_NOISE.items():
-        logging.getLogger(name).addFilter(partial(_is_no_noise, noise))
-
-
-def _is_no_noise(noise: str, record: logging.LogRecord) -> bool:
-    return noise not in record.getMessage()
+        logging.getLogger(name).addFilter(lambda record, noise=noise: noise not in record.getMessage())

@@ -52,9 +52,12 @@ class Driver:
         self.stream = session.inputs.stream
         self.scorer = session.inputs.scorer
         self.reward_model = session.reward_model
-        self.buffer = GroupBuffer(config.sampling, config.prompts_per_step, config.group_size)
-        if "flight" in session.inputs.saved_state:
-            self.buffer.restore(session.inputs.saved_state["flight"])
+        self.buffer = GroupBuffer(
+            config.sampling,
+            config.prompts_per_step,
+            config.group_size,
+            session.inputs.groups,
+        )
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -71,7 +74,7 @@ class Driver:
         which `keep_prompt` returns False is passed over, and another one drawn in its place.
         """
         if self.session.is_stopped(step):
-            return StepPlan(step=step, requests=None, save=False, evaluate=False, stop=True)
+            return StepPlan(step, stop=True)
         config = self.config
         self.step = step
         self.times_ahead: Scalars = {}
@@ -86,12 +89,13 @@ class Driver:
             probe = [group.prompt for group in self.buffer.taken]
             if requests:
                 probe = requests.prompts
-        is_last = step + 1 == config.num_steps
+        number = step + 1
+        is_last = number == config.num_steps
         return StepPlan(
             step=step,
             requests=requests,
-            save=is_due(config.checkpoint.interval, step + 1, is_last),
-            evaluate=is_due(config.evaluation.interval, step + 1, is_last),
+            save=is_due(config.checkpoint.interval, number, is_last),
+            evaluate=is_due(config.evaluation.interval, number, is_last),
             probe=probe[:PROBE_PROMPTS],
         )
 
@@ -141,7 +145,6 @@ class Driver:
             print(
                 f"dynamic sampling: {num_informative} of {self.config.prompts_per_step} groups have different rewards "
                 f"after {buffer.num_rounds} rounds with {len(buffer.taken)} prompts; the step goes on with {remaining}",
-                flush=True,
             )
         return requests
 
@@ -174,7 +177,8 @@ class Driver:
         return self._batch_of(as_read)
 
     def _batch_of(self, rollouts: list[Rollout]) -> TrainBatch:
-        if not any(r.completion.loss_mask_T.any() for r in rollouts):
+        masks = [rollout.completion.loss_mask_T for rollout in rollouts]
+        if not any(mask_T.any() for mask_T in masks):
             check_lost(rollouts)
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         turn_weight = None
@@ -190,8 +194,9 @@ class Driver:
             self.buffer.everything = self.scorer.collect()
         with refuse_bad_input():
             check_all_failed(self.buffer.everything)
+        pass_value = self.config.reward.pass_value
         for prompt, rollouts in self.buffer.finished():
-            rate = pass_rate(rollouts, self.scorer.pass_function, self.config.reward.pass_value)
+            rate = pass_rate(rollouts, self.scorer.pass_function, pass_value)
             if rate is not None:
                 self.stream.remember(prompt, rate, self.step + 1)
         return self.buffer.rollouts()
@@ -204,7 +209,12 @@ class Driver:
         return rewards_S, has_reward_S, parts_FS
 
     @on_driver_for_learners
-    def record(self, rollouts: list[Rollout], batch: TrainBatch, rewards: RewardTensors) -> None:
+    def record(
+        self,
+        rollouts: list[Rollout],
+        batch: TrainBatch,
+        rewards: RewardTensors,
+    ) -> None:
         """Write what the trainers get in this step, for a replay; `rewards` as `reward_tensors` returns them."""
         rewards_S, has_reward_S, parts_FS = rewards
         recorded_step = RecordedStep(
@@ -264,7 +274,11 @@ class Driver:
     def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
         config = self.config
         completions = [rollout.completion for rollout in rollouts]
-        metrics = rollout_metrics(self.buffer.everything, config.group_size, self.scorer.answer_format)
+        metrics = rollout_metrics(
+            self.buffer.everything,
+            config.group_size,
+            self.scorer.answer_format,
+        )
         metrics["mismatch/nonfinite_frac"] = nonfinite_frac(completions)
         if config.turns_earn:
             metrics["environment/alone_frac"] = alone_frac(rollouts, config.group_size)

@@ -6,15 +6,15 @@ full, `sampling.carry_over` what may be left for the next step, and `overlap_ste
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import SamplingConfig
-from grpo.report.rollout_metrics import reward_tensors
+from grpo.environments.play import NOTED
+from grpo.report.rollout_metrics import are_equal
 from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.types import Completion, Piece, Prompt, Requests, Rollout
+from grpo.types import Completion, Piece, Prompt, Requests, Rollout, check_saved
 
 # A round asks for as many groups as the share of informative ones so far calls for, but expects at least this share.
 LEAST_INFORMATIVE_FRAC = 1 / 8
@@ -33,19 +33,26 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every completion has ended."""
-        return bool(self.completions) and all(completion.ended for completion in self.completions)
+        """True if every completion has ended."""
+        has_ended = [completion.ended for completion in self.completions]
+        return bool(has_ended) and all(has_ended)
 
 
 class GroupBuffer:
     """The groups in flight, and those that the current step took."""
 
-    def __init__(self, sampling: SamplingConfig, prompts_per_step: int, group_size: int):
-        """Begin without any group."""
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        prompts_per_step: int,
+        group_size: int,
+        groups: Iterable[Group] = (),
+    ):
+        """Begin with the groups that are in flight already."""
         self.sampling = sampling
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
-        self.groups: list[Group] = []
+        self.groups = [*groups]
         self.begin_step()
 
     # ---- what to sample -----------------------------------------------------------------------------------------
@@ -75,7 +82,9 @@ class GroupBuffer:
             return None
         begun = {}
         for completion in completions_of(unfinished):
-            begun[completion.index] = None if completion.ended else completion.ids_T.tolist()
+            begun[completion.index] = None
+            if not completion.ended:
+                begun[completion.index] = completion.ids_T.tolist()
         return Requests(
             prompts=[group.prompt for group in unfinished],
             begun=begun,
@@ -105,12 +114,12 @@ class GroupBuffer:
 
     @property
     def num_informative(self) -> int:
-        """The number of groups taken that a step may train on."""
+        """Number of groups taken that a step may train on."""
         return sum(self.is_informative)
 
     @property
     def num_groups_to_take(self) -> int:
-        """The number of groups that the step is expected to need still. 0 if it is full or had its last round."""
+        """Number of groups that the step is expected to need still. 0 if it is full or had its last round."""
         num_lacking = self.prompts_per_step - self.num_informative
         if num_lacking <= 0 or self.num_rounds >= self.sampling.max_rounds:
             return 0
@@ -131,13 +140,10 @@ class GroupBuffer:
         prompts = [group.prompt for group in taken]
         rollouts = score(prompts, completions_of(taken))
         self.everything += rollouts
-        is_informative = [True] * len(taken)
         if self.sampling.dynamic:
-            rewards_S, has_reward_S = reward_tensors(rollouts)
-            rewards_PG, has_reward_PG = by_group(rewards_S, has_reward_S, self.group_size)
-            has_equal_P = equal_rewards(rewards_PG, has_reward_PG)
-            is_informative = (~has_equal_P).tolist()
-        self.is_informative += is_informative
+            self.is_informative += [not is_equal for is_equal in are_equal(rollouts, self.group_size)]
+        else:
+            self.is_informative += [True] * len(taken)
 
     def finished(self) -> Iterator[tuple[Prompt, list[Rollout]]]:
         """Yield the prompt and the rollouts of each group taken, except those that go back."""
@@ -147,13 +153,15 @@ class GroupBuffer:
 
     def rollouts(self) -> list[Rollout]:
         """Return what the step trains on, group after group: informative groups, or any if there are none."""
-        places = list(itertools.compress(range(len(self.taken)), self.is_informative)) or range(len(self.taken))
-        groups = [self._rollouts_of(place) for place in places[: self.prompts_per_step]]
-        return list(itertools.chain.from_iterable(groups))
+        places = range(len(self.taken))
+        informative = list(itertools.compress(places, self.is_informative))
+        places = informative or places
+        groups = map(self._rollouts_of, places[: self.prompts_per_step])
+        return list(itertools.chain(*groups))
 
     def _rollouts_of(self, place: int) -> list[Rollout]:
-        size = self.group_size
-        return self.everything[place * size : (place + 1) * size]
+        start = place * self.group_size
+        return self.everything[start : start + self.group_size]
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step's sampling by name."""
@@ -176,13 +184,20 @@ class GroupBuffer:
             "completions": flatten_completions(completions_of(self.groups)),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take the groups out of what `state` returned."""
-        completions = iter(unflatten_completions(*state["completions"]))
-        for facts, count in zip(state["prompts"], state["counts"], strict=True):
-            prompt = Prompt(**facts)
-            own_completions = tuple(itertools.islice(completions, count))
-            self.groups.append(Group(prompt, own_completions))
+
+def saved_groups(state: Mapping[str, Any]) -> list[Group]:
+    """Return the groups of what `GroupBuffer.state` returned. Raises ValueError if another version saved them."""
+    check_saved("groups in flight", state, ("prompts", "counts", "completions"))
+    completions = iter(unflatten_completions(state["completions"]))
+    groups = []
+    for facts, count in zip(state["prompts"], state["counts"], strict=True):
+        check_saved("a prompt", facts, (field.name for field in fields(Prompt)))
+        own_completions = tuple(itertools.islice(completions, count))
+        for completion in own_completions:
+            if completion.episode is not None:
+                check_saved("an episode", completion.episode, NOTED)
+        groups.append(Group(Prompt(**facts), own_completions))
+    return groups
 
 
 def completions_of(groups: Iterable[Group]) -> list[Completion]:
@@ -190,15 +205,22 @@ def completions_of(groups: Iterable[Group]) -> list[Completion]:
     return [completion for group in groups for completion in group.completions]
 
 
-def join(begun: Completion | None, further: Completion | None, index: int) -> Completion:
+def join(
+    begun: Completion | None,
+    further: Completion | None,
+    index: int,
+) -> Completion:
     """Append the tokens that were sampled now to a completion. Either part may be missing or without tokens."""
     if further is None or not (further.num_tokens or further.ended):
-        nothing = Completion((Piece.nothing(),), truncated=False, index=index, ended=False)
-        return begun or further or nothing
+        if begun or further:
+            return begun or further
+        nothing = (Piece.nothing(),)
+        return Completion(nothing, truncated=False, index=index, ended=False)
     if begun is None or not begun.num_tokens:
         return further
     *earlier, last = begun.pieces
     first, *later = further.pieces
+    joined = (last, first)
     if last.version == first.version:  # no sync in between, so it is one piece
-        return replace(further, pieces=(*earlier, last.then(first), *later))
-    return replace(further, pieces=begun.pieces + further.pieces)
+        joined = (last.then(first),)
+    return replace(further, pieces=(*earlier, *joined, *later))

@@ -4,6 +4,7 @@ Bad input is refused here, before GPUs are used. Each function raises ValueError
 and the way out. A check that every run needs belongs in `open_run`.
 """
 
+import itertools
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,8 +45,9 @@ from grpo.rewards.loading import load_functions, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS
 from grpo.roles.engine.episodes import call_style, turns_of
 from grpo.roles.engine.vllm_engine import check_engine
+from grpo.run.groups import Group, saved_groups
 from grpo.run.scorer import Scorer
-from grpo.types import Prompt
+from grpo.types import Prompt, check_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,6 +69,8 @@ class Inputs:
     """The number of steps that were done when it was saved."""
     stream: PromptStream | ChatStream | None = None
     """What training draws from."""
+    groups: Sequence[Group] = ()
+    """The groups in flight in that checkpoint."""
     reference_folder: str = ""
     """Folder or hub name of the frozen model."""
     eval_prompts: Sequence[Prompt] = ()
@@ -84,7 +88,7 @@ class Inputs:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens for which the model has a row in its embedding."""
+        """Number of tokens for which the model has a row in its embedding."""
         return hf_folder.read_hf_config(self.model_folder).vocab_size
 
     def for_all_ranks(self) -> "Inputs":
@@ -94,6 +98,7 @@ class Inputs:
             tokenizer=None,
             saved_state={},
             stream=None,
+            groups=(),
             scorer=None,
             validation={},
         )
@@ -102,7 +107,11 @@ class Inputs:
 # ---- The inputs of each script. Its name stands in run.json; `build_dir` is the only place where a dry run may write.
 
 
-def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
+def read_grpo(
+    config: GRPOConfig,
+    script: str,
+    build_dir: str = "",
+) -> Inputs:
     """Read the prompts, references, held-out prompts and rewards of a GRPO run."""
     data = config.data
     check_functions(config)
@@ -111,8 +120,11 @@ def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
     if data.row:  # which columns it makes is known only now
         check_functions(config, reward_columns(sources))
     # all rows of a source have columns of the same types, which the encoder checks
-    first_rows = [next(rows.examples(), None) for rows in sources]
-    try_rewards(config, [row.columns for row in first_rows if row])
+    first_columns = []
+    for rows in sources:
+        first = itertools.islice(rows.examples(), 1)
+        first_columns += [example.columns for example in first]
+    try_rewards(config, first_columns)
 
     paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
     inputs = open_run(config, script, build_dir, paths, texts_of(sources))
@@ -121,18 +133,30 @@ def read_grpo(config: GRPOConfig, script: str, build_dir: str = "") -> Inputs:
         inputs = replace(inputs, reference_folder=folder)
 
     tools = tool_schemas(config)
-    rows = usable_prompts(sources, config, inputs.tokenizer, tools, inputs.vocab_size)
+    rows = usable_prompts(
+        sources,
+        config,
+        inputs.tokenizer,
+        tools,
+        inputs.vocab_size,
+    )
     new_stream = partial(PromptStream, rows, config)
+    check_parts(inputs.saved_state, ("step", "data", "flight"), config.allow_changes)
     stream = resumed_stream(new_stream, inputs.saved_state, config.allow_changes)
     form = learned_form(config, inputs.tokenizer)
-    inputs = replace(inputs, stream=stream, form=form)
+    groups = groups_in_flight(inputs.saved_state, config.allow_changes)
+    inputs = replace(inputs, stream=stream, form=form, groups=groups)
     if config.evaluation.interval:
         prompts = held_out_prompts(config, inputs)
         inputs = replace(inputs, eval_prompts=prompts)
     return with_scorer(config, inputs)
 
 
-def read_sft(config: SFTConfig, script: str, build_dir: str = "") -> Inputs:
+def read_sft(
+    config: SFTConfig,
+    script: str,
+    build_dir: str = "",
+) -> Inputs:
     """Read the examples of a supervised run, and what it validates and evaluates on."""
     if config.evaluation.interval:
         check_functions(config)
@@ -142,6 +166,7 @@ def read_sft(config: SFTConfig, script: str, build_dir: str = "") -> Inputs:
     form = learned_form(config, inputs.tokenizer)
     rows = usable_chats(sources, config, inputs.tokenizer, inputs.vocab_size)
     new_stream = partial(ChatStream, rows, config)
+    check_parts(inputs.saved_state, ("step", "data", "recent_losses"), config.allow_changes)
     stream = resumed_stream(new_stream, inputs.saved_state, config.allow_changes)
     if config.show:
         first_examples = new_stream().draw(config.show)
@@ -213,7 +238,8 @@ def open_model_folder(
     the tokenizer or the template cannot be used, if the tensor_parallel degrees do not divide the model, if a layer
     that should get an adapter is missing, or if Muon should update experts.
     """
-    folder = toy.build_model(config.model.path, build_dir or config.run_dir, texts, config.seed)
+    build_dir = build_dir or config.run_dir
+    folder = toy.build_model(config.model.path, build_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
     tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
     hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)
@@ -235,7 +261,11 @@ def reference_folder(config: GRPOConfig, inputs: Inputs) -> str:
     if not config.model.reference_path:
         return inputs.model_folder
     folder = hf_folder.resolve_folder(config.model.reference_path)
-    hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
+    hf_folder.check_folder(
+        folder,
+        config.max_sequence_tokens,
+        config.reference_tensor_parallel,
+    )
     hf_folder.check_reference(folder, inputs.model_folder, inputs.tokenizer)
     return config.model.reference_path
 
@@ -247,19 +277,49 @@ def resumed_stream(
 ) -> Stream:
     """Return a new stream of data, at the place that the `state` of a checkpoint names, if there is one.
 
-    Raises ValueError if the place is one in other data; with `allow_changes` these begin at their beginning.
+    Raises ValueError if the place is one in other data, or if another version of the project saved it; with
+    `allow_changes` the data begin at their beginning.
     """
     stream = new_stream()
     try:
         if state:
+            check_saved("the driver's state", state, {*state, "data"})
             stream.load_state_dict(state["data"])
     except ValueError as error:
-        if not allow_changes:
-            raise
-        reason, _, _ = str(error).partition(";")
-        print(f"the data begin again: {reason}", flush=True)
+        _refuse(error, "the data begin again", allow_changes)
         stream = new_stream()  # some sources of the first one may have their place already
     return stream
+
+
+def groups_in_flight(state: Mapping[str, Any], allow_changes: bool) -> list[Group]:
+    """Return the groups that the `state` of a checkpoint has in flight.
+
+    Raises ValueError if another version of the project saved them; with `allow_changes` they are left out.
+    """
+    if not state.get("flight"):
+        return []
+    try:
+        return saved_groups(state["flight"])
+    except ValueError as error:
+        _refuse(error, "groups in flight are left out", allow_changes)
+        return []
+
+
+def check_parts(state: Mapping[str, Any], parts: Sequence[str], allow_changes: bool) -> None:
+    """Raise ValueError if the `state` of a checkpoint is not made of `parts`; with `allow_changes` print it."""
+    try:
+        if state:
+            check_saved("the driver's state", state, parts)
+    except ValueError as error:
+        _refuse(error, "resumed all the same", allow_changes)
+
+
+def _refuse(error: ValueError, consequence: str, allow_changes: bool) -> None:
+    """Raise the error, or with `allow_changes` print its reason and what follows instead."""
+    if not allow_changes:
+        raise error
+    reason, _, _ = str(error).partition(";")
+    print(f"{consequence}: {reason}", flush=True)
 
 
 # ---- Held-out prompts and rewards
@@ -283,7 +343,12 @@ def held_out_prompts(config: RunConfig, inputs: Inputs) -> list[Prompt]:
 
 def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
     """Start the reward processes, and refuse what would fail only when the engine starts or an evaluation ends."""
-    scorer = Scorer(config, inputs.model_folder, inputs.tokenizer, inputs.form.end_token_ids)
+    scorer = Scorer(
+        config,
+        inputs.model_folder,
+        inputs.tokenizer,
+        inputs.form.end_token_ids,
+    )
     check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder))
     if config.environment.enabled:
         check_environment(config, inputs.tokenizer, scorer.stop_token_ids)
@@ -316,12 +381,17 @@ def try_rewards(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> None:
         try_built_ins(functions, columns)
 
 
-def check_best(config: RunConfig, prompts: Iterable[Prompt], scorer: Scorer) -> None:
+def check_best(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+) -> None:
     """Refuse a `checkpoint.keep_best` that is not among the metrics of the held-out prompts."""
     best = config.checkpoint.keep_best.removeprefix("eval/")
-    sets = list(dict.fromkeys(prompt.source for prompt in prompts))
-    names = evaluation_names(sets, config.evaluation.num_samples, bool(scorer.answer_format))
-    if best and best not in names:
+    if not best:
+        return
+    names = evaluation_names(prompts, config.evaluation.num_samples, scorer.answer_format)
+    if best not in names:
         hint = near_miss(best, names)
         raise ValueError(f"checkpoint.keep_best={best} is not among the held-out metrics{hint}: {', '.join(names)}")
 
@@ -345,9 +415,16 @@ def check_environment(
     """Refuse an environment whose class, functions or chat template cannot be used, and print what it is."""
     toolboxes = load_toolboxes(config.environment)
     style = call_style(tokenizer, config.environment, toolboxes)
-    turns = turns_of(tokenizer, config.environment, config.data, stop_token_ids, toolboxes)
+    turns = turns_of(
+        tokenizer,
+        config.environment,
+        config.data,
+        stop_token_ids,
+        toolboxes,
+    )
+    has_other_reward = config.reward.weights or config.algorithm.distill_coef
     for name, toolbox in toolboxes.items():
-        if not (toolbox.has_reward or config.reward.weights or config.algorithm.distill_coef):
+        if not (toolbox.has_reward or has_other_reward):
             raise ValueError(
                 f"{toolbox.name} has no get_reward and reward.functions is empty; give it one, or name some"
             )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
+from grpo.config import GRPOConfig, RolesConfig, change
 from grpo.config.checks import describe_roles, suggest_roles
 from grpo.config.fields import SHARED_GPU, Config
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
@@ -76,14 +76,24 @@ def fit_to_machine(
     layout: which ranks do what; without trainers only the engines are decided. folder: the model's. reward_model: the
     folder or hub name of the reward model. Only a config.json is read of each.
     """
-    config, verdicts = _judge(config, layout, folder, reward_model, look_at_device())
+    config, verdicts = _judge(
+        config,
+        layout,
+        folder,
+        reward_model,
+        look_at_device(),
+    )
     for verdict in verdicts:
         if not verdict.fits:
-            print(f"warning: {verdict}", flush=True)
+            print(f"warning: {verdict}")
     return config
 
 
-def print_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_model: str = "") -> bool:
+def print_what_fits(
+    config: Config,
+    folder: str,
+    reward_model: str = "",
+) -> bool:
     """Print a verdict on each thing that the run needs of this machine, or of `config.gpus` GPUs.
 
     The folders are those of `fit_to_machine`. Returns whether there is no problem.
@@ -97,7 +107,7 @@ def print_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_model: s
         answer = "fits" if verdict.fits else "PROBLEM"
         print(f"{answer}  {verdict}")
     num_problems = sum(not verdict.fits for verdict in verdicts)
-    print(f"dry run: nothing was written; problems: {num_problems}", flush=True)
+    print(f"dry run: nothing was written; problems: {num_problems}")
     return not num_problems
 
 
@@ -125,10 +135,12 @@ def _judge(
     decided = memory.fit_trainer(sizes, config, gpu_gib)
     if device.num_gpus and decided != config:
         kind = decided.trainer.activation_checkpointing
-        print(f"trainer.activation_checkpointing: {kind}, by arithmetic", flush=True)
-    verdicts = [check_versions()]
-    verdicts += check_memory(decided, sizes, device)
-    verdicts.append(check_disk(decided, sizes))
+        print(f"trainer.activation_checkpointing: {kind}, by arithmetic")
+    verdicts = [
+        check_versions(),
+        *check_memory(decided, sizes, device),
+        check_disk(decided, sizes),
+    ]
     return decided, verdicts
 
 
@@ -146,7 +158,7 @@ def _fit_engine(
     decided = memory.fit_engine(sizes, config, num_asked, gpu_gib)
     number = decided.generator.max_num_seqs
     share = "all" if number >= num_asked else f"{number}"
-    print(f"engines: {config.num_engines}; each decodes {share} of its {num_asked} sequences at once", flush=True)
+    print(f"engines: {config.num_engines}; each decodes {share} of its {num_asked} sequences at once")
     return decided
 
 
@@ -164,10 +176,15 @@ def check_versions() -> Verdict:
             package += f", pinned is {pinned}"
             fits = False
         packages.append(package)
-    return Verdict("versions", fits, "; ".join(packages), "install what is pinned: bash launch/setup.sh")
+    return Verdict(
+        "versions",
+        fits,
+        "; ".join(packages),
+        "install what is pinned: bash launch/setup.sh",
+    )
 
 
-def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
+def check_gpus(config: Config, device: Device) -> Verdict:
     """Compare the layout with the number of GPUs: it needs one for each rank."""
     count = device.num_gpus
     needed = config.num_ranks
@@ -186,7 +203,7 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
 
 
 def check_memory(
-    config: GRPOConfig | SFTConfig,
+    config: Config,
     sizes: memory.Sizes,
     device: Device,
 ) -> list[Verdict]:
@@ -205,7 +222,8 @@ def check_memory(
         total += roles.num_reference_ranks * sum(reference.values())
         total += checkpoint_gib(config, sizes)
         found = f"all ranks {total:.1f} GiB with the copy of a checkpoint, free on this host {device.gib:.1f}"
-        return [Verdict("memory", total <= device.gib, found, "a smaller model or --trainer.micro-batch-tokens")]
+        to_do = "a smaller model or --trainer.micro-batch-tokens"
+        return [Verdict("memory", total <= device.gib, found, to_do)]
 
     verdicts = _check_trainer(config, sizes, device)
     if generator:  # the cache gets what the weights leave of the engine's share
@@ -222,7 +240,7 @@ def check_memory(
 
 
 def _check_trainer(
-    config: GRPOConfig | SFTConfig,
+    config: Config,
     sizes: memory.Sizes,
     device: Device,
 ) -> list[Verdict]:
@@ -254,7 +272,7 @@ def _check_parts(
     return Verdict(check, total < device.gib, found, to_do)
 
 
-def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device) -> str:
+def _ways_out(config: Config, sizes: memory.Sizes, device: Device) -> str:
     """List the flags that lower the peak of a trainer rank, first those of which one is enough."""
     lowest = {
         "trainer.micro_batch_tokens": config.max_sequence_tokens,
@@ -289,18 +307,16 @@ def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Devic
     return "; ".join(ways) or "take a smaller model"
 
 
-def checkpoint_gib(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> float:
+def checkpoint_gib(config: Config, sizes: memory.Sizes) -> float:
     """Return the size of a checkpoint, and of the copy in the hosts' memory from which it is written."""
-    num_parameters = sizes.parameters
-    if config.trainer.lora_rank:  # it holds only the adapters
-        num_parameters = memory.num_adapter_parameters(sizes, config.trainer)
-    parameter_bytes = memory.state_bytes(config.trainer) - 4  # gradients are not saved
-    if config.reference_moves:
-        parameter_bytes += 4
-    return num_parameters * parameter_bytes / 2**30
+    # with LoRA it holds only the adapters
+    num_bytes = memory.trained_bytes(sizes, config.trainer)
+    if not config.reference_moves:  # its weights would take the place of the gradients, which are not saved
+        num_bytes -= 4 * memory.trained_parameters(sizes, config.trainer)
+    return num_bytes / 2**30
 
 
-def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
+def check_disk(config: Config, sizes: memory.Sizes) -> Verdict:
     """Compare the free disk space with the checkpoints that are kept, one that is being written, and the export."""
     options = config.checkpoint
     size = checkpoint_gib(config, sizes)
@@ -311,17 +327,18 @@ def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
         count = min(num_kept + 1, num_saves)
     export = 0.0
     if options.export:
-        export = memory.DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30
+        parameter_bytes = memory.DTYPE_BYTES[config.model.dtype]
+        export = parameter_bytes * sizes.parameters / 2**30
     run_dir = pathlib.Path(config.run_dir).absolute()
     place = run_dir
     while not place.exists():
         place = place.parent
-    replaced_bytes = 0  # of the files that make room when the run resumes or overwrites
+    replaced = 0.0  # files that make room when the run resumes or overwrites
     for folder in (CHECKPOINTS, "model"):
         for path in (run_dir / folder).rglob("*"):
             if path.is_file():
-                replaced_bytes += path.stat().st_size
-    needed = max(size * count + export - replaced_bytes / 2**30, 0)
+                replaced += path.stat().st_size / 2**30
+    needed = size * count + export - replaced
     free = shutil.disk_usage(place).free / 2**30
     found = f"{count} checkpoints of {size:.2f} GiB and an export of {export:.2f}, free in {place}: {free:.1f} GiB"
     to_do = "another --run-dir, a lower --checkpoint.keep, or --checkpoint.no-export"

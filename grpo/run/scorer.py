@@ -1,6 +1,5 @@
 """Completions -> rollouts with rewards: what training and evaluation share. On rank 0."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config.fields import REWARD_MODEL, RunConfig
 from grpo.data.chat import detokenize, look_at_prompt
 from grpo.models import hf_folder
-from grpo.report.samples import failure_lines, no_answer_line, unread_calls_line
+from grpo.report.samples import failure_lines, finite_or_none, no_answer_line, unread_calls_line
 from grpo.rewards.loading import answer_format_of
 from grpo.rewards.pool import RewardError, RewardPool
 from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
@@ -30,16 +29,11 @@ def check_version(completions: list[Completion], version: int) -> None:
 
 def check_lost(rollouts: list[Rollout]) -> None:
     """Raise RewardError if more than half of the episodes were lost: something is wrong with their environment."""
-    num_episodes = 0
-    failures = []
-    for rollout in rollouts:
-        episode = rollout.completion.episode
-        if episode:
-            num_episodes += 1
-            if episode["failure"]:
-                failures.append(episode["failure"])
-    if 2 * len(failures) > num_episodes:
-        raise RewardError(f"{len(failures)} of {num_episodes} episodes were lost; the first: {failures[0]}")
+    episodes = [rollout.completion.episode for rollout in rollouts]
+    episodes = list(filter(None, episodes))
+    failures = [episode["failure"] for episode in episodes if episode["failure"]]
+    if 2 * len(failures) > len(episodes):
+        raise RewardError(f"{len(failures)} of {len(episodes)} episodes were lost; the first: {failures[0]}")
 
 
 def with_value(
@@ -47,7 +41,7 @@ def with_value(
     name: str,
     weight: float,
     value: float | None,
-    failure: str = "",
+    failure: str,
 ) -> Rollout:
     """Add a value that is not a reward function's, or the reason why there is none."""
     failures = dict(rollout.failures)
@@ -86,7 +80,7 @@ class Scorer:
         self.environment = config.environment
         self.tokenizer = tokenizer
         if "code_reward" in reward.functions or "python" in self.environment.tools:
-            print(check_programs(reward.allow_without_landlock), flush=True)
+            print(check_programs(reward.allow_without_landlock))
         self.reader = None
         if reward.model:
             self.reader = open_reward_model(reward.model, config.trainer)
@@ -95,14 +89,14 @@ class Scorer:
         self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, more_stop_ids)
         ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
         ends += [f"the text {text!r}" for text in generator.stop]
-        print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
+        print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens")
         # A completion passes by the value of this one: the environment, or the first function; empty if there is none
         first_function = next(iter(reward.weights), "")
         self.pass_function = self.environment.reward_name or first_function
 
         opening, notes = look_at_prompt(tokenizer, config.data)
         for note in notes:
-            print(printable(note), flush=True)
+            print(printable(note))
         self.pool = RewardPool(reward, generator.max_completion_tokens, opening)
         self.answer_format = answer_format_of(self.pool.functions)
         self.collected_before = False
@@ -119,7 +113,7 @@ class Scorer:
         step: the number of the step that reward functions get, as the log counts it.
         """
         group_size = len(completions) // len(prompts)
-        prompts = [prompts[i // group_size] for i in range(len(completions))]
+        prompts = [prompt for prompt in prompts for _ in range(group_size)]
         ids = list(map(self._ids_to_show, prompts, completions))
         texts = detokenize(self.tokenizer, ids)
         self.submitted = list(map(Rollout, prompts, completions, texts))
@@ -138,20 +132,25 @@ class Scorer:
         rollouts = [self._with_environment(rollout) for rollout in self.pool.collect()]
         weight = self.pool.config.model_weight
         for place, (score, failure) in enumerate(model_scores):
-            rollouts[place] = with_value(rollouts[place], REWARD_MODEL, weight, score, failure)
+            rollouts[place] = with_value(
+                rollouts[place],
+                REWARD_MODEL,
+                weight,
+                score,
+                failure,
+            )
         check_lost(rollouts)
 
         warnings = failure_lines(rollouts)
         if self.answer_format and not self.collected_before:
-            line = no_answer_line(rollouts, self.answer_format)
-            warnings.append(line)
+            warnings.append(no_answer_line(rollouts, self.answer_format))
         if not self.warned_of_unread_calls:
             line = unread_calls_line(rollouts)
             warnings.append(line)
             self.warned_of_unread_calls = bool(line)
         self.collected_before = True
         for line in filter(None, warnings):
-            print(printable(f"warning: {where}{line}"), flush=True)
+            print(printable(f"warning: {where}{line}"))
         return rollouts
 
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:
@@ -180,14 +179,15 @@ class Scorer:
         scores = iter(self.reward_model.scores(readable))
         results = []
         for ids in conversations:
+            score = None
+            failure = ""
             if isinstance(ids, str):  # not ids, but the reason why it cannot be read
-                results.append((None, ids))
-                continue
-            score = next(scores)
-            if math.isfinite(score):
-                results.append((score, ""))
+                failure = ids
             else:
-                results.append((None, "its score is not finite"))
+                score = finite_or_none(next(scores))
+                if score is None:
+                    failure = "its score is not finite"
+            results.append((score, failure))
         return results
 
     def _ids_to_show(self, prompt: Prompt, completion: Completion) -> list[int]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig
-from grpo.config.checks import check_world_size, describe_roles, validate
+from grpo.config.checks import check_world_size, describe_roles, num_processes, validate
 from grpo.config.fields import MAX_NUM_SEQS, Config, RunConfig
 from grpo.folder import checkpoint
 from grpo.folder.hub import open_repository, push
@@ -37,7 +37,7 @@ from grpo.run.machine import fit_to_machine, print_what_fits
 from grpo.run.scorer import check_version
 from grpo.run.step_timer import StepTimer, profile_step
 from grpo.types import Completion, Scalars
-from grpo.watch.failures import BadInput, refuse_bad_input, set_place
+from grpo.watch.failures import BadInput, refuse_bad_input, set_place, show_lines_at_once
 from grpo.watch.stopping import forget_old_stop, obey_stop, repeat_behind_launcher, stop_reason
 from grpo.watch.watchdog import watched
 
@@ -67,6 +67,7 @@ def run(
 
     script: its name in run.json. layout: which ranks do what, by default as the config says.
     """
+    show_lines_at_once()
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
             fits = dry_run(config, script, read_inputs)
@@ -75,8 +76,7 @@ def run(
     with refuse_bad_input():  # a notebook's config has met no check yet
         validate(config)
         if layout is None:
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            check_world_size(config, world_size)
+            check_world_size(config, num_processes())
     gc.collect()  # a notebook's run before may have left cycles with groups, in whose end a fork of this one would hang
     roles = setup_roles(
         layout or config.roles,
@@ -90,7 +90,7 @@ def run(
         session = Session(config, script, read_inputs, layout, roles)
         train(config, session)
     if session.repository and session.is_exported:  # here no rank waits, however long it takes
-        print(push(config, session.repository), flush=True)
+        print(push(config, session.repository))
 
 
 def dry_run(config: Config, script: str, read_inputs: ReadInputs) -> bool:
@@ -140,29 +140,33 @@ class Session:
             inputs = self.read_inputs(config, self.script, "")
             if config.checkpoint.push_to_hub and self.layout.num_trainers:
                 self.repository = open_repository(config.checkpoint.push_to_hub)
-            self.lock = begin_run(config, self.script, inputs.step)  # another run may have begun there meanwhile
+            # another run may have begun there meanwhile
+            self.lock = begin_run(config, self.script, inputs.step)
             forget_old_stop(config.run_dir)
             self.run_log = self._open_log(inputs.step)  # W&B may refuse
         self.inputs = inputs
         self.num_skipped = 0  # in a row
         self.last_line = f"done; everything is in {config.run_dir}"
-        fitted = fit_to_machine(config, self.layout, inputs.model_folder, inputs.reward_model)
-        print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {inputs.step}", flush=True)
+        fitted = fit_to_machine(
+            config,
+            self.layout,
+            inputs.model_folder,
+            inputs.reward_model,
+        )
+        print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {inputs.step}")
         return Start(fitted, inputs.for_all_ranks())
 
     def _open_log(self, step: int) -> RunLog:
         """Open the log of a run that continues after `step` steps."""
         config = self.config
-        num_steps = 0
-        if self.layout.num_trainers:
-            num_steps = config.num_steps
+        trains = self.layout.num_trainers > 0
         logged_config = config
         if isinstance(config, GRPOConfig):
             logged_config = replace(config, algorithm=config.algorithm.resolved)
         return RunLog(
             config.metrics,
             config.run_dir,
-            num_steps,
+            num_steps=config.num_steps if trains else 0,
             start_step=step,
             whole_config=asdict(logged_config),
         )
@@ -191,7 +195,11 @@ class Session:
             if inputs.reference_folder:
                 reference_folder = fetch_folder(inputs.reference_folder, roles.control)
             if inputs.reward_model:
-                reward_folder = fetch_folder(inputs.reward_model, roles.control, scores=True)
+                reward_folder = fetch_folder(
+                    inputs.reward_model,
+                    roles.control,
+                    scores=True,
+                )
 
         self.saved_step = inputs.step
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
@@ -223,9 +231,18 @@ class Session:
                 )
                 if config.reference_moves:
                     algorithm = config.algorithm
-                    trainer.lead(reference.model, algorithm.reference_interval, algorithm.reference_mixture)
+                    trainer.lead(
+                        reference.model,
+                        algorithm.reference_interval,
+                        algorithm.reference_mixture,
+                    )
             if inputs.reward_model and roles.learns:
-                self.reward_model = RewardModel(config.model, config.trainer, reward_folder, roles)
+                self.reward_model = RewardModel(
+                    config.model,
+                    config.trainer,
+                    reward_folder,
+                    roles,
+                )
                 if inputs.scorer:
                     inputs.scorer.reward_model = self.reward_model
         with timer.startup("waiting for the other ranks"):
@@ -283,9 +300,9 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """Yield for each step the number of steps before it. The step that `profile` names leaves a trace."""
-        steps = range(self.inputs.step, self.config.num_steps)
-        profiled = profile_step(steps, self.config.profile, self.config.run_dir, self.roles)
-        for step in profiled:
+        config = self.config
+        steps = range(self.inputs.step, config.num_steps)
+        for step in profile_step(steps, config.profile, config.run_dir, self.roles):
             if self.saver and self.roles.is_driver:  # if it raises, torchrun ends the other ranks
                 self.saver.raise_failure()
             yield step
@@ -326,22 +343,30 @@ class Session:
         sampled = None
         if generator:
             greedy, sampled = generator.evaluate(self.inputs.eval_prompts, self.config.evaluation)
-        greedy = gather_completions(greedy, self.roles)
-        sampled = gather_completions(sampled, self.roles)
-        self._log_evaluation({"greedy": greedy, "sample": sampled}, step)
+        completions_by_kind = {
+            "greedy": gather_completions(greedy, self.roles),
+            "sample": gather_completions(sampled, self.roles),
+        }
+        self._log_evaluation(completions_by_kind, step)
 
     @partial(on_driver, scores=True)
-    def _log_evaluation(self, completions_by_kind: dict[str, list[Completion]], step: int) -> None:
+    def _log_evaluation(
+        self,
+        completions_by_kind: dict[str, list[Completion]],
+        step: int,
+    ) -> None:
         """Score and write the completions of the held-out prompts by the weights after `step` steps."""
         scorer = self.inputs.scorer
         rollouts = {"sample": []}
         for kind, completions in completions_by_kind.items():
-            if completions:  # perhaps no samples were asked for
-                check_version(completions, step)
-                scorer.submit(self.inputs.eval_prompts, completions, step)
-                rollouts[kind] = scorer.collect("evaluation: ")
-                texts = scorer.prompt_texts(rollouts[kind])
-                self.run_log.evaluation_completions(step, kind, rollouts[kind], texts)
+            if not completions:  # no samples were asked for
+                continue
+            check_version(completions, step)
+            scorer.submit(self.inputs.eval_prompts, completions, step)
+            scored = scorer.collect("evaluation: ")
+            prompts = scorer.prompt_texts(scored)
+            self.run_log.evaluation_completions(step, kind, scored, prompts)
+            rollouts[kind] = scored
         metrics = evaluation_metrics(
             rollouts["greedy"],
             rollouts["sample"],
@@ -358,7 +383,8 @@ class Session:
         Raises BadInput after MOST_SKIPPED skipped updates in a row.
         """
         self.run_log.log(step, metrics)
-        causes = [name.removeprefix("skipped/") for name in metrics if name.startswith("skipped/")]
+        prefix = "skipped/"
+        causes = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
         if not causes:
             self.num_skipped = 0
             return
@@ -370,7 +396,7 @@ class Session:
                 f"{message}; so did the {MOST_SKIPPED - 1} before it. The weights are those before them: lower "
                 "trainer.learning_rate, or look at earlier metrics, and continue with --resume (--record keeps batches)"
             )
-        print(f"warning: {message}", flush=True)
+        print(f"warning: {message}")
 
     # ---- after the last step ------------------------------------------------------------------------------------
 
@@ -378,7 +404,12 @@ class Session:
         """Write the model's folder, unless `checkpoint.export` is off. Collective over the trainers."""
         if self.config.checkpoint.export and trainer:
             model_dir = pathlib.Path(self.config.run_dir) / "model"
-            export_hf(trainer.model, model_dir, trainer.dtype, self.inputs.form)
+            export_hf(
+                trainer.model,
+                model_dir,
+                trainer.dtype,
+                self.inputs.form,
+            )
             self.is_exported = True
 
     def end(self, generator: Generator | None) -> None:
@@ -396,7 +427,7 @@ class Session:
             self.inputs.scorer.pool.close()
         self.run_log.close()
         os.close(self.lock)
-        print(self.last_line, flush=True)
+        print(self.last_line)
         repeat_behind_launcher(self.last_line)
 
 

@@ -85,7 +85,12 @@ class SFTDriver:
         }
 
     @on_driver
-    def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:
+    def log(
+        self,
+        step: int,
+        batch: TrainBatch,
+        measured: StepMetrics,
+    ) -> None:
         """Log step number `step`. A metric of examples belongs here."""
         times = self.timer.close_step()
         metrics = measured_metrics(measured, times, batch.num_tokens)

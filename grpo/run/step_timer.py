@@ -83,7 +83,8 @@ class StepTimer:
         """Add the block to phase `startup`. The driver prints `what` it does and the age of the process in seconds."""
         if self.is_driver:
             line = f"starting {time.perf_counter() - BEGAN:4.0f} s  {what}"
-            Console(highlight=False, markup=False).print(line, style="dim", soft_wrap=True)
+            console = Console(highlight=False, markup=False)
+            console.print(line, style="dim", soft_wrap=True)
         with self.phase("startup"):
             yield
 

@@ -6,6 +6,7 @@ Left out: ranks that hang or are ended from outside (watchdog.py).
 """
 
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -92,6 +93,7 @@ def leave_for_launcher(line: str) -> None:
 def run_rank(main: Callable[[], Result]) -> Result:
     """Return what `main` returns. If it fails, print one message and end the process with a non-zero exit code."""
     rank = os.environ.get("RANK", "0")  # now, because each role rewrites it
+    show_lines_at_once()
     code = 1
     line = ""
     trace = ""
@@ -123,6 +125,12 @@ def run_rank(main: Callable[[], Result]) -> Result:
         leave_for_launcher(line)
         print(f"{printable(trace)}{line}", file=sys.stderr)
     end_process(code)
+
+
+def show_lines_at_once() -> None:
+    """Let each line that is printed appear at once, also in a file or behind a pipe."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # that of a notebook does so anyway
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def run_script(main: Callable[[], None]) -> NoReturn:

@@ -13,11 +13,11 @@ leaves them alive. End them by SIGKILL.
 """
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 from grpo.watch import failures
 from grpo.workers import kernel
@@ -48,18 +48,18 @@ def stop_reason(run_dir: str) -> str:
     return next(iter(_reasons), "")
 
 
-def stop_files(run_dir: str) -> list[pathlib.Path]:
+def stop_files(run_dir: str) -> list[Path]:
     """Return the files that stop the run when one of them exists."""
-    files = [pathlib.Path(run_dir) / STOP_FILE]
+    files = [Path(run_dir) / STOP_FILE]
     named = os.environ.get(STOP_VARIABLE)
     if named:
-        files.append(pathlib.Path(named))
+        files.append(Path(named))
     return files
 
 
 def forget_old_stop(run_dir: str) -> None:
     """Remove the file that stopped a run before this one."""
-    (pathlib.Path(run_dir) / STOP_FILE).unlink(missing_ok=True)
+    (Path(run_dir) / STOP_FILE).unlink(missing_ok=True)
 
 
 def obey_stop(reason: str, step: int, run_dir: str) -> str:

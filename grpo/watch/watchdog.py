@@ -82,7 +82,10 @@ def ranks_behind(places: Mapping[int, Place]) -> list[int]:
     """
     behind = set()
     waiting = set()
-    for group in {name for place in places.values() for name in place.entered}:
+    groups = set()
+    for place in places.values():
+        groups |= place.entered.keys()
+    for group in groups:
         begun = {rank: place.entered[group] for rank, place in places.items() if group in place.entered}
         fewest = min(begun.values())
         ahead = {rank for rank, number in begun.items() if number > fewest}
@@ -95,7 +98,7 @@ def ranks_behind(places: Mapping[int, Place]) -> list[int]:
 class HangDetector:
     """Remembers the places of all ranks, and finds that nothing has happened for too long."""
 
-    def __init__(self, deadline_minutes: float, patience: float = 0.0):
+    def __init__(self, deadline_minutes: float, patience: float):
         """patience: seconds after the deadline, for a rank that only stands in for another."""
         self.deadline_minutes = deadline_minutes
         self.patience = patience
@@ -122,7 +125,8 @@ class HangDetector:
         if not ranks:
             return None
         seconds = now - self.moved_at
-        limit = max(deadline_seconds(places[rank].phase, self.deadline_minutes) for rank in ranks)
+        limits = [deadline_seconds(places[rank].phase, self.deadline_minutes) for rank in ranks]
+        limit = max(limits)
         if seconds <= limit + self.patience:
             return None
         does = "does not answer, last seen" if silent_ranks else "hangs"
@@ -235,14 +239,24 @@ class Watchdog:
     def _show_place(self) -> None:
         """Put this rank's place into the store."""
         entered = collectives_entered(self.roles, is_saving=here.phase == "save")
-        place = Place(here.role, here.phase, here.changes, entered, time.monotonic(), self.host, os.getpid())
+        place = Place(
+            here.role,
+            here.phase,
+            here.changes,
+            entered,
+            time.monotonic(),
+            self.host,
+            os.getpid(),
+        )
         self.store.set(f"place/{self.roles.rank}", json.dumps(asdict(place)))
 
     def _places(self) -> dict[int, Place]:
         """Return the places of the ranks that have shown theirs."""
-        ranks = [rank for rank in range(self.roles.control.size()) if self.store.check([f"place/{rank}"])]
+        everyone = range(self.roles.control.size())
+        ranks = [rank for rank in everyone if self.store.check([f"place/{rank}"])]
         values = self.store.multi_get([f"place/{rank}" for rank in ranks])
-        return {rank: Place(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
+        places = map(json.loads, values)
+        return {rank: Place(**place) for rank, place in zip(ranks, places, strict=True)}
 
     # ---- ranks that hang ----------------------------------------------------------------------------------------
 
@@ -267,7 +281,8 @@ class Watchdog:
         here.ending = True
         failures.leave_for_launcher(verdict.line)
         if self.roles.rank in verdict.ranks:
-            stack = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident]))
+            frame = sys._current_frames()[threading.main_thread().ident]
+            stack = "".join(traceback.format_stack(frame))
             title = f"rank {self.roles.rank} ({here.role}) is here, in phase {here.phase}:"
             print(f"{title}\n{stack}", file=self.stderr, end="", flush=True)
 

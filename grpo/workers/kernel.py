@@ -121,7 +121,7 @@ _CLONE_THREAD = 0x00010000
 _CLONE_NEW_NAMESPACES = 0x7E020000
 # Opening with O_TRUNC empties a file. Below its version 3, Landlock lets whoever may read a file do that. Of the access
 # modes, which are the lowest two bits, 1 and 2 write, 0 reads, and 3 does neither.
-_MODES_WITHOUT_WRITING = (0, 3)
+_TRUNCATING_FLAGS = (os.O_TRUNC | 0, os.O_TRUNC | 3)
 _TRUNCATES = os.O_TRUNC | 0b11
 
 # These calls of the table are denied if one of their conditions says so. All others are always denied.
@@ -139,8 +139,8 @@ _CONDITIONS: dict[str, list[Condition]] = {
     # FIOSETOWN, SIOCSPGRP: as F_SETOWN. TIOCSTI, TIOCLINUX: input for a terminal.
     "ioctl": [DenyIf(1, request) for request in (0x8901, 0x8902, 0x5412, 0x541C)],
     "prctl": [DenyIf(0, PR_SET_PDEATHSIG)],  # else the process could take back that it dies with its parent
-    "open": [DenyIf(1, os.O_TRUNC | mode, _TRUNCATES) for mode in _MODES_WITHOUT_WRITING],
-    "openat": [DenyIf(2, os.O_TRUNC | mode, _TRUNCATES) for mode in _MODES_WITHOUT_WRITING],
+    "open": [DenyIf(1, flags, _TRUNCATES) for flags in _TRUNCATING_FLAGS],
+    "openat": [DenyIf(2, flags, _TRUNCATES) for flags in _TRUNCATING_FLAGS],
 }
 # Landlock refuses signals to other processes only since its version 6.
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
@@ -166,7 +166,11 @@ def call_numbers() -> dict[str, int]:
     """Return the numbers that the calls of the table have on this machine."""
     column, _ = _ARCHITECTURES[os.uname().machine]
     entries = re.findall(r"(\w+):(\d+|-)/(\d+|-)", _SYSTEM_CALLS)
-    return {name: int(numbers[column]) for name, *numbers in entries if numbers[column] != "-"}
+    numbers = {}
+    for name, *by_architecture in entries:
+        if by_architecture[column] != "-":
+            numbers[name] = int(by_architecture[column])
+    return numbers
 
 
 def can_deny_calls() -> bool:
@@ -200,20 +204,22 @@ def deny_calls() -> None:
     for name, number in call_numbers().items():
         lines = []
         for condition in conditions.get(name, []):
-            is_denied = (0, 1) if isinstance(condition, DenyIf) else (1, 0)
+            denies_equal = int(isinstance(condition, DenyIf))
             lines += [
                 (_LOAD, 0, 0, 16 + 8 * condition.argument),
                 (_AND, 0, 0, condition.mask),
-                (_SKIP_IF_EQUAL, *is_denied, condition.value),
+                (_SKIP_IF_EQUAL, 1 - denies_equal, denies_equal, condition.value),
                 (_RETURN, 0, 0, _FAIL | errno.EPERM),
             ]
         result = _FAIL | (errno.ENOSYS if name in _UNKNOWN_CALLS else errno.EPERM)
-        lines.append((_RETURN, 0, 0, _ALLOW if lines else result))
+        if lines:  # no condition denied it
+            result = _ALLOW
+        lines.append((_RETURN, 0, 0, result))
         program += [(_SKIP_IF_EQUAL, 0, len(lines), number), *lines]
     program.append((_RETURN, 0, 0, _ALLOW))
 
-    instructions = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    buffer = ctypes.create_string_buffer(instructions)
+    instructions = [struct.pack("=HBBI", *instruction) for instruction in program]
+    buffer = ctypes.create_string_buffer(b"".join(instructions))
     header = struct.pack("@HP", len(program), ctypes.addressof(buffer))
     forbid_new_privileges()
     zero = ctypes.c_ulong(0)

@@ -17,13 +17,14 @@ seccomp denies those calls.
 import ctypes
 import functools
 import glob
+import itertools
 import os
-import pathlib
 import stat
 import struct
 import sys
 import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 from grpo.workers import kernel, processes
 
@@ -50,8 +51,12 @@ def landlock_version() -> int:
 
 def missing_measures() -> str:
     """Return what `lock` needs and this kernel lacks, such as "Landlock and no seccomp filters". Empty if nothing."""
-    has = {"Landlock": landlock_version() > 0, "seccomp filters": kernel.can_deny_calls()}
-    return " and no ".join(name for name in has if not has[name])
+    missing = []
+    if not landlock_version():
+        missing.append("Landlock")
+    if not kernel.can_deny_calls():
+        missing.append("seccomp filters")
+    return " and no ".join(missing)
 
 
 def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> None:
@@ -85,9 +90,15 @@ def new_user() -> int | None:
     In a user namespace root stays root, as it is an ordinary user outside, whose threads are limited. Root also stays
     where it lacks the capabilities to change users, to kill the new one, or to let it read packages.
     """
-    needed = (kernel.CAP_CHOWN, kernel.CAP_DAC_OVERRIDE, kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
+    needed = (
+        kernel.CAP_CHOWN,
+        kernel.CAP_DAC_OVERRIDE,
+        kernel.CAP_KILL,
+        kernel.CAP_SETGID,
+        kernel.CAP_SETUID,
+    )
     is_able = all(map(kernel.has_capability, needed)) and _reading_capability()
-    numbers = pathlib.Path("/proc/self/uid_map").read_text().split()
+    numbers = Path("/proc/self/uid_map").read_text().split()
     if os.geteuid() == 0 and numbers == _ALL_USERS and is_able:
         return _FIRST_USER + os.getpid()
     return None
@@ -114,10 +125,12 @@ def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
 
     Of a prefix only the folders of programs and libraries, since an environment may have been made in a project.
     """
-    links = [executable]  # a virtual environment's python is a link, perhaps to another link
-    while os.path.islink(links[-1]):
-        target = os.path.join(os.path.dirname(links[-1]), os.readlink(links[-1]))
-        links.append(os.path.normpath(target))
+    path = executable
+    links = [path]  # a virtual environment's python is a link, perhaps to another link
+    while os.path.islink(path):
+        target = os.path.join(os.path.dirname(path), os.readlink(path))
+        path = os.path.normpath(target)
+        links.append(path)
     places = {
         *links,
         *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
@@ -130,7 +143,7 @@ def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
         if path.startswith("/") and not is_private(path):
             places.add(path)
     # the libraries of this process, since some systems keep even libc elsewhere
-    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text().splitlines():
         path = "/" + line.partition("/")[2]
         if ".so" in os.path.basename(path) and os.path.isfile(path):
             places.add(path)
@@ -147,19 +160,23 @@ def package_places() -> tuple[str, ...]:
     places = {path for path in sys.path if not is_private(path)}
     children = {child for path in places for child in glob.glob(f"{glob.escape(path)}/*")}
     for link in filter(os.path.islink, children):
-        if link.endswith(".py") or any(os.path.exists(f"{link}/{name}") for name in ("__init__.py", "METADATA")):
+        signs = (f"{link}/__init__.py", f"{link}/METADATA")
+        if link.endswith(".py") or any(map(os.path.exists, signs)):
             places.add(link)
     for finder in sys.meta_path:  # those of setuptools' editable installs map names to packages and modules
         module = sys.modules.get(getattr(finder, "__module__", ""))
         for path in getattr(module, "MAPPING", {}).values():
             places |= {path, f"{path}.py"}
-    return tuple(sorted(place for place in places if os.path.exists(place) and not is_private(place)))
+    existing = filter(os.path.exists, places)
+    return tuple(sorted(itertools.filterfalse(is_private, existing)))
 
 
 def is_private(place: str) -> bool:
     """Return whether a place is or holds the working folder, the home folder, the project or temporary files."""
+    place = os.path.realpath(place)
     folders = (os.getcwd(), os.path.expanduser("~"), processes.ROOT, tempfile.gettempdir())
-    return any(pathlib.Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(place)) for folder in folders)
+    paths = [Path(os.path.realpath(folder)) for folder in folders]
+    return any(path.is_relative_to(place) for path in paths)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,7 +208,7 @@ _WRITE = (_ALL_OF_VERSION_1 | _REFER | _TRUNCATE) & ~(_EXECUTE | _MAKE_CHAR | _M
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV  # what the kernel takes for a single file
 
 
-def restrict_files(readable: Iterable[str], writable: Iterable[str] = ()) -> None:
+def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     """Have the kernel open only these files, and those below these folders, for this process. Sets no_new_privs.
 
     Paths that do not exist are left out. What is open stays open. All else that this kernel's Landlock knows is refused

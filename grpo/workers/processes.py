@@ -15,7 +15,6 @@ and lost its parent becomes a child of the supervisor, which is their subreaper,
 import contextlib
 import json
 import os
-import pathlib
 import pickle
 import re
 import resource
@@ -27,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo.workers import kernel
@@ -40,7 +40,7 @@ CLOSE_SECONDS = 60.0
 # Seconds between two looks for outcomes; the supervisor keeps the deadlines
 POLL_SECONDS = 1.0
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 
 # What Python and its libraries need, and who the user is. Proxies are left out: their addresses hold passwords.
 _PASSED = re.compile(
@@ -120,8 +120,8 @@ class Workers:
         self._inbox = b""
         passed = environment(variables)
         if "PYTHONPATH" in passed:  # the supervisor starts in another folder
-            folders = map(os.path.abspath, passed["PYTHONPATH"].split(os.pathsep))
-            passed["PYTHONPATH"] = os.pathsep.join(folders)
+            folders = passed["PYTHONPATH"].split(os.pathsep)
+            passed["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.supervisor = subprocess.Popen(
@@ -132,7 +132,15 @@ class Workers:
                 process_group=0,  # if it were killed with the owner's group, it could not end what the workers started
                 cwd=ROOT,
             )
-        setup = Setup(os.getcwd(), sys.path, load, LOAD_SECONDS, num_workers, memory_gib, loads_once)
+        setup = Setup(
+            os.getcwd(),
+            sys.path,
+            load,
+            LOAD_SECONDS,
+            num_workers,
+            memory_gib,
+            loads_once,
+        )
         self._send(pickle.dumps(setup))
         seconds = START_SECONDS + LOAD_SECONDS
         if not self.poll(seconds):
@@ -143,11 +151,13 @@ class Workers:
     def submit(self, calls: list[Call]) -> None:
         """Send calls, which then wait for free workers. The supervisor always reads, so this does not wait."""
         self.num_open += len(calls)
-        self._send(b"".join(call.as_line() for call in calls))
+        lines = [call.as_line() for call in calls]
+        self._send(b"".join(lines))
 
     def drop(self, conversation: int) -> None:
         """End a conversation that is given up, with its worker."""
-        self._send(json.dumps({"drop": True, "conversation": conversation}).encode() + b"\n")
+        line = json.dumps({"drop": True, "conversation": conversation})
+        self._send(f"{line}\n".encode())
 
     def poll(self, seconds: float = 0.0) -> list[dict[str, Any]]:
         """Return the outcomes that are there, or the first ones within `seconds`.
@@ -209,8 +219,11 @@ def environment(names: Collection[str]) -> dict[str, str]:
     for name in names:
         if name not in os.environ:
             raise ValueError(f"reward.environment names {name}, which is not set; export it or leave it out")
-    passed = {name for name in os.environ if _PASSED.fullmatch(name) and not _SECRET.search(name)}
-    return {name: os.environ[name] for name in passed | set(names)}
+    passed = set(names)
+    for name in filter(_PASSED.fullmatch, os.environ):
+        if not _SECRET.search(name):
+            passed.add(name)
+    return {name: os.environ[name] for name in passed}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,7 +269,7 @@ def kill_children(spared: Collection[int] = ()) -> None:
 def children() -> set[int]:
     """Return the process ids of this process's children, including dead ones that were not waited for."""
     try:
-        text = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
     except FileNotFoundError:  # a kernel without this file
         parent = str(os.getpid()).encode()
         pids = map(int, filter(str.isdigit, os.listdir("/proc")))
@@ -278,9 +291,10 @@ def busy_seconds(pid: int) -> float:
 
 def _stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat after the command, which may hold blanks. Empty if the process is gone."""
+    fields = b""
     with contextlib.suppress(OSError):
-        return pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return []
+        _, _, fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+    return fields.split()
 
 
 def remove(folder: str) -> None:
@@ -288,5 +302,6 @@ def remove(folder: str) -> None:
     with contextlib.suppress(OSError, RecursionError):
         shutil.rmtree(folder)
         return
-    command = 'chmod -R u+rwX "$0"; rm -rf "$0"'
-    subprocess.run(["/bin/sh", "-c", command, folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    script = 'chmod -R u+rwX "$0"; rm -rf "$0"'
+    command = ["/bin/sh", "-c", script, folder]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

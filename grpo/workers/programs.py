@@ -115,7 +115,16 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
     program = os.fork()
     if program == 0:
         try:
-            _become_program(code, stdin, limits, folder, caller, their_stdout, their_stderr, their_error)
+            _become_program(
+                code,
+                stdin,
+                limits,
+                folder,
+                caller,
+                their_stdout,
+                their_stderr,
+                their_error,
+            )
         except BaseException:
             os.write(their_error, traceback.format_exc().encode())
         finally:
@@ -127,22 +136,32 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
         status = _watch(program, written, folder, limits, deadline)
     finally:
         os.kill(program, signal.SIGKILL)  # it may have ended, but was not waited for
-        exit_code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+        _, wait_status = os.waitpid(program, 0)
+        exit_code = os.waitstatus_to_exitcode(wait_status)
         for pipe in written:
             while _read_some(pipe, written[pipe], limits.output_bytes):
                 pass  # what it wrote to the last
             os.close(pipe)
         processes.remove(folder)
     if written[error]:
-        raise ProgramError(written[error].decode(errors="replace").strip()[-2000:])
+        reason = written[error].decode(errors="replace").strip()
+        raise ProgramError(reason[-2000:])
     if status is None:
-        status = {0: "ok", -signal.SIGXCPU: "timeout"}.get(exit_code, "failed" if exit_code > 0 else "killed")
-    texts = [written[pipe].decode(errors="replace")[: limits.output_bytes] for pipe in (stdout, stderr)]
-    return Outcome(status, *texts)
+        by_code = {0: "ok", -signal.SIGXCPU: "timeout"}
+        status = by_code.get(exit_code, "failed" if exit_code > 0 else "killed")
+    texts = {}
+    for pipe in (stdout, stderr):
+        text = written[pipe].decode(errors="replace")
+        texts[pipe] = text[: limits.output_bytes]
+    return Outcome(status, texts[stdout], texts[stderr])
 
 
 def _watch(
-    program: int, written: dict[int, bytearray], folder: str, limits: Limits, deadline: float
+    program: int,
+    written: dict[int, bytearray],
+    folder: str,
+    limits: Limits,
+    deadline: float,
 ) -> Literal["timeout", "killed", "output"] | None:
     """Read from the pipes until the program has ended, which is None, or must be ended, with the status returned."""
     look_at = time.monotonic() + LOOK_SECONDS
@@ -214,7 +233,14 @@ def _holds_too_much(program: int, folder: str, file_bytes: int) -> bool:
 
 
 def _become_program(
-    code: str, stdin: str, limits: Limits, folder: str, caller: int, stdout: int, stderr: int, error: int
+    code: str,
+    stdin: str,
+    limits: Limits,
+    folder: str,
+    caller: int,
+    stdout: int,
+    stderr: int,
+    error: int,
 ) -> None:
     """Replace this process by the program. Returns only by an exception."""
     os.setsid()
@@ -269,5 +295,6 @@ def _num_other_tasks() -> int:
 
 
 if __name__ == "__main__":
-    outcome = run_python("print(6 * 7)", "", Limits(timeout_seconds=TRIAL_SECONDS, memory_gib=1.0))
+    trial_limits = Limits(timeout_seconds=TRIAL_SECONDS, memory_gib=1.0)
+    outcome = run_python("print(6 * 7)", "", trial_limits)
     print(outcome.stdout if outcome.stdout == "42\n" else outcome, end="")

@@ -102,7 +102,8 @@ class Supervisor:
         """Start the missing workers: all at the beginning or, if they load once, as many as calls need."""
         number = self.setup.num_workers
         if self.setup.loads_once:
-            num_serving = sum(not (worker.is_free or worker.is_loading) for worker in self.workers.values())
+            workers = self.workers.values()
+            num_serving = sum(not (worker.is_free or worker.is_loading) for worker in workers)
             number = min(number, num_serving + len(self.queue))
         while len(self.workers) < number and time.monotonic() >= self.start_after:
             try:
@@ -119,21 +120,25 @@ class Supervisor:
                 if worker.conversation is None:
                     share = len(self.queue) // (4 * self.setup.num_workers)
                     number = max(1, min(CHUNK_CALLS, share))
-                self._give(worker, [self.queue.popleft() for _ in range(number)])
+                calls = [self.queue.popleft() for _ in range(number)]
+                self._give(worker, calls)
 
     def _give(self, worker: Peer, calls: list[Call]) -> None:
         """Send calls to a worker."""
         worker.calls += calls
         worker.busy_seconds = processes.busy_seconds(worker.pid)
         worker.begin_call()
-        self._send(worker, b"".join(b"[%d, %s]\n" % (call.number, call.arguments) for call in calls))
+        lines = [b"[%d, %s]\n" % (call.number, call.arguments) for call in calls]
+        self._send(worker, b"".join(lines))
 
     def _on_owner(self, line: bytearray) -> None:
         """Take a call, or the end of a conversation that was given up."""
         head, _, arguments = line.partition(b"\t")
         fields = json.loads(head)
         conversation = fields["conversation"]
-        holders = [worker for worker in self.workers.values() if worker.conversation == conversation is not None]
+        holders = []
+        if conversation is not None:
+            holders = [worker for worker in self.workers.values() if worker.conversation == conversation]
         if "drop" in fields:
             for worker in holders:
                 worker.calls.clear()
@@ -163,13 +168,15 @@ class Supervisor:
         if call.ends:
             worker.conversation = None
         # what filled the memory may still be there, and after a failure a conversation's object cannot be trusted
-        if has_failed and (outcome["cause"] == "memory" or call.conversation is not None):
+        is_spoilt = has_failed and (outcome["cause"] == "memory" or call.conversation is not None)
+        if is_spoilt:
             self._end(worker, None)
 
     def _report(self, **message: Any) -> None:
         """Put a message into the owner's outbox."""
         # a user's code may return half a character, which JSON's escapes carry and no tokenizer, file or terminal takes
-        self.owner.outbox += json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n"
+        line = json.dumps(message, ensure_ascii=False)
+        self.owner.outbox += line.encode(errors="replace") + b"\n"
 
     # -----------------------------------------------------------------------------------------------------------------
     # Workers begin and end
@@ -194,7 +201,8 @@ class Supervisor:
         worker = Peer(ours, pid)
         self.workers[pid] = worker
         self.selector.register(ours, selectors.EVENT_READ, worker)
-        self._give(worker, [Call(LOAD, b"[]", self.setup.load_seconds)])
+        load = Call(LOAD, b"[]", self.setup.load_seconds)
+        self._give(worker, [load])
 
     def _failed_start(self, reason: str) -> None:
         """Try again later if other workers have loaded. Else give up."""
@@ -253,7 +261,8 @@ class Supervisor:
     def _wait(self) -> None:
         """Wait for what comes first, at most LOOK_SECONDS, and deal with it."""
         self._send(self.owner)
-        next_deadline = min([worker.deadline for worker in self.workers.values()], default=math.inf)
+        deadlines = [worker.deadline for worker in self.workers.values()]
+        next_deadline = min(deadlines, default=math.inf)
         seconds = min(next_deadline - time.monotonic(), LOOK_SECONDS)
         for key, events in self.selector.select(max(0.0, seconds)):
             if events & selectors.EVENT_WRITE and not key.data.closed:
@@ -329,7 +338,9 @@ class Supervisor:
                 if dead.si_pid in self.workers:
                     self._read(self.workers[dead.si_pid])  # its last words say which call it was in
                 if dead.si_pid in self.workers:
-                    how = "exited with code" if dead.si_code == os.CLD_EXITED else "was killed by signal"
+                    how = "was killed by signal"
+                    if dead.si_code == os.CLD_EXITED:
+                        how = "exited with code"
                     self._end(self.workers[dead.si_pid], f"the process {how} {dead.si_status}")
                 os.waitpid(dead.si_pid, 0)
                 has_reaped = True
@@ -348,7 +359,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the owner blocks some
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    Supervisor(socket.socket(fileno=int(sys.argv[1]))).run()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    Supervisor(connection).run()
 
 
 if __name__ == "__main__":

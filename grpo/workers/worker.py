@@ -53,12 +53,12 @@ class Peer:
 
     @property
     def is_loading(self) -> bool:
-        """Whether it has not loaded yet, which is its first call."""
+        """True until it has loaded, which is its first call."""
         return bool(self.calls) and self.calls[0].number == LOAD
 
     @property
     def is_free(self) -> bool:
-        """Whether it can take any call."""
+        """True if it can take any call."""
         return not (self.closed or self.calls) and self.conversation is None
 
     def begin_call(self) -> None:
@@ -174,11 +174,14 @@ def describe_error(error: BaseException) -> str:
         text += f": {message}"
     frames = list(traceback.walk_tb(error.__traceback__))
     lines = [(frame.f_code.co_filename, number) for frame, number in frames]
-    foreign = [line for line in lines if not line[0].startswith((_PACKAGE, "<frozen"))] or lines[1:]
+    foreign = [line for line in lines if not line[0].startswith((_PACKAGE, "<frozen"))]
+    foreign = foreign or lines[1:]
     if foreign:
-        file = foreign[0][0]
-        innermost = [number for name, number in foreign if name == file][-1]
+        file, _ = foreign[0]
+        *_, innermost = [number for name, number in foreign if name == file]
         text += f" ({file}:{innermost})"
-    if isinstance(error, KeyError) and frames and frames[-1][0].f_locals.get("self") is os.environ:
-        text += "; reward functions get few environment variables, others if reward.environment names them"
+    if isinstance(error, KeyError) and frames:
+        frame, _ = frames[-1]
+        if frame.f_locals.get("self") is os.environ:
+            text += "; reward functions get few environment variables, others if reward.environment names them"
     return text

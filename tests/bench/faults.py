@@ -1,6 +1,7 @@
 """What real roles do when one of them fails: every role in every phase, with a tiny model, on a CPU.
 
     nice -n 5 python tests/bench/faults.py [--roles driver ...] [--phases train ...] [--kinds hang ...] [--jobs 2]
+    nice -n 5 python tests/bench/faults.py --sample 20                                   (about ten minutes)
     python tests/bench/faults.py --shape small --jobs 1 [...]                          (over NCCL, 2 to 3 GPUs a cell)
 
 A cell is one run of train_grpo.py in which a fault strikes one rank in its second step (`start`: while models load):
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--jobs", type=int, default=2, help="cells at the same time")
+    parser.add_argument("--sample", type=int, help="run only so many cells, spread over roles, phases and kinds")
     parser.add_argument("--shape", default="", help="of random_checkpoint.py; for GPUs")
     parser.add_argument("--again", action="store_true", help="cells that are there, too")
     parser.add_argument("--table", action="store_true", help="run nothing")
@@ -147,15 +149,15 @@ def main() -> None:
     ]
     if not options.table:
         there = {} if options.again else read_outcomes(setting)
-        run_all([cell for cell in cells if cell not in there], options.jobs, setting)
+        cells_to_run = in_turns([cell for cell in cells if cell not in there])
+        run_all(cells_to_run[: options.sample], options.jobs, setting)
     outcomes = read_outcomes(setting)
     print(table([outcomes[cell] for cell in cells if cell in outcomes]))
 
 
 def run_all(cells: list[tuple[str, str, str]], jobs: int, setting: Setting) -> None:
-    """So that a bench which is interrupted has something of everything: each role in each phase once, then again."""
+    """Run cells and note each when it ends."""
     model, rows = make_inputs(setting)
-    cells = in_turns(cells)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(run_cell, *cell, model, rows, setting) for cell in cells]
         for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
@@ -168,7 +170,10 @@ def run_all(cells: list[tuple[str, str, str]], jobs: int, setting: Setting) -> N
 
 
 def in_turns(cells: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Row after row in an order by chance, from each another kind; then the rows' next kinds, and so on."""
+    """Row after row in an order by chance, from each another kind; then the rows' next kinds, and so on.
+
+    So a sample, or a bench which is interrupted, has something of everything: each role in each phase once, then again.
+    """
     rows: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
     for role, phase, kind in cells:
         rows.setdefault((role, phase), []).append((role, phase, kind))

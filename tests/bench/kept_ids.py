@@ -1,10 +1,10 @@
 """Ratios of trainer to generator of the same completions, over the ids that were kept and over all ids.
 
-    python tests/bench/kept_ids.py FOLDER float32 '{"top_p": 0.8}' [NUM_PROMPTS]
+    python tests/bench/kept_ids.py FOLDER float32 '{"top_p": 0.8}' [NUM_PROMPTS] [ENGINE as JSON]
 
 Samples 4 completions of at most 64 tokens for each prompt (16 sums in the model's chat template) at temperature 1 with
 our generator, and computes their log-probs with our trainer. Prints the mean ratio, the share of tokens whose ratio is
-off by more than a tenth, the largest difference in nats, and how many ids were kept for a token.
+off by more than a tenth, the largest difference in nats, how many ids were kept for a token, and vLLM's sampler.
 """
 
 import dataclasses
@@ -23,15 +23,19 @@ from grpo.types import Prompt, Requests
 GROUP_SIZE = 4
 
 
-def main(folder: str, dtype: str, sampling: str, num_prompts: str = "16") -> None:
+def main(folder: str, dtype: str, sampling: str, num_prompts: str = "16", engine: str = "{}") -> None:
     roles = setup_roles(RolesConfig(colocated=True, num_trainers=1))
     config = GeneratorConfig(
-        max_completion_tokens=64, sampling=json.loads(sampling), gpu_memory_utilization=0.4, engine={"max_num_seqs": 64}
+        max_completion_tokens=64,
+        sampling=json.loads(sampling),
+        gpu_memory_utilization=0.4,
+        engine={"max_num_seqs": 64} | json.loads(engine),
     )
     model = ModelConfig(path=folder, dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     data = DataConfig(max_prompt_tokens=128)
     generator = Generator(config, model, data, 0, folder, [tokenizer.eos_token_id], roles)
+    print(f"sampler: {type(generator.loop.sampled_tokens.sampler).__module__}")
     trainer = Trainer(model, TrainerConfig(compile=False), folder, 1, roles)
     prompts = []
     for index in range(int(num_prompts)):

@@ -24,7 +24,11 @@ def test_all_roles_agree_after_every_sync(tmp_path, kind, trainers, trainer_tp, 
     agree(tmp_path, kind, trainers, trainer_tp, generators, generator_tp)
 
 
-SAMPLING = {"top_p": {"top_p": 0.8}, "top_k": {"top_k": 20}, "min_p": {"min_p": 0.05}}
+SAMPLING = {
+    "top_p": {"top_p": 0.8, "min_tokens": 8},  # the end of a completion is kept from its 9th token on
+    "top_k": {"top_k": 20, "allowed_token_ids": list(range(1, 28))},
+    "min_p": {"min_p": 0.05},
+}
 
 
 @pytest.mark.parametrize("layout, option", [*zip(TRAINERS, SAMPLING, strict=True)])

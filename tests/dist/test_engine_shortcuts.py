@@ -60,6 +60,19 @@ def test_triton_attends_where_it_was_measured_and_nobody_chose(head_dim, options
     assert vllm_engine.options_of_model(hf, options, torch.device("cpu")) == {}
 
 
+def test_kept_ids_on_a_gpu_need_the_model_runner_that_tells_them(monkeypatch):
+    runner = SimpleNamespace(sampler=SimpleNamespace(sample=lambda: (1, "log-probs")))
+    llm = SimpleNamespace(collective_rpc=lambda function: [function(SimpleNamespace(model_runner=runner))])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="model runner V1 .VLLM_USE_V2_MODEL_RUNNER=0.* leave them out"):
+        shortcuts.sampler_of(llm)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert shortcuts.sampler_of(llm).sample() == (1, "log-probs")
+    runner.sampler = SimpleNamespace(return_sampling_mask=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert shortcuts.sampler_of(llm) is runner.sampler
+
+
 def test_kernels_are_launched_with_other_options(monkeypatch):
     """The kernels of this vLLM, which run on GPUs alone, as its callers launch them; also if done twice."""
     import vllm.v1.worker.gpu.sample.sampler  # noqa: F401

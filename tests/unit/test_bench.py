@@ -1,9 +1,14 @@
-"""What benches say of runs: which seconds count, what a run leaves that is cut off, whether it is as expected."""
+"""What benches say of runs: which seconds count, what a run leaves that is cut off, whether it is as expected; models
+that several processes write."""
 
 import json
+import pathlib
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load
@@ -12,7 +17,9 @@ from tests.torchrun import ROOT
 sys.path.append(str(ROOT / "tests" / "bench"))
 
 import learning
+import random_checkpoint
 import real
+import thirty
 
 OURS = [
     {"step": 0, "eval/accuracy": 0.4},
@@ -78,3 +85,51 @@ def test_flags_of_a_real_run_parse(name, tmp_path):
     # rows that a function of a package makes need no folder
     paths = [path for path in paths if ".py:" not in path]
     assert all(path.startswith(str(tmp_path)) for path in (config.model.path, *paths))
+
+
+@pytest.fixture
+def blocks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A mixture of two blocks, each in a file of its own, where thirty.py looks for it."""
+    monkeypatch.setenv("BENCH_MODELS", str(tmp_path))
+    folder = tmp_path / "tiny-moe-2-in-blocks"
+    folder.mkdir()
+    random_checkpoint.main(random_checkpoint.Arguments("tiny-moe", folder, num_layers=2, writers=2))
+    return folder
+
+
+def tensors_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(("fails", "outcome"), [((True, False), "done"), ((True, True), "exit code 1")])
+def test_steps_whose_sync_check_fails_are_taken_once_more_without_it(fails, outcome, tmp_path, monkeypatch):
+    monkeypatch.setattr(thirty, "RUNS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["thirty.py", "--tiny"])
+    bench = thirty.Bench(thirty.read_options(), "", gpu_gib=80, shape="tiny-moe", ends=0.0, out=tmp_path / "out")
+    flags = []
+
+    def train(bench: thirty.Bench, part: str, layers: int, run_dir: pathlib.Path, more: list) -> int:
+        flags.append("--sync-check-interval" in bench.flags(layers, run_dir))
+        has_failed = fails[len(flags) - 1]
+        (tmp_path / "steps.log").write_text(f"error: {thirty.CHECK_FAILED}" if has_failed else "done")
+        return int(has_failed)
+
+    monkeypatch.setattr(thirty, "train", train)
+    assert thirty.take_steps(bench) == outcome
+    assert flags == [False, True]
+
+
+def test_a_model_written_in_blocks_is_one_that_transformers_loads(blocks: pathlib.Path, monkeypatch):
+    """So is the model of its first block, whose weights are links to the same files."""
+    monkeypatch.setattr(sys, "argv", ["thirty.py", "--tiny"])
+    bench = thirty.Bench(thirty.read_options(), base="", gpu_gib=80, shape="tiny-moe", ends=0.0, out=blocks)
+    thirty.take_first_blocks(bench, 1)
+    written = tensors_of(blocks)
+    for number, folder in ((2, blocks), (1, bench.model(1))):
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(info.values()) and len(model.model.layers) == number
+        assert model.lm_head.weight.equal(written["lm_head.weight"])
+        experts = model.model.layers[number - 1].mlp.experts.down_proj
+        assert experts[5].equal(written[f"model.layers.{number - 1}.mlp.experts.5.down_proj.weight"])
+    assert tensors_of(bench.model(1)).keys() < written.keys()
+    assert model.dtype == torch.bfloat16 and 0.019 < experts.float().std() < 0.021

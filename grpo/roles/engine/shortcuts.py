@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 # Most ids that all tokens of a call may be chosen from: half a GiB, which the driver and every learner hold too
 MAX_KEPT = 2**27
@@ -138,10 +139,17 @@ def sampler_of(llm: Any) -> Any:
     That of model runner V2, on GPUs, does so while its `return_sampling_mask` is True. The engine option of that name
     cannot be used: with it vLLM refuses greedy requests and those without top_k. V1, on CPUs, has no such thing. What
     its `sample` (vllm/v1/sample/sampler.py) returns is noted: log-probs, which are -inf for all other ids.
+
+    Raises RuntimeError for V1 on a GPU, where a step is sampled before the one before it is read.
     """
     (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
     sampler = runner.sampler
     if not hasattr(sampler, "return_sampling_mask"):
+        if torch.cuda.is_available():
+            raise RuntimeError(
+                "vLLM took its model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0, or an engine option that V2 lacks), which "
+                "does not say on a GPU which ids top_p, top_k and min_p kept; change that, or leave them out"
+            )
         sample = sampler.sample
 
         def sample_and_note(*arguments: Any, **options: Any) -> Any:

@@ -121,15 +121,15 @@ def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: Train
     assert seen and seen <= wanted, f"{case}: temperatures {sorted(seen)}, expected some of {sorted(wanted)}"
 
 
-def random_batch(vocab_size: int) -> tuple[TrainBatch, torch.Tensor]:
+def random_batch(vocab_size: int, times: int = 1) -> tuple[TrainBatch, torch.Tensor]:
     """Sequences, and a random weight [2, N] for each token's log-prob and entropy, 0 in prompts.
 
-    So the loss has every gradient in it.
+    So the loss has every gradient in it. times: factor on all lengths.
     """
     generator = torch.Generator().manual_seed(3)
 
     # completions are drawn after all prompts
-    lengths = [*PROMPT_LENGTHS, *COMPLETION_LENGTHS]
+    lengths = [times * length for length in (*PROMPT_LENGTHS, *COMPLETION_LENGTHS)]
     ids = [torch.randint(FIRST_ID, vocab_size, (n,), generator=generator) for n in lengths]
     samples = []
     for index, completion, temperature in zip(PROMPTS, ids[len(PROMPTS) :], TEMPERATURES, strict=True):
@@ -143,7 +143,7 @@ def random_batch(vocab_size: int) -> tuple[TrainBatch, torch.Tensor]:
 def original_values(original: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
     """Transformers' log-probs and entropy of all tokens, a sequence at a time: [2, N] with gradients, 0 for firsts."""
     values = []
-    sequences = batch.ids_N.split(batch.lengths_S.tolist())
+    sequences = batch.ids_N.to(original.device).split(batch.lengths_S.tolist())
     for ids, temperature in zip(sequences, TEMPERATURES, strict=True):
         logits_TV = original(ids[None]).logits[0, :-1] / temperature
         log_p_TV = logits_TV.log_softmax(-1)
@@ -156,6 +156,7 @@ def sharded_values(
     model: ShardedModel, trainer: TrainerConfig, batch: TrainBatch, weights_2N: torch.Tensor
 ) -> torch.Tensor:
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
+    weights_2N = weights_2N.to(model.device)
     got_2N = torch.zeros_like(weights_2N)
     for micro, is_last in model.micro_batches(model.pack(batch, trainer)):
         assert trainer.share_prompts == (micro.shared is not None)

@@ -47,7 +47,7 @@ class Played:
                 pieces.append(Piece(torch.arange(WRITTEN), torch.zeros(WRITTEN, dtype=torch.bool)))
         note = {"turns": turns, "reward": self.said[-1] if self.reward is not None else None, "counts": {}}
         completion = Completion(tuple(pieces) or (Piece.nothing(),), truncated=False, episode=note)
-        return unflatten_completions(*flatten_completions([completion]))[0]
+        return unflatten_completions(flatten_completions([completion]))[0]
 
     def returns(self) -> list[float]:
         """What it earned from each turn on, by adding up the rewards of turns."""

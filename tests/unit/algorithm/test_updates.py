@@ -11,6 +11,8 @@ import torch
 from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
+from grpo.models.hf_folder import read_hf_config
+from grpo.models.memory import sizes_of, trained_bytes
 from grpo.roles.trainer import Trainer
 from grpo.types import Sample, TrainBatch
 from tests.tiny_models import make_tiny
@@ -144,6 +146,27 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(folder):
         # twice 8 bits of rounding through five products; AdamW's own moves are compared to float32
         assert (end.detach() - wanted).norm() < (3e-2 if is_matrix else 1e-4) * (wanted - start).norm(), name
     assert by_muon == 7 * len(first.model.module.layers)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_arithmetic_of_memory_counts_what_a_trainer_holds(tmp_path, optimizer, moments):
+    """Weights, gradients and moments, of a model with biases, which AdamW updates."""
+    folder = make_tiny(tmp_path, "qwen2-untied")
+    trainer = trainer_of(folder, optimizer=optimizer, moments=moments)
+    parameters = list(trainer.model.module.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    trainer.optimizer.step()
+    moment_tensors = [
+        value
+        for part in trainer.optimizer
+        for state in part.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
+    held = parameters + [parameter.grad for parameter in parameters] + moment_tensors
+    assert trained_bytes(sizes_of(read_hf_config(folder)), trainer.config) == sum(tensor.nbytes for tensor in held)
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])

@@ -238,6 +238,8 @@ def test_a_coarse_engine_without_a_correction_is_said(coarse):
     [
         ({"top_p": 0.9, "min_p": 0.1, "top_k": 50}, ""),
         ({"min_tokens": 8}, "min_tokens"),
+        ({"min_tokens": 8, "bad_words": ["a b"], "top_p": 0.9}, ""),
+        ({"min_tokens": 8, "top_p": 1.0}, "min_tokens"),
         ({"top_p": 0.9, "repetition_penalty": 1.1, "seed": 1}, "repetition_penalty"),
         ({"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}, ""),
     ],

@@ -168,6 +168,25 @@ def test_a_state_of_another_data_set_seed_or_order_is_refused(tokenizer, ten_row
         prompts_of(config_of(ten_rows, shuffle=False), tokenizer, seed=0).load_state_dict(state)
 
 
+@pytest.mark.parametrize("part", ["the place in the data", "of a source", "of a row"])
+def test_a_state_of_another_version_is_refused_by_name(tokenizer, ten_rows, part):
+    stream = prompts_of(config_of(ten_rows), tokenizer, seed=0)
+    stream.remember(stream.draw(1)[0], pass_rate=0.5, step=1)
+    for lacking in (True, False):
+        state = json.loads(json.dumps(stream.state_dict()))
+        (source,) = state["sources"].values()
+        changed = {"the place in the data": state, "of a source": source, "of a row": source["seen"][0]}[part]
+        if isinstance(changed, list):
+            changed.pop() if lacking else changed.append(7)
+            message = "step lacking" if lacking else "more unknown"
+        else:
+            *_, name = changed
+            message = f"{name} lacking" if lacking else f"{name}_of_tomorrow unknown"
+            changed[f"{name}_of_tomorrow"] = changed.pop(name) if lacking else changed[name]
+        with pytest.raises(ValueError, match=f"{message}.*another version"):
+            prompts_of(config_of(ten_rows), tokenizer, seed=0).load_state_dict(state)
+
+
 def test_other_data_begin_at_their_beginning_if_that_is_allowed(tokenizer, ten_rows, capsys):
     drawn = prompts_of(config_of(ten_rows), tokenizer, seed=0)
     first = [prompt.row for prompt in drawn.draw(3)]

@@ -56,7 +56,7 @@ def test_every_loss_token_is_scored_over_its_own_ids(tmp_path, seed, shares):
     completions = [completion_of(draw, index) for index in range(5 * GROUP_SIZE)]
     kept = [expected(completion) for completion in completions]
     assert {*map(len, sum(kept, []))} >= set(range(8))
-    completions = unflatten_completions(*flatten_completions(completions))
+    completions = unflatten_completions(flatten_completions(completions))
     prompts = [Prompt(place, [draw.randrange(1000) for _ in range(draw.randint(1, 6))]) for place in range(5)]
     samples = [sample_of(prompts[index // GROUP_SIZE], completion) for index, completion in enumerate(completions)]
     batch = make_batch(samples)
@@ -84,9 +84,7 @@ def test_every_loss_token_is_scored_over_its_own_ids(tmp_path, seed, shares):
 
 def test_nothing_is_carried_if_every_id_was_kept():
     completion = Completion.of(torch.tensor([5, 6]), torch.zeros(2), False)
-    batch = make_batch(
-        [sample_of(Prompt(0, [1]), c) for c in unflatten_completions(*flatten_completions([completion]))]
-    )
+    batch = make_batch([sample_of(Prompt(0, [1]), c) for c in unflatten_completions(flatten_completions([completion]))])
     assert batch.kept_C is None
     (micro,) = pack(batch, 1, 64).micro_batches(0)
     assert micro.kept is None

@@ -115,7 +115,7 @@ def test_ids_only_grow_and_only_what_was_sampled_counts():
         for before, after in zip(handed, handed[1:], strict=False):
             assert after[: len(before)] == before
         completion = completion_of(episode, 1.0, number)
-        (completion,) = unflatten_completions(*flatten_completions([completion]))
+        (completion,) = unflatten_completions(flatten_completions([completion]))
         sample = sample_of(episode.prompt, completion)
         assert tuple(sample.ids_T.tolist())[: len(handed[-1])] == handed[-1]  # trained on what the engine was given
         assert sample.ids_T.tolist() == episode.ids

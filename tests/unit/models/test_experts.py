@@ -2,18 +2,20 @@
 
 import json
 import pathlib
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from grpo.config import ModelConfig, TrainerConfig
+from grpo.config import ModelConfig, SFTConfig, TrainerConfig, change
 from grpo.data.batches import make_batch
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import export_hf, hf_tensors
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places
+from grpo.run.inputs import open_model_folder
 from grpo.types import MicroBatch, Sample
 from tests.tiny_models import QWEN3_MOE, make_tiny, tensors_of
 
@@ -92,3 +94,28 @@ def test_experts_take_no_adapters(folder: str):
     assert adapted_places(hf, TrainerConfig(lora_rank=4, lora_targets=("v_proj",))) == places[2:3]
     with pytest.raises(ValueError, match="qwen3_moe .*up_proj, down_proj .*experts; .*q_proj"):
         adapted_places(hf, TrainerConfig(lora_rank=4, lora_targets=("q_proj", "up_proj", "down_proj")))
+
+
+def test_the_files_of_a_folder_may_have_any_names(folder: str, tmp_path: pathlib.Path):
+    """torchtitan's own reader of the index wants a number in each name."""
+    split = tmp_path / "split"
+    shutil.copytree(folder, split)
+    tensors = load_file(split / "model.safetensors")
+    (split / "model.safetensors").unlink()
+    files = {name: "even.safetensors" if number % 2 else "odd.safetensors" for number, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, split / file)
+    (split / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    model, _ = model_and_batch(str(split), "none")
+    read = dict(hf_tensors(model, torch.float32))
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_experts_are_not_updated_by_muon(folder: str):
+    """Muon orthogonalizes one matrix, and experts are stacked; so they are refused, and AdamW is named."""
+    trainer = TrainerConfig(optimizer="muon")
+    config = SFTConfig(model=ModelConfig(path=folder), trainer=trainer, max_sequence_tokens=64)
+    with pytest.raises(ValueError, match=f"muon does not go with .* {EXPERTS} experts: .*--trainer.optimizer adamw"):
+        open_model_folder(config)
+    open_model_folder(change(config, {"trainer.optimizer": "adamw"}))

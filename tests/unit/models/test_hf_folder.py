@@ -1,13 +1,19 @@
 """Which config.json is accepted, which refused and why; those of the hub, without fields that nothing reads."""
 
+import dataclasses
+import importlib.util
 import json
+import pathlib
+import re
 
 import huggingface_hub
 import pytest
+import transformers
 
 from configs.examples.toys import addition_tokenizer
 from grpo.models.families import rotary_parameters, windows_of
 from grpo.models.hf_folder import FAMILIES, read_hf_config, resolve_folder, stop_token_ids, tensors_of
+from grpo.models.known_fields import ALL_READ, IRRELEVANT, READ, READ_BY, unread_fields
 
 
 def model(kind: str, sizes: tuple[int, ...], **more) -> dict:
@@ -205,6 +211,40 @@ REFUSED = {  # what is wrong: (config.json, the reason)
         QWEN3_30B_A3B | {"num_experts": 4},
         "num_experts_per_tok=8 is more than num_experts=4",
     ),
+    "windows that transformers does not read": (
+        MISTRAL_7B_V0_3 | {"layer_types": ["full_attention", "sliding_attention"] * 16, "sliding_window": 4096},
+        "transformers reads a mistral model with layer_types as ministral",
+    ),
+    "windows that only layer_types names": (
+        QWEN3_1_7B | {"layer_types": ["sliding_attention"] * 28},
+        "sliding_attention in layer_types is not supported for model_type qwen3",
+    ),
+    "windows of Llama": (
+        LLAMA3_1_8B | {"layer_types": ["sliding_attention"] * 32},
+        "sliding_attention in layer_types is not supported for model_type llama",
+    ),
+    "windows of Granite": (
+        GRANITE3_2B | {"layer_types": ["sliding_attention"] * 40},
+        "sliding_attention in layer_types is not supported for model_type granite",
+    ),
+    "another attention": (
+        OLMO3_7B | {"layer_types": ["sliding_attention", "chunked_attention"] * 16},
+        "chunked_attention",
+    ),
+    "a layer too few": (OLMO3_7B | {"layer_types": ["full_attention"] * 31}, "layer_types"),
+    "no window": (MISTRAL_7B_V0_1 | {"sliding_window": -1}, "sliding_window is -1"),
+    "what other families read": (LLAMA3_1_8B | {"logits_scaling": 8.0}, "logits_scaling=8.0 is not supported"),
+    "layers without positions": (LLAMA3_1_8B | {"no_rope_layers": [1, 0] * 16}, "no_rope_layers=[1, 0"),
+    "what vLLM alone reads": (
+        QWEN2_5_7B | {"dual_chunk_attention_config": {"chunk_size": 262144}},
+        "dual_chunk_attention_config={'chunk_size': 262144} is not supported for model_type qwen2",
+    ),
+    "sections of rotary positions": (
+        QWEN2_5_7B | {"rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]}},
+        "mrope_section=[16, 24, 24] of rotary positions",
+    ),
+    "an encoder": (LLAMA3_1_8B | {"is_causal": False}, "is_causal=False"),
+    "a shared expert": (QWEN3_30B_A3B | {"shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size"),
     "reward model": (
         QWEN2_5_7B | {"architectures": ["Qwen2ForSequenceClassification"]},
         "Qwen2ForSequenceClassification in architectures",
@@ -219,6 +259,34 @@ def test_refused(name, tmp_path):
     with pytest.raises(ValueError) as refused:
         read_hf_config(folder)
     assert str(refused.value).startswith(folder) and reason in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_that_transformers_declares_is_understood(family):
+    declared = {field.name for field in dataclasses.fields(type(transformers.AutoConfig.for_model(family)))}
+    assert declared <= READ | READ_BY[family] | IRRELEVANT
+    assert not IRRELEVANT & ALL_READ
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_that_vllm_looks_for_is_understood(family):
+    """In the source of its models: fields that they read where a config has them."""
+    file = {"gemma3_text": "gemma3", "smollm3": "llama", "olmo3": "llama", "qwen3_5_text": "qwen3_5"}.get(
+        family, family
+    )
+    models = pathlib.Path(importlib.util.find_spec("vllm").origin).parent / "model_executor/models"
+    text = (models / f"{file}.py").read_text()
+    looked_for = {*re.findall(r'(?:getattr|hasattr)\(\s*(?:self\.)?config,\s*"(\w+)"', text)}
+    assert len(looked_for) > 1 or family == "gemma3_text"
+    assert looked_for <= ALL_READ
+
+
+def test_fields_that_nothing_reads_are_named_if_they_sound_as_if_they_mattered(tmp_path):
+    raw = LLAMA3_1_8B | {"rope_interleaved": False, "_attn_implementation": "sdpa", "unsloth_fixed": True}
+    raw |= {"attention_dropout": 0.1, "pretraining_tp": 2, "use_my_norm": True, "num_my_experts": 0}
+    assert unread_fields(raw, read_hf_config(folder_of(tmp_path, raw))) == ["use_my_norm"]
+    for accepted, _ in ACCEPTED.values():
+        assert not unread_fields(accepted, read_hf_config(folder_of(tmp_path, accepted)))
 
 
 def test_a_hub_model_is_refused_before_its_weights_are_downloaded(tmp_path, monkeypatch):

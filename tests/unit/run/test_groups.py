@@ -1,15 +1,18 @@
 """Groups in flight: whatever ends when, and wherever a run is interrupted, each group is trained on once, whole."""
 
 import io
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from grpo.config import SamplingConfig
+from grpo.environments.play import NOTED
 from grpo.report.rollout_metrics import stale_frac
-from grpo.run.groups import GroupBuffer
+from grpo.run.groups import Group, GroupBuffer, saved_groups
+from grpo.run.inputs import groups_in_flight
 from grpo.types import Completion, Prompt, Requests, Rollout
 from tests.unit.completions import completion, hands
 
@@ -43,8 +46,8 @@ class Run:
         self.metrics: list[dict[str, float]] = []
         self.finished: list[int] = []
 
-    def new_buffer(self) -> GroupBuffer:
-        return GroupBuffer(self.sampling, PROMPTS, GROUP_SIZE)
+    def new_buffer(self, groups: Sequence[Group] = ()) -> GroupBuffer:
+        return GroupBuffer(self.sampling, PROMPTS, GROUP_SIZE, groups)
 
     def steps(self, interrupted_after: tuple[int, ...] = ()) -> Iterator[list[Rollout]]:
         """What each step trains on."""
@@ -67,9 +70,8 @@ class Run:
                 torch.save({"flight": buffer.state(), "data": self.stream.state_dict()}, file := io.BytesIO())
                 file.seek(0)
                 state = torch.load(file, weights_only=True)
-                self.stream, self.buffer = Stream(), self.new_buffer()
+                self.stream, self.buffer = Stream(), self.new_buffer(saved_groups(state["flight"]))
                 self.stream.load_state_dict(state["data"])
-                self.buffer.restore(state["flight"])
 
     def score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
         owners = [prompt for prompt in prompts for _ in range(GROUP_SIZE)]
@@ -227,3 +229,34 @@ def test_a_step_without_enough_groups_goes_on_after_the_last_round():
     buffer.add([completion(i, 3) for i in range(8, 16)])
     assert buffer.fill(run.stream.draw, run.score) is None
     assert [r.completion.index for r in buffer.rollouts()] == list(range(8, 16))  # all rewards are equal
+
+
+@pytest.mark.parametrize("change", ["lacking", "unknown"])
+@pytest.mark.parametrize("part", ["the groups", "a prompt", "the completions", "a completion", "a piece", "an episode"])
+def test_groups_of_another_version_are_refused_by_name(part: str, change: str):
+    """Whatever a saved part has less or more, the message names it and the way out, and --allow-changes goes on."""
+    buffer, run = buffer_of(carry_over=1)
+    requests = buffer.fill(run.stream.draw, run.score)
+    buffer.add([completion(index, 2) for index in range(2 * len(requests.prompts))])
+    state = buffer.state()
+    assert len(groups_in_flight({"flight": state}, allow_changes=False)) == 5
+    tensors = state["completions"]
+    records = json.loads(tensors["facts"].numpy().tobytes())
+    records[3]["episode"] = dict.fromkeys(NOTED)
+    changed = {
+        "the groups": state,
+        "a prompt": state["prompts"][1],
+        "the completions": tensors,
+        "a completion": records[3],
+        "a piece": records[3]["pieces"][0],
+        "an episode": records[3]["episode"],
+    }[part]
+    *_, name = changed
+    value = changed.pop(name)
+    if change == "unknown":
+        changed |= {name: value, "of_tomorrow": value}
+        name = "of_tomorrow"
+    tensors["facts"] = torch.frombuffer(bytearray(json.dumps(records).encode()), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"{name} {change}.*another version.*run.json.*--allow-changes"):
+        groups_in_flight({"flight": state}, allow_changes=False)
+    assert groups_in_flight({"flight": state}, allow_changes=True) == []

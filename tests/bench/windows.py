@@ -1,0 +1,199 @@
+"""Log-probs of a model on this machine: the trainer's against transformers', and against vLLM's after a weight sync.
+
+    python tests/bench/windows.py trainer FOLDER [FOLDER ...]
+    python tests/bench/windows.py engine FOLDER bfloat16 [BYTES of KV cache]
+
+Sequences are longer than the windows of the models that gpu_checks.py makes; they are packed in rows and share prompts.
+Every kind of attention that runs here is compared. A line has the number of tokens, and mean and largest difference of
+the log-probs in nats. `trainer` compares gradients too, by norm: the worst tensor's difference over its size. Two lines
+show what would be seen: transformers with a window that is one token shorter, and an engine that misses an update.
+The exit code is 1 if another mean is above what a sync check allows, or a gradient is off by more than a fifth.
+"""
+
+import pathlib
+import sys
+from dataclasses import replace
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
+from grpo.data.batches import make_batch, sample_of
+from grpo.metrics import StepMetrics
+from grpo.models.attention import choose_attention
+from grpo.models.build import build_model
+from grpo.models.export import hf_tensors
+from grpo.roles.engine.generator import Generator
+from grpo.roles.process_groups import Roles, close_roles, setup_roles, setup_trainers
+from grpo.roles.trainer import Trainer
+from grpo.roles.weight_sync import sync_weights
+from grpo.types import Prompt, Requests, TrainBatch
+from tests.dist.programs.parity import original_values, random_batch, sharded_values
+from tests.tiny_models import tensors_of
+
+TIMES = 12  # on the lengths of parity.py: 36 to 600 tokens
+PROMPT_LENGTHS = (5, 30, 150, 230, 470)
+MAX_PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 512, 64, 4
+LEARNING_RATE = 0.01  # of one AdamW update, which moves each weight by about this much
+# Kind of attention, dtype, whether prompts are shared
+VARIANTS = (
+    ("flash", "bfloat16", True),
+    ("flash", "bfloat16", False),
+    ("flex", "float32", True),
+    ("flex", "float32", False),
+    ("flex", "bfloat16", True),
+    ("documents", "float32", True),
+    ("documents", "bfloat16", True),
+)
+LARGEST_MEANS = {
+    dtype: GRPOConfig(model=ModelConfig(dtype=dtype)).largest_mismatch for dtype in ("float32", "bfloat16")
+}
+LARGEST_GRADIENT_ERROR = 0.2
+TRAINER = TrainerConfig(
+    micro_batch_tokens=2048,
+    logprob_chunk_tokens=512,
+    activation_checkpointing="none",
+    compile=False,
+    learning_rate=LEARNING_RATE,
+)
+
+
+def main(what: str, *arguments: str) -> None:
+    if what == "engine":
+        is_close = compare_with_engine(*arguments)
+    else:
+        roles = setup_trainers()
+        verdicts = [compare_with_transformers(folder, roles) for folder in arguments]
+        is_close = all(verdicts)
+        close_roles(roles)
+    sys.exit(not is_close)
+
+
+def runs_here(kind: str, dtype: str, device: torch.device) -> bool:
+    """Say whether a kind of attention runs with a backward, which flex lacks on a CPU; print why flash does not."""
+    if device.type == "cpu":
+        return kind == "documents"
+    try:
+        choose_attention(ModelConfig(attention=kind, dtype=dtype), device)
+    except ValueError as error:
+        print(f"{kind} does not run here: {error}", flush=True)
+        return False
+    return True
+
+
+def compare_with_transformers(folder: str, roles: Roles) -> bool:
+    """Print differences of values and gradients to transformers in float32. Returns whether all are small."""
+    original = load_original(folder, roles.device)
+    batch, weights_2N = random_batch(original.config.vocab_size, TIMES)
+    weights_2N = weights_2N.to(roles.device)
+    expected_2N = original_values(original, batch)
+    (expected_2N * weights_2N).sum().backward()
+    expected_2N = expected_2N.detach()
+    gradients = tensors_of(original, gradients=True)
+    name = folder.rpartition("/")[2]
+    window = getattr(AutoConfig.from_pretrained(folder), "sliding_window", None)
+    if window:
+        shorter = load_original(folder, roles.device, sliding_window=window - 1)
+        with torch.no_grad():
+            changed_2N = original_values(shorter, batch)
+        print_difference(f"{name}, a window of {window - 1} instead of {window}", changed_2N - expected_2N, batch)
+    is_close = True
+    for kind, dtype, shares in VARIANTS:
+        if not runs_here(kind, dtype, roles.device):
+            continue
+        trainer = replace(TRAINER, share_prompts=shares)
+        model = build_model(
+            ModelConfig(attention=kind, dtype=dtype), trainer, folder, device=roles.device, tensor_parallel=1
+        )
+        got_2N = sharded_values(model, trainer, batch, weights_2N)
+        with torch.no_grad():  # so that gradients come out under HF names as weights do
+            for parameter in model.module.parameters():
+                parameter.copy_(parameter.grad)
+        errors = {}
+        for tensor, gradient in hf_tensors(model, torch.float32):
+            wanted = gradients[tensor]
+            errors[tensor] = ((gradient - wanted).norm() / wanted.norm()).item()
+        worst = max(errors, key=errors.get)
+        prompts = "shared" if shares else "repeated"
+        label = f"{name}, {kind} {dtype}, {prompts} prompts"
+        mean = print_difference(label, got_2N - expected_2N, batch, f", gradients {errors[worst]:.1e} ({worst})")
+        is_close &= mean < LARGEST_MEANS[dtype] and errors[worst] < LARGEST_GRADIENT_ERROR
+    return is_close
+
+
+def load_original(folder: str, device: torch.device, **changes: object) -> PreTrainedModel:
+    """Transformers' model in float32, with changes to its config."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **changes).to(device)
+
+
+def compare_with_engine(folder: str, dtype: str, cache_bytes: str = "67108864") -> bool:
+    """Print differences to vLLM with the first weights, with an update that only the trainer has, and with both.
+
+    Returns whether the first and the last are small.
+    """
+    roles = setup_roles(RolesConfig(colocated=True, num_trainers=1))
+    config = GeneratorConfig(
+        max_completion_tokens=COMPLETION_TOKENS,
+        gpu_memory_utilization=0.1,
+        engine={"max_num_seqs": 32, "kv_cache_memory_bytes": int(cache_bytes), "enforce_eager": True},
+    )
+    model = ModelConfig(path=folder, dtype=dtype)
+    generator = Generator(config, model, DataConfig(max_prompt_tokens=MAX_PROMPT_TOKENS), 0, folder, [1], roles)
+    trainers = {
+        kind: Trainer(replace(model, attention=kind), TRAINER, folder, 1, roles)
+        for kind in ("flash", "flex", "documents")
+        if (kind, dtype) != ("flash", "float32") and runs_here(kind, dtype, roles.device)
+    }
+    first = next(iter(trainers.values()))
+    name = folder.rpartition("/")[2]
+    batch = sample(generator, AutoConfig.from_pretrained(folder).vocab_size)
+    means = compare(f"{name}, {dtype}, as loaded", trainers, batch)
+
+    metrics = StepMetrics(batch.num_sequences)
+    first.forward_backward(batch, lambda micro, logprobs_BT, entropy_BT: (logprobs_BT.mean(), {}), metrics)
+    first.optimizer_step()
+    compare(f"{name}, {dtype}, one update behind", {"": first}, batch)
+    sync_weights(first, generator, 1, roles)
+    for trainer in trainers.values():
+        trainer.model.load_state_dict(first.model.state_dict())
+    batch = sample(generator, AutoConfig.from_pretrained(folder).vocab_size)
+    means += compare(f"{name}, {dtype}, after a sync", trainers, batch)
+    close_roles(roles, generator.close)
+    return max(means) < LARGEST_MEANS[dtype]
+
+
+def sample(generator: Generator, vocab_size: int) -> TrainBatch:
+    """Complete random prompts."""
+    numbers = torch.Generator().manual_seed(generator.version)
+    prompts = [
+        Prompt(index, torch.randint(3, vocab_size, (length,), generator=numbers).tolist())
+        for index, length in enumerate(PROMPT_LENGTHS)
+    ]
+    completions = generator.generate(Requests(prompts), GROUP_SIZE)
+    pairs = zip((prompt for prompt in prompts for _ in range(GROUP_SIZE)), completions, strict=True)
+    return make_batch([sample_of(prompt, completion) for prompt, completion in pairs])
+
+
+def compare(label: str, trainers: dict[str, Trainer], batch: TrainBatch) -> list[float]:
+    """Print each trainer's differences to the log-probs that came with the completions. Returns their means."""
+    return [
+        print_difference(f"{label} {kind}", trainer.logprobs(batch) - batch.generator_logprobs_N, batch)
+        for kind, trainer in trainers.items()
+    ]
+
+
+def print_difference(label: str, difference: torch.Tensor, batch: TrainBatch, more: str = "") -> float:
+    """Print mean and largest difference of the log-probs, and return the mean.
+
+    difference: [N], or [2, N] of log-probs and entropies.
+    """
+    difference_N = torch.atleast_2d(difference.cpu())[0][batch.loss_mask_N].abs()
+    numbers = f"{len(difference_N)} tokens, mean {difference_N.mean():.1e}, largest {difference_N.max():.1e}"
+    print(f"{label}: {numbers}{more}", flush=True)
+    return difference_N.mean().item()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
