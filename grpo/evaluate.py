@@ -55,6 +55,7 @@ def load_config(model: str, words: list[str], num_ranks: int) -> Config:
             "generator.sleep": False,
             "trainer.tensor_parallel": 1,
             "trainer.data_replicas": 1,
+            "trainer.lora_sync": "merged",
         }
         if isinstance(config, SFTConfig):
             changes["num_trainers"] = num_ranks

@@ -20,20 +20,25 @@ from grpo.models.lora import LoRALinear, adapted_layers, merged_weight
 EXPORT_SHARD_BYTES = 4 * 2**30
 
 
-def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_tensors(
+    model: ShardedModel, dtype: torch.dtype, only_adapters: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (HF name, full tensor in `dtype`) one by one, so that a rank never holds the whole model.
 
     Each tensor has its own memory. Tied embeddings yield no lm_head.weight. With LoRA a weight comes merged with its
-    adapter. Collective over the role's ranks, all of which iterate in lock step to the end.
+    adapter. only_adapters: A and B instead of all weights, under PEFT's names. Collective over the role's ranks, all of
+    which iterate in lock step to the end.
     """
-    for stacked_name, weight in stacked_tensors(model, dtype):
+    for stacked_name, weight in stacked_tensors(model, dtype, only_adapters):
         for name, part in by_expert(stacked_name, weight):
             yield name, part.clone() if "*" in stacked_name else part
 
 
-def stacked_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def stacked_tensors(
+    model: ShardedModel, dtype: torch.dtype, only_adapters: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield as `hf_tensors`, but the experts of a layer as one tensor, whose name has a * for an expert's number."""
-    for name, weight in _hf_weights(model).items():
+    for name, weight in _hf_weights(model, only_adapters).items():
         if isinstance(weight, LoRALinear):
             weight = merged_weight(weight, dtype)
         else:  # cast before it is gathered, which halves the traffic of bfloat16
@@ -48,16 +53,30 @@ def stacked_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[s
         yield name, weight
 
 
-def stacked_shapes(model: ShardedModel) -> dict[str, torch.Size]:
+def stacked_shapes(model: ShardedModel, only_adapters: bool = False) -> dict[str, torch.Size]:
     """Return the shapes of what `stacked_tensors` yields, by name, in the same order. Not collective."""
-    weights = _hf_weights(model).items()
+    weights = _hf_weights(model, only_adapters).items()
     return {name: (weight.weight if isinstance(weight, LoRALinear) else weight).shape for name, weight in weights}
 
 
-def _hf_weights(model: ShardedModel) -> dict[str, torch.Tensor | LoRALinear]:
-    """Return this rank's shards under HF names; for a weight with an adapter the layer, which has both."""
+def _hf_weights(model: ShardedModel, only_adapters: bool) -> dict[str, torch.Tensor | LoRALinear]:
+    """Return this rank's shards under HF names; for a weight with an adapter the layer, which has both.
+
+    only_adapters: A and B of each layer under PEFT's names, and nothing else.
+    """
     layers = {f"{layer.name}.weight": layer for layer in adapted_layers(model.module)}
-    return model.names.to_hf(model.module.state_dict() | layers)
+    if not only_adapters:
+        return model.names.to_hf(model.module.state_dict() | layers)
+    adapters = {}
+    for name, layer in model.names.to_hf(layers).items():
+        adapters[peft_name(name.removesuffix(".weight"), "A")] = layer.lora_a
+        adapters[peft_name(name.removesuffix(".weight"), "B")] = layer.lora_b
+    return adapters
+
+
+def peft_name(linear: str, matrix: str) -> str:
+    """Return PEFT's name of A or B of a linear layer, which has a Hugging Face name."""
+    return f"base_model.model.{linear}.lora_{matrix}.weight"
 
 
 def export_hf(
@@ -115,21 +134,12 @@ def adapters_folder(target: pathlib.Path) -> pathlib.Path:
 
 def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
     """Write the adapters as a folder that PEFT loads on top of the base. Collective as `export_hf`."""
-    layers = adapted_layers(model.module)
-    tensors = {}
-    targets = set()
-    for layer in layers:
-        (name,) = model.names.to_hf({f"{layer.name}.weight": None})
-        name = name.removesuffix(".weight")
-        targets.add(name.rpartition(".")[2])
-        for ending, value in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b)):
-            value = value.detach()
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
-            tensors[f"base_model.model.{name}.{ending}.weight"] = value.cpu()
+    tensors = {name: tensor.cpu() for name, tensor in hf_tensors(model, torch.float32, only_adapters=True)}
     if dist.get_rank() != 0:
         return
+    layers = adapted_layers(model.module)
     rank = len(layers[0].lora_a)
+    targets = {name.split(".")[-3] for name in tensors}  # of `....q_proj.lora_A.weight`
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

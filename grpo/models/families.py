@@ -107,29 +107,29 @@ def unsupported_in_dense(
     raw: dict[str, Any],
     config: transformers.PretrainedConfig,
     *,
-    windows: bool = False,
-    states: bool = False,
+    other_layers: str = "",
+    partial_rotary: bool = False,
     activation: str = "silu",
 ) -> Iterator[str]:
     """Yield each reason why a dense model cannot be trained. `raw` is its config.json as it stands.
 
-    windows: models of this family may have layers that attend within a window. states: they may have layers with states
-    in place of attention, and rotary positions over a part of the head. activation: the family's only one.
+    other_layers: the kind that this family's layers may have besides full attention. partial_rotary: they may have
+    rotary positions over a part of the head. activation: the family's only one.
     """
     window = getattr(config, "sliding_window", None)
-    if window and not windows:
+    if window and other_layers != WINDOWED:
         yield (
             f"sliding_window={window} is not supported for model_type {config.model_type}; if no prompt with its "
             f"completion is longer than {window} tokens, nothing differs: set it to null in config.json"
         )
-    yield from _unsupported_layers(config, windows, states)
+    yield from _unsupported_layers(config, other_layers)
     for kind in sorted({*layer_kinds(config)}):
         rotary = rotary_parameters(config, kind)
         rope_type = rotary.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
         is_partial = rotary.get("partial_rotary_factor", 1.0) != 1.0
-        if is_partial and not states or raw.get("use_mrope"):
+        if is_partial and not partial_rotary or raw.get("use_mrope"):
             yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
@@ -138,17 +138,12 @@ def unsupported_in_dense(
         yield f"hidden_act {wanted} is not supported, only {activation}"
 
 
-def _unsupported_layers(config: transformers.PretrainedConfig, windows: bool, states: bool) -> Iterator[str]:
+def _unsupported_layers(config: transformers.PretrainedConfig, other_kind: str) -> Iterator[str]:
     """Yield each reason why a layer does not attend as its family's do here."""
     kinds = layer_kinds(config)
     if len(kinds) != config.num_hidden_layers:
         yield f"layer_types has {len(kinds)} entries for num_hidden_layers={config.num_hidden_layers}"
-    known = {"full_attention"}
-    if windows:
-        known.add(WINDOWED)
-    if states:
-        known.add(LINEAR)
-    for kind in sorted({*kinds} - known):
+    for kind in sorted({*kinds} - {"full_attention", other_kind}):
         yield f"{kind} in layer_types is not supported for model_type {config.model_type}"
 
 
@@ -199,7 +194,7 @@ def gemma3_block(
 
 def unsupported_in_gemma3(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
     """Yield each reason why a Gemma 3 cannot be trained. `raw` is its config.json as it stands."""
-    yield from unsupported_in_dense(raw, config, windows=True, activation="gelu_pytorch_tanh")
+    yield from unsupported_in_dense(raw, config, other_layers=WINDOWED, activation="gelu_pytorch_tanh")
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, name):
             yield f"{name} is not supported"
@@ -279,11 +274,11 @@ def qwen3_5_block(
 
 def unsupported_in_qwen3_5(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
     """Yield each reason why a Qwen3.5 cannot be trained. `raw` is its config.json, or the part of it about text."""
-    yield from unsupported_in_dense(raw, config, states=True)
+    yield from unsupported_in_dense(raw, config, other_layers=LINEAR, partial_rotary=True)
     if raw.get("output_gate_type", "silu") not in ("silu", "swish"):
         yield f"output_gate_type {raw['output_gate_type']} is not supported, only silu"
     if not raw.get("attn_output_gate", True):
-        yield "attn_output_gate=False is not supported"
+        yield "attn_output_gate=false is not supported"
     if "full_attention" not in layer_kinds(config):
         yield "layer_types has no full_attention; models of gated delta nets alone are not supported"
     if gives_scores(config):
@@ -424,7 +419,7 @@ FAMILIES = {
     "qwen2": Family(block=partial(dense_block, qkv_bias=True)),  # Qwen2, Qwen2.5, R1-Distill-Qwen
     "llama": Family(),  # Llama 3, R1-Distill-Llama
     "smollm3": Family(),
-    "mistral": Family(unsupported=partial(unsupported_in_dense, windows=True)),
+    "mistral": Family(unsupported=partial(unsupported_in_dense, other_layers=WINDOWED)),
     "gemma3_text": Family(
         block=gemma3_block,
         unsupported=unsupported_in_gemma3,
@@ -432,7 +427,9 @@ FAMILIES = {
         norm=OffsetNorm,
         embedding_scale=lambda hf: hf.hidden_size**0.5,
     ),
-    "olmo3": Family(block=olmo3_block, unsupported=partial(unsupported_in_dense, windows=True), names=NormedNames),
+    "olmo3": Family(
+        block=olmo3_block, unsupported=partial(unsupported_in_dense, other_layers=WINDOWED), names=NormedNames
+    ),
     "granite": Family(block=granite_block, embedding_scale=lambda hf: hf.embedding_multiplier),
     "qwen3_moe": Family(
         block=moe_block,

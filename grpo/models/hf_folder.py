@@ -303,15 +303,15 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{path} cannot be read: {shorten(one_line(str(error)), SHOWN_CHARACTERS)}") from error
+    if sees:  # its part that reads text is trained
+        raw = raw["text_config"]
+        config = config.text_config
+        config.model_type = model_type
     if config.model_type != model_type:
         raise ValueError(
             f"{folder}: transformers reads a {model_type} model with layer_types as {config.model_type}, which is not "
             "supported; if all of its layers have the same sliding_window, take layer_types out of config.json"
         )
-    if sees:  # its part that reads text is trained
-        raw = raw["text_config"]
-        config = config.text_config
-        config.model_type = model_type
     for name in COUNTS:
         value = getattr(config, name, None)
         if value is not None and value < 1:

@@ -57,8 +57,7 @@ READ_OF_ROPE = {
     "type",
 }
 WINDOW = {"use_sliding_window"}
-# Qwen3.5, whose rotary positions have sections for images; the three positions of a text are one
-STATES = {
+QWEN3_5 = {
     "attn_output_gate",
     "full_attention_interval",
     "linear_conv_kernel_dim",
@@ -66,9 +65,17 @@ STATES = {
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_value_head_dim",
-    "mrope_interleaved",
+    "image_token_id",
+    "mamba_ssm_dtype",  # of vLLM's states
+    "mrope_interleaved",  # a token of a text has the same position in all three sections
     "mrope_section",
-    "output_gate_type",
+    "mtp_num_hidden_layers",  # of the draft layer
+    "mtp_use_dedicated_embeddings",
+    "text_config",
+    "video_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_start_token_id",
 }
 READ_BY = {
     "qwen3": WINDOW,
@@ -87,16 +94,8 @@ READ_BY = {
     },
     "olmo3": set(),
     "granite": {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
-    "qwen3_5_text": STATES,
-    "qwen3_5": STATES
-    | {
-        "image_token_id",
-        "text_config",
-        "video_token_id",
-        "vision_config",
-        "vision_end_token_id",
-        "vision_start_token_id",
-    },
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
     "qwen3_moe": WINDOW
     | {
         "decoder_sparse_step",

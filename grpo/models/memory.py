@@ -134,7 +134,7 @@ def trainer_moments(
         return {TRAINS: parts}
     engine = generator.gpu_memory_utilization * gpu_gib
     if cache := generator.engine.get("kv_cache_memory_bytes"):
-        engine = (_engine_weights(sizes, config) + cache) / 2**30
+        engine = (sum(_engine_weights(sizes, config).values()) + cache) / 2**30
     if not generator.sleep:
         return {TRAINS: parts | {"an engine": engine}}
     at_rest = {part: gib for part, gib in parts.items() if part in STAYING}
@@ -257,7 +257,7 @@ def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     """
     num_asked = math.ceil(config.completions_at_once / max(1, config.num_engines))
     cache = min(config.generator.max_num_seqs, num_asked) * _cache_of_a_sequence(sizes, config)
-    return _in_gib({"weights": _engine_weights(sizes, config), "KV cache, if all run at full length": cache})
+    return _in_gib(_engine_weights(sizes, config) | {"KV cache, if all run at full length": cache})
 
 
 def fit_engine(
@@ -277,7 +277,8 @@ def fit_engine(
         return config
     cache = CPU_KV_CACHE_GIB * 2**30
     if gpu_gib is not None:
-        cache = (generator.gpu_memory_utilization * gpu_gib - MARGIN_GIB) * 2**30 - _engine_weights(sizes, config)
+        cache = (generator.gpu_memory_utilization * gpu_gib - MARGIN_GIB) * 2**30
+        cache -= sum(_engine_weights(sizes, config).values())
     cache = generator.engine.get("kv_cache_memory_bytes", cache)
     num_with_room = int(2 * cache / _cache_of_a_sequence(sizes, config))
     number = min(num_asked, MOST_NUM_SEQS, max(MAX_NUM_SEQS, num_with_room))
@@ -309,9 +310,16 @@ def _cache_of_a_sequence(sizes: Sizes, config: Config) -> float:
     return (DTYPE_BYTES[config.model.dtype] * values_of_a_token * num_kept + states) / generator.tensor_parallel
 
 
-def _engine_weights(sizes: Sizes, config: GRPOConfig | SFTConfig) -> float:
-    """Return the bytes of the weights on one rank of an engine."""
-    return DTYPE_BYTES[config.model.dtype] * sizes.parameters / config.generator.tensor_parallel
+def _engine_weights(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float]:
+    """Return the bytes of the weights on one rank of an engine, and of adapters beside them, by part.
+
+    vLLM has adapters twice, in its layers and as they came. Each rank is taken to have all of them.
+    """
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    parts = {"weights": dtype_bytes * sizes.parameters / config.generator.tensor_parallel}
+    if config.trainer.syncs_adapters:
+        parts["adapters"] = 2 * dtype_bytes * num_adapter_parameters(sizes, config.trainer)
+    return parts
 
 
 def _in_gib(parts: dict[str, float]) -> dict[str, float]:

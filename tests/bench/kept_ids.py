@@ -28,7 +28,7 @@ def main(folder: str, dtype: str, sampling: str, num_prompts: str = "16", engine
     config = GeneratorConfig(
         max_completion_tokens=64,
         sampling=json.loads(sampling),
-        gpu_memory_utilization=0.4,
+        gpu_memory_utilization=0.1,  # vLLM asks whether so much is free
         engine={"max_num_seqs": 64} | json.loads(engine),
     )
     model = ModelConfig(path=folder, dtype=dtype)

@@ -24,23 +24,44 @@ def test_all_roles_agree_after_every_sync(tmp_path, kind, trainers, trainer_tp, 
     agree(tmp_path, kind, trainers, trainer_tp, generators, generator_tp)
 
 
-SAMPLING = {
+LORA = json.dumps({"trainer.lora_rank": 2, "trainer.lora_alpha": 6.0, "trainer.lora_sync": "adapters"})
+LORA_CASES = [
+    ("qwen3-tied", 2, 1, 2, 2),
+    ("qwen2-untied", 2, 2, 1, 1),
+    pytest.param("llama3", 1, 1, 2, 1, marks=pytest.mark.slow),
+]
+TAKE_ADAPTERS = [kind for kind in KINDS if kind not in {"qwen2-yarn", "moe", "moe-tied", *WITH_STATES}]
+
+
+@pytest.mark.parametrize("kind, trainers, trainer_tp, generators, generator_tp", LORA_CASES)
+def test_all_roles_agree_with_adapters_in_the_engine(tmp_path, kind, trainers, trainer_tp, generators, generator_tp):
+    agree(tmp_path, kind, trainers, trainer_tp, generators, generator_tp, LORA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TAKE_ADAPTERS)
+def test_every_model_agrees_with_adapters_in_the_engine(tmp_path, kind):
+    agree(tmp_path, kind, 1, 1, 2, 2, LORA)
+
+
+OPTIONS = {
     "top_p": {"top_p": 0.8, "min_tokens": 8},  # the end of a completion is kept from its 9th token on
     "top_k": {"top_k": 20, "allowed_token_ids": list(range(1, 28))},
     "min_p": {"min_p": 0.05},
 }
+SAMPLING = {name: json.dumps({"generator.sampling": options}) for name, options in OPTIONS.items()}
 
 
 @pytest.mark.parametrize("layout, option", [*zip(TRAINERS, SAMPLING, strict=True)])
 def test_all_roles_agree_on_the_ids_that_were_kept(tmp_path, layout, option):
-    agree(tmp_path, "qwen3-tied", *TRAINERS[layout], 1, 1, json.dumps(SAMPLING[option]))
+    agree(tmp_path, "qwen3-tied", *TRAINERS[layout], 1, 1, SAMPLING[option])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TRAINERS)
 @pytest.mark.parametrize("option", SAMPLING)
 def test_every_option_agrees_in_every_layout(tmp_path, layout, option):
-    agree(tmp_path, "llama3", *TRAINERS[layout], 2, 2, json.dumps(SAMPLING[option]))
+    agree(tmp_path, "llama3", *TRAINERS[layout], 2, 2, SAMPLING[option])
 
 
 @pytest.mark.slow
@@ -51,7 +72,7 @@ def test_every_model_agrees_in_every_layout(tmp_path, kind, layout, generator_tp
     agree(tmp_path, kind, *TRAINERS[layout], generator_tp, generator_tp)
 
 
-def agree(folder, kind, trainers, trainer_tp, generators, generator_tp, *sampling):
-    arguments = (make_tiny(folder, kind), trainers, trainer_tp, generators, generator_tp, *sampling)
+def agree(folder, kind, trainers, trainer_tp, generators, generator_tp, *fields):
+    arguments = (make_tiny(folder, kind), trainers, trainer_tp, generators, generator_tp, *fields)
     nproc = trainers + 1 + generators
     print(torchrun("tests/dist/programs/agreement.py", *arguments, nproc=nproc, deadline=240))

@@ -33,7 +33,7 @@ def test_equals_vllms_own_scheduler(vllm_config, is_ahead, is_v2, caches, seed):
     """Every step's plan, every token and log-prob, and the free blocks in the end.
 
     Requests come and are aborted at any time, share prompts, end with a stop token, their limit or the model's, wait
-    for a slot, and are preempted because the cache is small.
+    for a slot, and are preempted because the cache is small. With one of the seeds they have LoRA's adapters.
     """
     (plans, taken, preempted), short = (
         run(scheduler_of(vllm_config, is_ahead, is_v2, caches), seed, is_short) for is_short in (False, True)
@@ -124,8 +124,12 @@ def scheduler_of(vllm_config, is_ahead: bool, is_v2: bool, caches: bool):
 
 def run(scheduler, seed: int, is_short: bool):
     """What `scheduler` plans for a random load, what was taken of each request, and whom it preempted."""
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.request import RequestStatus
 
+    adapter = LoRARequest("policy", 1, "in memory") if seed == 2 else None
+    scheduler.lora_config = adapter and LoRAConfig()
     core = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
     assert PlainSteps.fit(scheduler)
     with pytest.MonkeyPatch.context() as patch:
@@ -147,7 +151,7 @@ def run(scheduler, seed: int, is_short: bool):
     for step in range(5000):
         if step < 200 and draw.random() < 0.3:
             for _ in range(draw.randint(1, 4)):
-                scheduler.add_request(request := random_request(draw, str(number)))
+                scheduler.add_request(request := random_request(draw, str(number), adapter))
                 live.append(request.request_id)
                 number += 1
         if live and draw.random() < 0.05:
@@ -174,7 +178,7 @@ def run(scheduler, seed: int, is_short: bool):
     return plans, taken, preempted
 
 
-def random_request(draw: random.Random, name: str):
+def random_request(draw: random.Random, name: str, adapter):
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -183,7 +187,8 @@ def random_request(draw: random.Random, name: str):
     prompt = list(range(7, 7 + (50 if draw.random() < 0.1 else draw.randint(1, 10))))
     params = SamplingParams(max_tokens=draw.randint(1, MAX_TOKENS), stop_token_ids=[STOP], logprobs=0)
     params.update_from_generation_config({}, eos_token_id=STOP + 1)
-    request = Request(name, prompt, params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    request = Request(name, prompt, params, None, lora_request=adapter, block_hasher=hasher)
     if draw.random() < 0.1:
         request.structured_output_request = object()  # all of it that a plan depends on
     return request

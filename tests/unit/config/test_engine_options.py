@@ -27,6 +27,7 @@ REFUSED = [
     ("engine", {"model": "a"}, "the folder of model.path"),
     ("engine", {"tensor_parallel_size": 2}, "use generator.tensor_parallel"),
     ("engine", {"enable_sleep_mode": True}, "use generator.sleep"),
+    ("engine", {"enable_lora": True}, "use trainer.lora_sync"),
     ("engine", {"logprobs_mode": "raw_logprobs"}, "the trainer needs"),
     ("engine", {"moe_backend": "cutlass"}, "a weight sync writes experts where triton reads them"),
     ("engine", {"enable_return_routed_experts": True}, "nothing reads which experts"),
