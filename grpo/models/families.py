@@ -277,6 +277,8 @@ def unsupported_in_qwen3_5(raw: dict[str, Any], config: transformers.PretrainedC
     yield from unsupported_in_dense(raw, config, other_layers=LINEAR, partial_rotary=True)
     if raw.get("output_gate_type", "silu") not in ("silu", "swish"):
         yield f"output_gate_type {raw['output_gate_type']} is not supported, only silu"
+    if not raw.get("attn_output_gate", True):
+        yield "attn_output_gate=false is not supported"
     if "full_attention" not in layer_kinds(config):
         yield "layer_types has no full_attention; models of gated delta nets alone are not supported"
     if gives_scores(config):

@@ -204,6 +204,7 @@ REFUSED = {  # what is wrong: (config.json, the reason)
     "another activation": (LLAMA3_1_8B | {"hidden_act": "gelu"}, "hidden_act gelu is not supported, only silu"),
     "experts beside states": (QWEN3_5 | {"model_type": "qwen3_5_moe"}, "is a qwen3_5_moe model; only qwen3"),
     "another gate": (QWEN3_5_TEXT | {"output_gate_type": "sigmoid"}, "output_gate_type sigmoid is not supported"),
+    "no gate on attention": (QWEN3_5_TEXT | {"attn_output_gate": False}, "attn_output_gate=false is not supported"),
     "states alone": (QWEN3_5_TEXT | {"layer_types": ["linear_attention"] * 24}, "layer_types has no full_attention"),
     "experts in every second block": (QWEN3_30B_A3B | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
     "a block without experts": (QWEN3_30B_A3B | {"mlp_only_layers": [0]}, "mlp_only_layers=[0] make some blocks dense"),
