@@ -10,8 +10,7 @@ completion's tokens and then over completions,
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
 
 Here ratio is the token's probability under the policy divided by that under the old policy, which is the policy at the
-start of the step; beta is the KL coefficient. `algorithm.loss`, `.advantages` and `.aggregation` name other formulas:
-built in (grpo/algorithm/), or `path/file.py:function`.
+start of the step; beta is the KL coefficient. `algorithm.loss`, `.advantages` and `.aggregation` name other formulas.
 
 Every rank runs this script and holds the objects of its roles (`trainer`, `reference`, `generator`), and None for other
 roles. Roles can share a GPU. Rank 0 is a trainer and the driver: it alone draws prompts, decides and logs.
@@ -138,11 +137,7 @@ def train(config: GRPOConfig, session: Session) -> None:
 
 
 def sample(
-    config: GRPOConfig,
-    plan: StepPlan,
-    generator: Generator | None,
-    driver: Driver,
-    roles: Roles,
+    config: GRPOConfig, plan: StepPlan, generator: Generator | None, driver: Driver, roles: Roles
 ) -> list[Rollout] | None:
     """Complete groups of `config.group_size` until the step is full. Returns the rollouts on the driver, else None."""
     requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
@@ -176,8 +171,7 @@ def add_advantages(
     algorithm = config.algorithm.resolved  # with the values that follow from the loss
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # by the generator's log-probs
-        penalty = penalty_S[has_reward_S].mean().item()
-        metrics.record(**{"reward/kl_penalty": penalty})
+        metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
         rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # not finite: the trainer skips the update
 
     x = AdvantageInputs.of(batch, rewards_S, has_reward_S, parts_FS, config)
@@ -192,8 +186,7 @@ def add_advantages(
     if algorithm.distill_coef:  # on-policy distillation: the reference is a teacher, who judges every token
         trained_S = torch.ones_like(has_reward_S)
         teacher_N = teacher_advantages(batch)
-        reverse_kl = -teacher_N[batch.loss_mask_N].mean().item()
-        metrics.record(**{"distill/reverse_kl": reverse_kl})
+        metrics.record(**{"distill/reverse_kl": -teacher_N[batch.loss_mask_N].mean().item()})
         advantages_N = advantages_N + algorithm.distill_coef * teacher_N
     if algorithm.mask_truncated:
         trained_S = trained_S & ~batch.truncated_S

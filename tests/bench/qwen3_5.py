@@ -85,11 +85,14 @@ def main() -> None:
         {"agreement": agreement, "grpo": grpo, "images": images, "train": train}[options.child](options.out)
         return
     end = time.monotonic() + options.limit
+    outcomes = []
     for part in options.parts:
         seconds = min(PARTS[part], end - time.monotonic())
         started = time.monotonic()
         outcome = run_part(part, seconds, options) if seconds > 10 else "no time left"
         print(f"{part}: {outcome}, {time.monotonic() - started:.0f} s", flush=True)
+        outcomes.append(outcome)
+    sys.exit(any(outcome != "exit code 0" for outcome in outcomes))
 
 
 def run_part(part: str, seconds: float, options: argparse.Namespace) -> str:
