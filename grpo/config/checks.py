@@ -377,7 +377,7 @@ def cautions(config: Config) -> list[str]:
             "generator.engine may sample from a coarser policy than the trained one, which "
             "algorithm.importance_correction=none does not make up for; use truncate"
         )
-    inexact = inexact_options(config.generator.sampling)
+    inexact: list[str] = inexact_options(config.generator.sampling)
     if inexact:
         way_out = "leave it out, or lower generator.temperature, which the trainer takes into account"
         if {*inexact} <= {*EXCLUDING}:
