@@ -16,8 +16,9 @@ from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import MAX_NUM_SEQS, MOST_NUM_SEQS, Config
 from grpo.models.families import empty_policy, family_of, has_experts, has_states, state_values, windows_of
 
-# KV cache of an engine on a CPU
+# Least and most KV cache of an engine on a CPU
 CPU_KV_CACHE_GIB = 1 / 16
+MOST_CPU_KV_CACHE_GIB = 1 / 4
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # What is added to an estimate before it is compared with a GPU
 MARGIN_FRAC = 0.05
@@ -266,26 +267,29 @@ def fit_engine(
     num_asked: int,
     gpu_gib: float | None,
 ) -> Config:
-    """Return the config with vLLM's `max_num_seqs` decided, if `generator.engine` does not say it.
+    """Return the config with vLLM's `max_num_seqs`, and its cache on a CPU, decided where `generator.engine` does not.
 
-    It becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above MAX_NUM_SEQS only
-    as many as the KV cache holds at half of their longest length. Sequences that grow together need less, unless most
-    of them run to the limit. Then vLLM puts some off and computes them again. gpu_gib: of a GPU; None for a CPU.
+    `max_num_seqs` becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above
+    MAX_NUM_SEQS only as many as the KV cache holds at half of their longest length. Sequences that grow together need
+    less, unless most of them run to the limit. Then vLLM puts some off and computes them again. On a CPU the cache
+    holds them at full length, up to MOST_CPU_KV_CACHE_GIB, and two in any case. gpu_gib: of a GPU; None for a CPU.
     """
     generator = config.generator
-    if "max_num_seqs" in generator.engine:
-        return config
-    cache = CPU_KV_CACHE_GIB * 2**30
-    if gpu_gib is not None:
+    engine = dict(generator.engine)
+    cache_of_one = _cache_of_a_sequence(sizes, config)
+    if gpu_gib is None:
+        most = max(MOST_CPU_KV_CACHE_GIB * 2**30, 2 * cache_of_one)
+        cache = max(CPU_KV_CACHE_GIB * 2**30, min(most, num_asked * cache_of_one))
+        engine.setdefault("kv_cache_memory_bytes", int(cache))
+    else:
         cache = (generator.gpu_memory_utilization * gpu_gib - MARGIN_GIB) * 2**30
         cache -= sum(_engine_weights(sizes, config).values())
-    cache = generator.engine.get("kv_cache_memory_bytes", cache)
-    num_with_room = int(2 * cache / _cache_of_a_sequence(sizes, config))
-    number = min(num_asked, MOST_NUM_SEQS, max(MAX_NUM_SEQS, num_with_room))
-    num_tokens = generator.engine.get("max_num_batched_tokens")
+    cache = engine.get("kv_cache_memory_bytes", cache)
+    number = min(num_asked, MOST_NUM_SEQS, max(MAX_NUM_SEQS, int(2 * cache / cache_of_one)))
+    num_tokens = engine.get("max_num_batched_tokens")
     if isinstance(num_tokens, int):  # of all sequences together in a step of the engine
         number = min(number, num_tokens)
-    engine = {**generator.engine, "max_num_seqs": max(1, number)}
+    engine.setdefault("max_num_seqs", max(1, number))
     return replace(config, generator=replace(generator, engine=engine))
 
 

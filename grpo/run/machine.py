@@ -150,7 +150,7 @@ def _fit_engine(
     trains: bool,
     gpu_gib: float | None,
 ) -> Config:
-    """Decide and print `max_num_seqs`. trains: the engines sample for steps and not only for evaluations."""
+    """Decide and print `max_num_seqs`, and a CPU's cache. trains: engines sample for steps, not only evaluations."""
     num_completions = config.evaluation_completions
     if trains:
         num_completions = config.completions_at_once
@@ -158,7 +158,10 @@ def _fit_engine(
     decided = memory.fit_engine(sizes, config, num_asked, gpu_gib)
     number = decided.generator.max_num_seqs
     share = "all" if number >= num_asked else f"{number}"
-    print(f"engines: {config.num_engines}; each decodes {share} of its {num_asked} sequences at once")
+    room = ""
+    if gpu_gib is None:
+        room = f", as far as {decided.generator.engine['kv_cache_memory_bytes'] / 2**30:.2f} GiB of KV cache go"
+    print(f"engines: {config.num_engines}; each decodes {share} of its {num_asked} sequences at once{room}")
     return decided
 
 

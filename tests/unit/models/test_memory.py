@@ -300,7 +300,7 @@ AT_ONCE = {
     "of twice the length": (["--generator.max-completion-tokens", 2560], 512, 80, 376),
     "two ranks share weights and cache": (["--generator.tensor-parallel", 2], 2000, 40, 716),
     "a token of each in a step": (["--generator.engine", "max_num_batched_tokens", 300], 512, 80, 300),
-    "a CPU's 64 MiB": ([], 512, None, 256),
+    "a CPU's 336 MiB, two sequences": ([], 512, None, 256),
     "what the user says": (["--generator.engine", "max_num_seqs", 700], 512, 16, 700),
 }
 
@@ -310,6 +310,16 @@ def test_an_engine_decodes_what_it_gets_as_far_as_its_cache_goes(name):
     flags, num_asked, gpu_gib, expected = AT_ONCE[name]
     decided = fit_engine(sizes(QWEN3_1_7B), config_of(*flags), num_asked, gpu_gib)
     assert decided.generator.max_num_seqs == decided.generator.engine["max_num_seqs"] == expected
+
+
+@pytest.mark.parametrize("num_asked, tokens, mib", [(16, 16, 64), (64, 16, 112), (512, 16, 256), (512, 1536, 336)])
+def test_an_engine_on_a_cpu_has_a_cache_for_its_sequences(num_asked, tokens, mib):
+    """Between 64 and 256 MiB, and room for two: 112 KiB a token."""
+    config = config_of("--data.max-prompt-tokens", tokens // 2, "--generator.max-completion-tokens", tokens // 2)
+    decided = fit_engine(sizes(QWEN3_1_7B), config, num_asked, gpu_gib=None)
+    assert decided.generator.engine["kv_cache_memory_bytes"] == mib * 2**20
+    named = c.change(config, {"generator.engine": {"kv_cache_memory_bytes": 5, "max_num_seqs": 3}})
+    assert fit_engine(sizes(QWEN3_1_7B), named, num_asked, gpu_gib=None) == named
 
 
 def test_sequences_that_engines_get_at_one_time():
