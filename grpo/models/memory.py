@@ -1,7 +1,7 @@
 """GPU memory of each role by a simple rule, from the model's config.json and the run's config; nothing is loaded.
 
 A trainer rank holds its states, the weights that FSDP gathers, the logits of a chunk, and for each token and block a
-number of values that depends on the checkpointing alone. Peaks that were measured (configs/RESULTS.md) are within 15 %
+number of values that depends on the checkpointing alone. Peaks that were measured (configs/SPEED.md) are within 15 %
 of the estimate, and below the estimate with its margin (tests/unit/models/test_memory.py). Left out, and covered by the
 margin: what the allocator wastes, NCCL's buffers and CUDA graphs.
 """

@@ -17,7 +17,8 @@ from grpo.rewards.builtin import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
 OF_CONFIGS = ("README", "DATA", "METHODS", "ENVIRONMENTS", "SFT", "RUNNING", "COMING_FROM", "ANSWERS")
-HISTORY = ("CHANGELOG.md", "configs/RESULTS.md")  # they name what was there once
+# They name what was there once
+HISTORY = ("CHANGELOG.md", "configs/RESULTS.md", "configs/SPEED.md", "configs/AGREEMENT.md")
 PAGES = {
     name: (ROOT / name).read_text()
     for name in (
