@@ -122,6 +122,8 @@ def make_tiny(folder: pathlib.Path, kind: str) -> str:
     draw_biases(made / "model.safetensors", changes["initializer_range"])
     if kind == "mistral":
         add_second_layout(made)
+    if kind == "qwen3-tied":
+        add_copy_of_head(made / "model.safetensors")
     return str(made)
 
 
@@ -167,6 +169,13 @@ def draw_biases(file: pathlib.Path, std: float) -> None:
     tensors, generator = load_file(file), torch.Generator().manual_seed(1)
     for name in sorted(name for name in tensors if name.endswith(".bias")):
         tensors[name] = std * torch.randn(tensors[name].shape, generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def add_copy_of_head(file: pathlib.Path) -> None:
+    """As in the folders of Qwen3-0.6B and 1.7B: the head that is tied to the embedding, once more."""
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
 
 

@@ -154,6 +154,14 @@ def test_a_model_that_sees_images_is_read_as_its_part_for_text(tmp_path):
     assert "lm_head.weight" not in tensors
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_sees_images_says_above_its_part_for_text_whether_its_head_is_tied(tied, tmp_path):
+    """transformers builds it so, and vLLM."""
+    text = QWEN3_5_TEXT | {"tie_word_embeddings": not tied}
+    config = read_hf_config(folder_of(tmp_path, QWEN3_5 | {"text_config": text, "tie_word_embeddings": tied}))
+    assert ("lm_head.weight" in tensors_of(config)) == (not tied)
+
+
 WINDOWS = {  # config.json, windows of its first layers
     "Gemma-3-1B": (GEMMA3_1B, [512, 512, 512, 512, 512, None, 512]),
     "OLMo-3-7B": (OLMO3_7B, [4096, 4096, 4096, None, 4096]),
