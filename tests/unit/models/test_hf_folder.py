@@ -252,6 +252,10 @@ REFUSED = {  # what is wrong: (config.json, the reason)
         QWEN2_5_7B | {"rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]}},
         "mrope_section=[16, 24, 24] of rotary positions",
     ),
+    "R1-0528-Qwen3-8B": (
+        QWEN3_1_7B | {"rope_scaling": YARN["rope_scaling"] | {"attn_factor": 0.8782488562869419}},
+        "attn_factor=0.8782488562869419 of rotary positions (rope_parameters, rope_scaling) is not supported; replace",
+    ),
     "an encoder": (LLAMA3_1_8B | {"is_causal": False}, "is_causal=False"),
     "a shared expert": (QWEN3_30B_A3B | {"shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size"),
     "reward model": (
