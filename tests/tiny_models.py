@@ -93,6 +93,7 @@ QWEN3_5 = {
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "initializer_range": 0.2}
 KINDS = {
     "qwen3-tied": {"tie_word_embeddings": True},
+    "qwen3-copied": {"tie_word_embeddings": True},  # its folder has the tied head once more
     "qwen3-untied": {"tie_word_embeddings": False},
     "qwen2-tied": {"tie_word_embeddings": True} | QWEN2,
     "qwen2-untied": {"tie_word_embeddings": False} | QWEN2,
@@ -122,7 +123,7 @@ def make_tiny(folder: pathlib.Path, kind: str) -> str:
     draw_biases(made / "model.safetensors", changes["initializer_range"])
     if kind == "mistral":
         add_second_layout(made)
-    if kind == "qwen3-tied":
+    if kind == "qwen3-copied":
         add_copy_of_head(made / "model.safetensors")
     return str(made)
 
