@@ -93,6 +93,7 @@ QWEN3_5 = {
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "initializer_range": 0.2}
 KINDS = {
     "qwen3-tied": {"tie_word_embeddings": True},
+    "qwen3-copied": {"tie_word_embeddings": True},  # its folder has the tied head once more
     "qwen3-untied": {"tie_word_embeddings": False},
     "qwen2-tied": {"tie_word_embeddings": True} | QWEN2,
     "qwen2-untied": {"tie_word_embeddings": False} | QWEN2,
@@ -122,6 +123,8 @@ def make_tiny(folder: pathlib.Path, kind: str) -> str:
     draw_biases(made / "model.safetensors", changes["initializer_range"])
     if kind == "mistral":
         add_second_layout(made)
+    if kind == "qwen3-copied":
+        add_copy_of_head(made / "model.safetensors")
     return str(made)
 
 
@@ -167,6 +170,13 @@ def draw_biases(file: pathlib.Path, std: float) -> None:
     tensors, generator = load_file(file), torch.Generator().manual_seed(1)
     for name in sorted(name for name in tensors if name.endswith(".bias")):
         tensors[name] = std * torch.randn(tensors[name].shape, generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def add_copy_of_head(file: pathlib.Path) -> None:
+    """As in the folders of Qwen3-0.6B and 1.7B: the head that is tied to the embedding, once more."""
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
 
 

@@ -53,7 +53,7 @@ SAMPLING_SET_HERE = {
 # SamplingParams that choose among the tokens of one distribution, whatever text came before
 TRUNCATING = ("top_p", "top_k", "min_p")
 # SamplingParams that exclude some tokens by the text before, and leave the ratios of the others as they are
-EXCLUDING = ("min_tokens", "allowed_token_ids", "bad_words")
+EXCLUDING = ("min_tokens", "allowed_token_ids", "bad_words", "structured_outputs")
 # SamplingParams that give tokens other probabilities than the policy's -> values that change nothing
 RESHAPING: dict[str, tuple] = {
     "top_p": (1,),
@@ -66,6 +66,8 @@ RESHAPING: dict[str, tuple] = {
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
+    "structured_outputs": (None,),
+    "thinking_token_budget": (None,),  # it makes the end of a thought all but certain, and excludes nothing
 }
 # Ranks that vLLM has LoRA layers for; in them, A and B of another rank are padded with zeros
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

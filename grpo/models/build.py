@@ -330,15 +330,15 @@ def _load_weights(
     for part in module.modules():
         if device.type == "cpu" and isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+    ropes: dict[tuple, nn.Module] = {}
+    for attention in list(module.modules()):
+        if isinstance(attention, GQAttention):
+            # before they have memory: tables of 131,072 positions for each of 28 layers are 3.5 GiB
+            config = attention.rope.config
+            attention.rope = ropes.setdefault((config.inv_freq, config.attention_factor), attention.rope)
     module.to_empty(device=device)
     with torch.no_grad():
         module.init_weights(buffer_device=None)
-    tables: dict[tuple[float, ...], torch.Tensor] = {}
-    for attention in module.modules():
-        if not isinstance(attention, GQAttention):
-            continue
-        rope = attention.rope  # each made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
-        rope.cache = tables.setdefault(rope.config.inv_freq, rope.cache)
     tensors = names.to_hf(module.state_dict())
     dcp.load(tensors, storage_reader=names.get_hf_storage_reader(folder))
     module.load_state_dict(names.from_hf(tensors), strict=False)

@@ -545,6 +545,13 @@ class HFRoPE(CosSinRoPE):
         attention_factor: float = 1.0
         """Multiplies cos and sin (YaRN)."""
 
+    is_filled = False
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        if not self.is_filled:  # by another layer, which shares it
+            super()._init_self_buffers(buffer_device=buffer_device)
+            self.is_filled = True
+
     def _precompute_cache(self) -> torch.Tensor:
         inv_freq = torch.tensor(self.config.inv_freq, dtype=torch.float32)
         positions_T = torch.arange(self.config.max_seq_len, dtype=torch.float32)

@@ -304,9 +304,11 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{path} cannot be read: {shorten(one_line(str(error)), SHOWN_CHARACTERS)}") from error
     if sees:  # its part that reads text is trained
+        ties_head = config.tie_word_embeddings  # what its part says is not read, neither by transformers nor by vLLM
         raw = raw["text_config"]
         config = config.text_config
         config.model_type = model_type
+        config.tie_word_embeddings = ties_head
     if config.model_type != model_type:
         raise ValueError(
             f"{folder}: transformers reads a {model_type} model with layer_types as {config.model_type}, which is not "

@@ -178,7 +178,10 @@ def misread_fields(raw: dict[str, Any], config: transformers.PretrainedConfig) -
     for parameters in of_kinds or [rotary]:
         for name, value in parameters.items():
             if value and name not in READ_OF_ROPE | READ_BY[family] and name != "finetuned":
-                yield f"{name}={value} of rotary positions (rope_parameters, rope_scaling) is not supported"
+                way_out = "if the model was trained without it, take it out of config.json"
+                if name == "attn_factor":  # of an older vLLM, in R1-0528-Qwen3-8B
+                    way_out = "replace it by attention_factor, which is attn_factor x (1 + 0.1 ln(factor))"
+                yield f"{name}={value} of rotary positions (rope_parameters, rope_scaling) is not supported; {way_out}"
 
 
 def unread_fields(raw: dict[str, Any], config: transformers.PretrainedConfig) -> list[str]:

@@ -54,7 +54,7 @@ SAMPLING = {name: json.dumps({"generator.sampling": options}) for name, options 
 
 @pytest.mark.parametrize("layout, option", [*zip(TRAINERS, SAMPLING, strict=True)])
 def test_all_roles_agree_on_the_ids_that_were_kept(tmp_path, layout, option):
-    agree(tmp_path, "qwen3-tied", *TRAINERS[layout], 1, 1, SAMPLING[option])
+    agree(tmp_path, "qwen3-copied", *TRAINERS[layout], 1, 1, SAMPLING[option])
 
 
 @pytest.mark.slow

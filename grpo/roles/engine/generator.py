@@ -85,6 +85,7 @@ class Generator:
         self.min_tokens = sampling.get("min_tokens", 0)
         hf = read_hf_config(folder)
         self.has_experts = has_experts(hf)
+        self.ties_head = bool(hf.tie_word_embeddings)
         options = vllm_engine.options_of_model(hf, config.engine, roles.device)
         if self.only_adapters:
             options |= adapter_options(self.trainer)
@@ -223,7 +224,8 @@ class Generator:
         quantized = any(self.config.engine.get(name) for name in ("quantization", "quantization_config"))
         # kernels read repacked (on a CPU) or quantized copies, and only a full reload makes them again
         if self.roles.device.type == "cpu" or quantized:
-            if self.llm.llm_engine.model_config.hf_config.tie_word_embeddings:
+            # vLLM's own config says that the two are not tied where a folder has a copy of the head, as Qwen3-0.6B's
+            if self.ties_head:
                 tensors = _with_tied_head(tensors)
             if self.has_experts:
                 for runner in vllm_engine.expert_layers(self.llm):

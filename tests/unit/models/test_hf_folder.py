@@ -154,6 +154,14 @@ def test_a_model_that_sees_images_is_read_as_its_part_for_text(tmp_path):
     assert "lm_head.weight" not in tensors
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_sees_images_says_above_its_part_for_text_whether_its_head_is_tied(tied, tmp_path):
+    """transformers builds it so, and vLLM."""
+    text = QWEN3_5_TEXT | {"tie_word_embeddings": not tied}
+    config = read_hf_config(folder_of(tmp_path, QWEN3_5 | {"text_config": text, "tie_word_embeddings": tied}))
+    assert ("lm_head.weight" in tensors_of(config)) == (not tied)
+
+
 WINDOWS = {  # config.json, windows of its first layers
     "Gemma-3-1B": (GEMMA3_1B, [512, 512, 512, 512, 512, None, 512]),
     "OLMo-3-7B": (OLMO3_7B, [4096, 4096, 4096, None, 4096]),
@@ -243,6 +251,10 @@ REFUSED = {  # what is wrong: (config.json, the reason)
     "sections of rotary positions": (
         QWEN2_5_7B | {"rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]}},
         "mrope_section=[16, 24, 24] of rotary positions",
+    ),
+    "R1-0528-Qwen3-8B": (
+        QWEN3_1_7B | {"rope_scaling": YARN["rope_scaling"] | {"attn_factor": 0.8782488562869419}},
+        "attn_factor=0.8782488562869419 of rotary positions (rope_parameters, rope_scaling) is not supported; replace",
     ),
     "an encoder": (LLAMA3_1_8B | {"is_causal": False}, "is_causal=False"),
     "a shared expert": (QWEN3_30B_A3B | {"shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size"),
