@@ -131,7 +131,8 @@ class Trainer:
         """Clip the gradient and update the weights. Collective over the trainer ranks.
 
         If no token counts, nothing changes: neither weights nor the optimizer's moments. If anything of MUST_BE_FINITE
-        was not finite on any rank, all ranks skip the update.
+        was not finite on any rank, all ranks skip the update. With Muon a gradient of 0 changes nothing either: its
+        updates have one size, so what is left of the momentum would carry the weights on for hundreds of steps.
 
         Returns `grad_norm` (before clipping), `learning_rate` and `skipped_frac` (0 or 1). A skipped update adds
         `skipped/NAME` 1 for the first that was not finite, since the later ones may follow from it.
@@ -142,7 +143,8 @@ class Trainer:
             dist.all_reduce(self._broken, dist.ReduceOp.MAX)
         broken = [MUST_BE_FINITE[place] for place in self._broken.nonzero()]
         learning_rate = self.optimizer.optimizers[0].param_groups[0]["lr"]
-        if self.num_loss_tokens and not broken:
+        carries_on = self.config.optimizer != "muon" or grad_norm > 0
+        if self.num_loss_tokens and carries_on and not broken:
             self.optimizer.step()
         self.zero_gradient()
         if self.roles.device.type == "cuda":

@@ -148,6 +148,21 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(folder):
     assert by_muon == 7 * len(first.model.module.layers)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_without_a_gradient_muon_stands_still(folder, optimizer):
+    """A step of equal rewards has no gradient. AdamW goes on less and less, a Muon update would be as large as ever."""
+    trainer = trainer_of(folder, optimizer=optimizer, weight_decay=0.1)
+    take_step(trainer, AlgorithmConfig())
+    before = [p.detach().clone() for p in trainer.model.module.parameters()]
+    batch = dataclasses.replace(step_batch(), advantages_N=torch.zeros(16))
+    metrics = StepMetrics(4)
+    update(GRPOConfig(group_size=2), trainer, batch, 0.0, metrics)
+    assert metrics.means()["grad_norm"] == 0
+    after = trainer.model.module.parameters()
+    has_moved = any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert has_moved == (optimizer == "adamw")
+
+
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_arithmetic_of_memory_counts_what_a_trainer_holds(tmp_path, optimizer, moments):
