@@ -176,6 +176,17 @@ class Trainer:
         return {name: part.state_dict() for name, part in self._stateful.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`. Collective over the trainer ranks."""
+        """Undo `state_dict`, except for rates, decays and betas, which stay this trainer's. Collective over its ranks."""
+        own_options = [dict(group, params=None) for group in self._parameter_groups]
         for name, part in self._stateful.items():
             part.load_state_dict(state[name])
+        for group, options in zip(self._parameter_groups, own_options, strict=True):
+            group |= options | {"params": group["params"]}
+        for schedule in self.schedule.schedulers:
+            rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            for group, (peak, share_of) in zip(schedule.optimizer.param_groups, rates, strict=True):
+                group["lr"] = peak * share_of(schedule.last_epoch)
+
+    @property
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizer for group in optimizer.param_groups]

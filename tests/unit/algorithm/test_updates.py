@@ -62,6 +62,25 @@ def test_the_rates_of_ten_steps(folder, schedule):
     assert rates == pytest.approx([0.01 * rate for rate in RATES[schedule]])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_trainer_takes_rates_and_decays_from_its_own_config(folder, optimizer):
+    """A checkpoint has them too, but `--allow-changes` means the new ones, from the first step on."""
+    first = trainer_of(folder, optimizer=optimizer)
+    for _ in range(3):
+        take_step(first, AlgorithmConfig())
+    changed = {"learning_rate": 0.001, "weight_decay": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.7, "adam_eps": 1e-6}
+    second = trainer_of(folder, optimizer=optimizer, schedule="linear", **changed)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for part in second.optimizer:
+        (group,) = part.param_groups
+        assert group["weight_decay"] == 0.5
+        if isinstance(part, torch.optim.AdamW):
+            assert group["betas"] == (0.8, 0.7) and group["eps"] == 1e-6
+    # the fourth and fifth of ten steps, over which a linear schedule falls to 0
+    rates = [take_step(second, AlgorithmConfig())["learning_rate"] for _ in range(2)]
+    assert rates == pytest.approx([0.0007, 0.0006])
+
+
 def test_weight_decay_takes_its_share_of_each_weight(folder):
     """AdamW's: beside the step of the gradient, learning rate x decay x weight is taken off."""
     plain, decayed = trainer_of(folder), trainer_of(folder, weight_decay=0.5)
