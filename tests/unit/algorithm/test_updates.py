@@ -183,10 +183,12 @@ def test_without_a_gradient_muon_stands_still(folder, optimizer):
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_arithmetic_of_memory_counts_what_a_trainer_holds(tmp_path, optimizer, moments):
-    """Weights, gradients and moments, of a model with biases, which AdamW updates."""
-    folder = make_tiny(tmp_path, "qwen2-untied")
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [("adamw", "qwen2-untied"), ("muon", "qwen2-untied"), ("muon", "qwen3_5")]
+)
+def test_the_arithmetic_of_memory_counts_what_a_trainer_holds(tmp_path, optimizer, kind, moments):
+    """Weights, gradients and moments, of a model with biases or with states, which AdamW updates."""
+    folder = make_tiny(tmp_path, kind)
     trainer = trainer_of(folder, optimizer=optimizer, moments=moments)
     parameters = list(trainer.model.module.parameters())
     for parameter in parameters:
