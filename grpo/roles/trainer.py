@@ -176,7 +176,7 @@ class Trainer:
         return {name: part.state_dict() for name, part in self._stateful.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`, except for rates, decays and betas, which stay this trainer's. Collective over its ranks."""
+        """Undo `state_dict`, but keep this trainer's own rates, decays and betas. Collective over the trainer ranks."""
         own_options = [dict(group, params=None) for group in self._parameter_groups]
         for name, part in self._stateful.items():
             part.load_state_dict(state[name])
