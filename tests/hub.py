@@ -29,7 +29,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         if self.server.refuses in self.path:
-            self.answer(403, {"error": "no"})
+            is_card = "/validate-yaml" in self.path
+            self.answer(400 if is_card else 403, {"error": "no", "errors": [{"message": "no"}]})
         elif self.path == "/api/repos/create":
             self.server.created.append(json.loads(body))
             name = json.loads(body)["name"]

@@ -111,13 +111,16 @@ def token_kl(x: LossInputs, config: AlgorithmConfig) -> Tensor:
     `importance_correction`, without. Its gradient is w * r * d * grad logp, where d = log policy - log reference, as
     the two other terms cancel. Over tokens that the generator drew, w * r is policy / generator unless it was cut, so
     both value and gradient are those of the KL without bias (DeepSeek-AI 2025, "DeepSeek-V3.2", section on the unbiased
-    KL estimate).
+    KL estimate). Where w alone is policy / generator already (`old_logprobs` generator), r is 1, with its gradient.
     """
     log_ratio_BT = clamped(x.logprobs_BT - x.ref_logprobs_BT)
     if config.kl_estimator != "k3_weighted":
         return kl(log_ratio_BT, config.kl_estimator)
     weights_BT, _ = importance_weights(x, config)
-    ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).exp()
+    old_BT = x.old_logprobs_BT
+    if config.old_logprobs == "generator" and config.importance_correction in ("truncate", "mask_tokens"):
+        old_BT = x.logprobs_BT.detach()
+    ratio_BT = clamped(x.logprobs_BT - old_BT).exp()
     return weights_BT * ratio_BT * kl(log_ratio_BT, "k3")
 
 

@@ -197,6 +197,15 @@ def _check_features(config: GRPOConfig) -> None:
             "--roles.num-references 0 and --trainer.data-replicas 1",
         ),
         (
+            config.reference_moves
+            and algorithm.kl_coef
+            and algorithm.reference_interval == algorithm.reference_mixture == config.updates_per_step == 1
+            and not (in_reward and config.has_lag),
+            "algorithm.reference_interval=1 with reference_mixture=1 and one update in a step makes the reference the "
+            "policy at the start of each step, so the KL and its gradient are always 0; raise the interval, lower the "
+            "mixture, or set num_mini_batches",
+        ),
+        (
             algorithm.teacher_template and algorithm.kl_coef,
             "algorithm.teacher_template does not go with algorithm.kl_coef: the reference would read two prompts; set"
             " kl_coef to 0",

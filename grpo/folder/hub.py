@@ -1,16 +1,19 @@
 """A trained model at Hugging Face's hub: its repository before the run, its files and card afterwards."""
 
 import json
+import re
 from pathlib import Path
 
 import httpx
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
 
 from grpo.config.fields import RunConfig
 from grpo.text import reason_of
 
-HUB_ERRORS = (httpx.HTTPError, HFValidationError, OSError)
+# ValueError for a name or a card that the hub refuses, RuntimeError for a large file that does not arrive
+HUB_ERRORS = (httpx.HTTPError, ValueError, RuntimeError, OSError)
+# A text in an option of a recipe whose name says that it is secret, such as 'api_key': 'sk-123'
+SECRET = re.compile(r"""('\w*(?:key|token|secret|password)': )(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.IGNORECASE)
 
 
 def open_repository(name: str) -> str:
@@ -43,12 +46,13 @@ def push(config: RunConfig, repository: str) -> str:
             commit_message="Trained with PlainRL",
         )
     except HUB_ERRORS as error:
-        return f"warning: {folder} was not uploaded ({reason_of(error)}); try `hf upload {repository} {folder} .`"
+        cause = error.__cause__ or error
+        return f"warning: {folder} was not uploaded ({reason_of(cause)}); try `hf upload {repository} {folder} .`"
     return f"uploaded {folder}: {commit.repo_url}"
 
 
 def model_card(config: RunConfig, repository: str, run_dir: Path) -> str:
-    """Write a model's card: its base, what was measured first and last, and the recipe."""
+    """Write a model's card: its base, what was measured first and last, and the recipe without secret options."""
     measured = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -65,7 +69,7 @@ def model_card(config: RunConfig, repository: str, run_dir: Path) -> str:
     base = config.model.path
     if not config.model.is_built and not Path(base).exists():  # the hub refuses a base that it does not know
         facts.append(f"base_model: {base}")
-    recipe = (run_dir / "config.py").read_text().strip()
+    recipe = SECRET.sub(r"\1'...'", (run_dir / "config.py").read_text().strip())
     return "\n\n".join(
         [
             "\n".join(["---", *facts, "---"]),

@@ -7,6 +7,7 @@ margin: what the allocator wastes, NCCL's buffers and CUDA graphs.
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 import transformers
@@ -15,6 +16,7 @@ from torch import nn
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import MAX_NUM_SEQS, MOST_NUM_SEQS, Config
 from grpo.models.families import empty_policy, family_of, has_experts, has_states, state_values, windows_of
+from grpo.models.muon import BLOCK_MATRICES
 
 # Least and most KV cache of an engine on a CPU
 CPU_KV_CACHE_GIB = 1 / 16
@@ -48,6 +50,8 @@ class Sizes:
     """Weights of one transformer block, on average."""
     head_outputs: int
     """The vocabulary's size; 1 of a reward model."""
+    matrices: int
+    """Weights that Muon updates, if it is chosen."""
     linears: dict[str, nn.Linear]
     """The linear layers of a block with attention, without experts, on the meta device, by Hugging Face's names."""
     reward_model: "Sizes | None" = None
@@ -63,6 +67,7 @@ def sizes_of(hf: transformers.PretrainedConfig, reward_model: transformers.Pretr
         parameters=_count(module),
         block_parameters=_count(module.layers) // hf.num_hidden_layers,
         head_outputs=module.lm_head.out_features,
+        matrices=sum(weight.numel() for name, weight in module.named_parameters() if re.search(BLOCK_MATRICES, name)),
         linears={name: block.get_submodule(place) for name, place in family_of(hf).linears.items()},
         reward_model=sizes_of(reward_model) if reward_model else None,
     )
@@ -89,9 +94,8 @@ def trained_bytes(sizes: Sizes, trainer: TrainerConfig) -> int:
     """
     num_bytes = state_bytes(trainer) * trained_parameters(sizes, trainer)
     if trainer.optimizer == "muon":
-        of_a_block = sum(linear.weight.numel() for linear in sizes.linears.values())
         saved = 2 * DTYPE_BYTES[trainer.moments] - DTYPE_BYTES["float32"]
-        num_bytes -= saved * sizes.hf.num_hidden_layers * of_a_block
+        num_bytes -= saved * sizes.matrices
     return num_bytes
 
 

@@ -53,13 +53,14 @@ class RunLog:
         num_steps: int,
         start_step: int = 0,
         whole_config: dict[str, Any] | None = None,
+        kl_is_to_start: bool = True,
     ) -> None:
-        """Open the files. whole_config: the run's, for its page at Weights & Biases."""
+        """Open the files. whole_config: the run's, for its page at Weights & Biases. kl_is_to_start: of CurveReader."""
         self.run_dir = Path(run_dir)
         self.num_steps = num_steps
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
-        self.curve_reader = CurveReader()
+        self.curve_reader = CurveReader(kl_is_to_start)
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             path = self.run_dir / name
             if not path.exists():

@@ -172,7 +172,9 @@ def lost_accuracy(evaluations: list[Evaluation]) -> str:
 class CurveReader:
     """The metrics so far, and the warnings about them: each once, and again only if it went away in between."""
 
-    def __init__(self) -> None:
+    def __init__(self, kl_is_to_start: bool = True) -> None:
+        """Begin without metrics. kl_is_to_start: a `kl` of 0 means that the policy has not moved."""
+        self.kl_is_to_start = kl_is_to_start
         self.history: History = collections.defaultdict(list)
         self.evaluations: dict[str, list[Evaluation]] = collections.defaultdict(list)
         self._shown: set[str] = set()
@@ -181,7 +183,8 @@ class CurveReader:
         """Take in metrics of a step or an evaluation (`eval/accuracy`, `eval/SET/accuracy`). Returns new warnings."""
         finite = {}
         for name, value in metrics.items():
-            if value is not None and math.isfinite(value):
+            is_known = name != "kl" or self.kl_is_to_start
+            if value is not None and math.isfinite(value) and is_known:
                 finite[name] = value
                 self.history[name].append(value)
         warnings = {}

@@ -44,15 +44,26 @@ class ForEachCompletion:
     """A reward function that asks an object of a user's class about one completion after the other."""
 
     def __init__(self, name: str, reward_class: type, options: Mapping[str, Any]):
-        """Hold the class and its options. Raises ValueError unless its objects take prompt, response and target."""
+        """Hold the class and its options. Raises ValueError unless its objects take prompt, response and target.
+
+        They go by these names, because a class with another order would score the prompt as the response.
+        """
         self.make = functools.partial(reward_class, **options)
+        call = reward_class.__call__
         try:
-            inspect.signature(reward_class.__call__).bind("self", "prompt", "response", "target")
+            inspect.signature(call).bind("self", prompt="", response="", target="")
             takes_three = "__call__" in dir(reward_class)  # the class itself can be called in any case
         except TypeError:
             takes_three = False
         if not takes_three:
-            raise ValueError(f"reward class {name} needs a method __call__(self, prompt, response, target)")
+            raise ValueError(
+                f"reward class {name} needs a method __call__(self, prompt, response, target), with these names"
+            )
+        if inspect.iscoroutinefunction(call):
+            raise ValueError(
+                f"reward class {name} has an async __call__, for which nobody waits: its objects are asked one by one; "
+                "write a function, `async def`, which gets all of the step"
+            )
 
     def begin(self) -> None:
         """Make the object. A reward process does it once."""
@@ -68,7 +79,7 @@ class ForEachCompletion:
         """Return the value of each completion. A prompt is given as the data has it."""
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
         triples = zip(prompts, texts, answer, strict=True)
-        return [self.judge(prompt, text, target) for prompt, text, target in triples]
+        return [self.judge(prompt=prompt, response=text, target=target) for prompt, text, target in triples]
 
 
 def called_with(function: RewardFunction) -> Literal["completion", "group", "step"]:
@@ -236,6 +247,11 @@ def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> N
     try:
         inspect.signature(function).bind(*arguments, **named)
     except TypeError as error:
+        if isinstance(function, ForEachCompletion):
+            raise ValueError(
+                f"reward class {name} gets the column `answer` as its target, and there are {', '.join(columns)}; name "
+                "one with --data.answer-column, or, with data.row, return it as `answer`"
+            ) from error
         hints = [f"; {argument} is TRL's: {hint}" for argument, hint in FROM_TRL.items() if argument in str(error)]
         raise ValueError(
             f"reward function {name} cannot be called with completions and the columns {', '.join(columns)}: {error}; "

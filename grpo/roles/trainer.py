@@ -131,7 +131,8 @@ class Trainer:
         """Clip the gradient and update the weights. Collective over the trainer ranks.
 
         If no token counts, nothing changes: neither weights nor the optimizer's moments. If anything of MUST_BE_FINITE
-        was not finite on any rank, all ranks skip the update.
+        was not finite on any rank, all ranks skip the update. With Muon a gradient of 0 changes nothing either: its
+        updates have one size, so what is left of the momentum would carry the weights on for hundreds of steps.
 
         Returns `grad_norm` (before clipping), `learning_rate` and `skipped_frac` (0 or 1). A skipped update adds
         `skipped/NAME` 1 for the first that was not finite, since the later ones may follow from it.
@@ -142,7 +143,8 @@ class Trainer:
             dist.all_reduce(self._broken, dist.ReduceOp.MAX)
         broken = [MUST_BE_FINITE[place] for place in self._broken.nonzero()]
         learning_rate = self.optimizer.optimizers[0].param_groups[0]["lr"]
-        if self.num_loss_tokens and not broken:
+        carries_on = self.config.optimizer != "muon" or grad_norm > 0
+        if self.num_loss_tokens and carries_on and not broken:
             self.optimizer.step()
         self.zero_gradient()
         if self.roles.device.type == "cuda":
@@ -174,6 +176,17 @@ class Trainer:
         return {name: part.state_dict() for name, part in self._stateful.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`. Collective over the trainer ranks."""
+        """Undo `state_dict`, but keep this trainer's own rates, decays and betas. Collective over the trainer ranks."""
+        own_options = [dict(group, params=None) for group in self._parameter_groups]
         for name, part in self._stateful.items():
             part.load_state_dict(state[name])
+        for group, options in zip(self._parameter_groups, own_options, strict=True):
+            group |= options | {"params": group["params"]}
+        for schedule in self.schedule.schedulers:
+            rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            for group, (peak, share_of) in zip(schedule.optimizer.param_groups, rates, strict=True):
+                group["lr"] = peak * share_of(schedule.last_epoch)
+
+    @property
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizer for group in optimizer.param_groups]

@@ -161,14 +161,17 @@ class Session:
         config = self.config
         trains = self.layout.num_trainers > 0
         logged_config = config
+        kl_is_to_start = True
         if isinstance(config, GRPOConfig):
             logged_config = replace(config, algorithm=config.algorithm.resolved)
+            kl_is_to_start = not (config.reference_moves or config.algorithm.distill_coef)
         return RunLog(
             config.metrics,
             config.run_dir,
             num_steps=config.num_steps if trains else 0,
             start_step=step,
             whole_config=asdict(logged_config),
+            kl_is_to_start=kl_is_to_start,
         )
 
     def start_up(self) -> tuple[Trainer | None, Reference | None, Generator | None]:

@@ -57,7 +57,7 @@ def test_similar_texts_earn_the_share_that_matches():
     (function,) = load_functions(config, ["answer"]).values()
     function.begin()
     assert function(["abcd", "ab"], ["p"] * 2, ["abcd", "abcd"]) == [1.0, pytest.approx(2 * 2 / 6)]
-    with pytest.raises(ValueError, match="cannot be called .*'answer'"):
+    with pytest.raises(ValueError, match="gets the column `answer` as its target"):
         load_functions(config, ["solution"])
 
 

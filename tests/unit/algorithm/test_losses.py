@@ -401,11 +401,14 @@ def test_kl_estimators_in_expectation():
     assert (gradients["k3"] - true_gradient_V).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("corrected", [True, False])
-def test_the_weighted_kl_has_value_and_gradient_of_the_kl_whoever_sampled(corrected):
+@pytest.mark.parametrize(
+    ("old_logprobs", "correction"), [("policy", "truncate"), ("generator", "none"), ("generator", "truncate")]
+)
+def test_the_weighted_kl_has_value_and_gradient_of_the_kl_whoever_sampled(old_logprobs, correction):
     """Over all five tokens by the generator's probabilities, after updates: policy, old policy and generator differ.
 
-    With old log-probs of the policy the correction makes up for the generator, else the ratio does. Plain k3 is off.
+    With old log-probs of the policy the correction makes up for the generator, else the ratio does; with both, as
+    `reinforce` allows, the generator must not be counted twice. Plain k3 is off.
     """
     rng = torch.Generator().manual_seed(0)
     generator_V, old_V, ref_V = torch.randn(3, 5, dtype=torch.float64, generator=rng).log_softmax(1)
@@ -415,7 +418,7 @@ def test_the_weighted_kl_has_value_and_gradient_of_the_kl_whoever_sampled(correc
     (true_gradient_V,) = torch.autograd.grad(true, logits_V, retain_graph=True)
     inputs = make_inputs(
         logprobs_BT=logprobs_V[None],
-        old_logprobs_BT=(old_V if corrected else generator_V)[None],
+        old_logprobs_BT=(old_V if old_logprobs == "policy" else generator_V)[None],
         generator_logprobs_BT=generator_V[None],
         ref_logprobs_BT=ref_V[None],
         advantages_BT=row([1.0] * 5),
@@ -424,13 +427,14 @@ def test_the_weighted_kl_has_value_and_gradient_of_the_kl_whoever_sampled(correc
         num_loss_tokens_BT=row([5] * 5, torch.int64),
         num_sequences=1,
     )
-    correction = {"importance_correction": "truncate", "importance_correction_high": 1e9}
-    if not corrected:
-        correction = {"importance_correction": "none", "old_logprobs": "generator"}
     means, gradients = {}, {}
     for estimator in ("k3", "k3_weighted"):
-        config = AlgorithmConfig(old_logprobs="policy", kl_estimator=estimator)
-        config = dataclasses.replace(config, **correction)
+        config = AlgorithmConfig(
+            old_logprobs=old_logprobs,
+            importance_correction=correction,
+            importance_correction_high=1e9,
+            kl_estimator=estimator,
+        )
         mean = (generator_V.exp() * token_kl(inputs, config)).sum()
         means[estimator] = mean.item()
         (gradients[estimator],) = torch.autograd.grad(mean, logits_V, retain_graph=True)

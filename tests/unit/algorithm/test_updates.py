@@ -62,6 +62,25 @@ def test_the_rates_of_ten_steps(folder, schedule):
     assert rates == pytest.approx([0.01 * rate for rate in RATES[schedule]])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_trainer_takes_rates_and_decays_from_its_own_config(folder, optimizer):
+    """A checkpoint has them too, but `--allow-changes` means the new ones, from the first step on."""
+    first = trainer_of(folder, optimizer=optimizer)
+    for _ in range(3):
+        take_step(first, AlgorithmConfig())
+    changed = {"learning_rate": 0.001, "weight_decay": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.7, "adam_eps": 1e-6}
+    second = trainer_of(folder, optimizer=optimizer, schedule="linear", **changed)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for part in second.optimizer:
+        (group,) = part.param_groups
+        assert group["weight_decay"] == 0.5
+        if isinstance(part, torch.optim.AdamW):
+            assert group["betas"] == (0.8, 0.7) and group["eps"] == 1e-6
+    # the fourth and fifth of ten steps, over which a linear schedule falls to 0
+    rates = [take_step(second, AlgorithmConfig())["learning_rate"] for _ in range(2)]
+    assert rates == pytest.approx([0.0007, 0.0006])
+
+
 def test_weight_decay_takes_its_share_of_each_weight(folder):
     """AdamW's: beside the step of the gradient, learning rate x decay x weight is taken off."""
     plain, decayed = trainer_of(folder), trainer_of(folder, weight_decay=0.5)
@@ -148,11 +167,28 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(folder):
     assert by_muon == 7 * len(first.model.module.layers)
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_arithmetic_of_memory_counts_what_a_trainer_holds(tmp_path, optimizer, moments):
-    """Weights, gradients and moments, of a model with biases, which AdamW updates."""
-    folder = make_tiny(tmp_path, "qwen2-untied")
+def test_without_a_gradient_muon_stands_still(folder, optimizer):
+    """A step of equal rewards has no gradient. AdamW goes on less and less, a Muon update would be as large as ever."""
+    trainer = trainer_of(folder, optimizer=optimizer, weight_decay=0.1)
+    take_step(trainer, AlgorithmConfig())
+    before = [p.detach().clone() for p in trainer.model.module.parameters()]
+    batch = dataclasses.replace(step_batch(), advantages_N=torch.zeros(16))
+    metrics = StepMetrics(4)
+    update(GRPOConfig(group_size=2), trainer, batch, 0.0, metrics)
+    assert metrics.means()["grad_norm"] == 0
+    after = trainer.model.module.parameters()
+    has_moved = any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert has_moved == (optimizer == "adamw")
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [("adamw", "qwen2-untied"), ("muon", "qwen2-untied"), ("muon", "qwen3_5")]
+)
+def test_the_arithmetic_of_memory_counts_what_a_trainer_holds(tmp_path, optimizer, kind, moments):
+    """Weights, gradients and moments, of a model with biases or with states, which AdamW updates."""
+    folder = make_tiny(tmp_path, kind)
     trainer = trainer_of(folder, optimizer=optimizer, moments=moments)
     parameters = list(trainer.model.module.parameters())
     for parameter in parameters:

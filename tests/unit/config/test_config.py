@@ -89,6 +89,7 @@ REFUSED_IN_GRPO = [
     (HINT | SELF | MOVES, "reference_interval does not go with .* algorithm.teacher=policy"),
     (MOVES | {"roles.num_references": 1}, "reference_interval needs .* --roles.num-references 0"),
     (MOVES | {"trainer.data_replicas": 2}, "reference_interval needs .* --trainer.data-replicas 1"),
+    (MOVES | {"algorithm.reference_interval": 1}, "reference_interval=1 .* KL and its gradient are always 0; raise"),
     (MOVES | {"algorithm.reference_mixture": 1.5}, "reference_mixture=1.5 must be a number, above 0 and at most 1"),
     (HINT | SELF | TEACHER, "teacher=policy .* model.reference_path"),
     (HINT | SELF | {"roles.num_references": 1}, "policy does not go with roles.num_references: .* --roles.num-ref"),

@@ -86,6 +86,18 @@ def test_streams(name):
         assert re.match(expected[step], text) and "\n" not in text
 
 
+@pytest.mark.parametrize("kl_is_to_start", [True, False])
+def test_a_small_kl_to_a_reference_that_moves_is_no_reason_to_learn_faster(kl_is_to_start):
+    """It is no sign of standing still, which would also silence the warning of a reward that fell by half."""
+    watch = CurveReader(kl_is_to_start)
+    warnings = []
+    for reward in [0.6] * 10 + [0.1] * 12:
+        warnings += watch.look({"reward/mean": reward, "reward/std": 0.3, "learning_rate": 1e-3, "kl": 1e-8})
+    (warning,) = warnings
+    expected = "the policy is where it began" if kl_is_to_start else "the reward fell from 0.6"
+    assert expected in warning
+
+
 @pytest.mark.parametrize(
     ("evaluations", "why"),
     [

@@ -19,6 +19,7 @@ import torch
 
 from grpo.config import RewardConfig
 from grpo.report.samples import failure_lines
+from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import RewardError, RewardPool, check_all_failed
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers import processes
@@ -217,7 +218,7 @@ class Judge:
     def __init__(self, bonus: float = 0.0):
         self.bonus, self.calls, self.process = bonus, 0, os.getpid()
 
-    def __call__(self, prompt, response, target):
+    def __call__(self, target, prompt, response):  # by their names, whatever their order
         self.calls += 1
         assert self.process == os.getpid() and prompt == "what?"
         return None if response == "nothing" else int(target) / int(response) + self.bonus * self.calls
@@ -228,6 +229,14 @@ class NoCall:
 class OfLists:
     def __call__(self, completions, **columns):
         return [1.0]
+
+class OtherNames:
+    def __call__(self, completion, prompt, answer):
+        return 1.0
+
+class Async:
+    async def __call__(self, prompt, response, target):
+        return 1.0
 
 class Broken:
     def __init__(self):
@@ -541,6 +550,8 @@ def test_a_class_is_made_once_in_a_process_and_called_for_each_completion(tmp_pa
     [
         ("NoCall", "reward class .*:NoCall needs a method __call__\\(self, prompt, response, target\\)"),
         ("OfLists", "reward class .*:OfLists needs a method __call__"),
+        ("OtherNames", "reward class .*:OtherNames needs a method __call__\\(self, prompt, response, target\\)"),
+        ("Async", "reward class .*:Async has an async __call__.*async def"),
         ("Broken", "cannot be loaded: .*KeyError: 'no model'"),
     ],
 )
@@ -548,6 +559,13 @@ def test_a_class_that_cannot_judge_is_refused_before_the_run(name, message, tmp_
     (tmp_path / "judges.py").write_text(CLASSES)
     with pytest.raises(ValueError, match=message):
         RewardPool(RewardConfig(functions={f"{tmp_path}/judges.py:{name}": 1.0}, num_workers=1), 100)
+
+
+def test_a_class_without_a_target_is_told_of_the_answer_column(tmp_path):
+    (tmp_path / "judges.py").write_text(CLASSES)
+    name = f"{tmp_path}/judges.py:Judge"
+    with pytest.raises(ValueError, match=f"{name} gets the column `answer` as its target.*question.*answer-column"):
+        load_functions(RewardConfig(functions={name: 1.0}), ["question"])
 
 
 # ---- What ends a run
@@ -631,6 +649,7 @@ DRIVER = """
 import os, sys, time
 import torch
 from grpo.config import RewardConfig
+from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
 
