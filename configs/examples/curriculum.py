@@ -11,7 +11,7 @@ relative to each other; a row that was not seen has the weight 1.
 
 
 def skip_solved(seen, step):
-    """Weigh a row that was always solved 0, until 100 steps have passed; all others alike."""
+    """Give a row that was always solved the weight 0 until 100 steps have passed, and all other rows 1."""
     is_solved = seen.pass_rate == 1
     return 0.0 if is_solved and step - seen.step < 100 else 1.0
 
