@@ -14,7 +14,6 @@ an escape (`\\x1b`).
 import itertools
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -105,11 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
             text = summarize(options.run_dirs)
 
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
-    try:
-        print(printable(text))  # another's files may contain what acts on a terminal
-    except BrokenPipeError:  # of `| head`; at its end Python would flush once more, and complain
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+    print(printable(text))  # another's files may contain what acts on a terminal
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from grpo.config.checks import check_world_size, num_processes
+from grpo.config.checks import check_model_path, check_world_size, num_processes
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
 from grpo.config.recipes import differences, for_one_process, load
 from grpo.folder.run_folder import check_run_folder
@@ -64,11 +64,14 @@ def _read(config_type: type[Config]) -> Config:
 
 
 def check_folder_early(config: Config, script: str) -> None:
-    """Refuse a run folder that cannot be used, on rank 0, before anything slow; see `check_run_folder`.
+    """Refuse a run folder or a model's folder that cannot be used, on rank 0, before anything slow.
 
-    Whether the run would replace its own inputs is checked later, with the data.
+    See `check_run_folder`. Whether the run would replace its own inputs is checked later, with the data.
     """
     if os.environ.get("RANK", "0") == "0":
+        check_model_path(config.model.path)
+        check_model_path(config.model.reference_path)
+        check_model_path(config.reward.model)
         check_run_folder(
             config.run_dir,
             script,

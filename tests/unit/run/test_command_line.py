@@ -12,7 +12,7 @@ from grpo import check_loss, evaluate, replay
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig
 from grpo.config.fields import SHARED_GPU
 from grpo.config.recipes import as_recipe, change, for_one_process
-from grpo.run.command_line import checked_config
+from grpo.run.command_line import check_folder_early, checked_config
 from grpo.watch.failures import BadInput
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -28,6 +28,7 @@ ROOT = pathlib.Path(__file__).parents[3]
         (["configs/nothing.py"], 1, "error: recipe configs/nothing.py does not exist"),
         (["--run-dir", "/proc/nowhere"], 1, "error: run_dir /proc/nowhere cannot be written"),
         (["--run-dir", "configs"], 1, "error: configs has files"),
+        (["--model.path", "/proc/nowhere"], 1, "error: model folder /proc/nowhere does not exist"),
         (["--help"], 0, "usage: train_"),
     ],
 )
@@ -116,3 +117,25 @@ def test_a_config_that_met_no_command_line_is_checked_too(without_torchrun):
         train_grpo.main(GRPOConfig())
     with pytest.raises(BadInput, match="generator.sleep needs roles.colocated"):
         train_grpo.main(change(GRPOConfig(), {"generator.sleep": True}))
+
+
+@pytest.mark.parametrize("field", ["model.path", "model.reference_path", "reward.model"])
+def test_a_folder_that_cannot_be_a_model_is_refused_before_rows_are_read(field, tmp_path, monkeypatch):
+    """A name of the hub and a function that builds a model may be there; a run's folder has its model in `model`."""
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/model/config.json").touch()
+
+    def check(path):
+        config = change(GRPOConfig(), {field: str(path), "run_dir": str(tmp_path / "new")})
+        check_folder_early(config, "train_grpo.py")
+
+    with pytest.raises(FileNotFoundError, match="no config.json; name .*run/model, its model"):
+        check(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match="no config.json; it must be"):
+        check(tmp_path)
+    for absent in (tmp_path / "absent", "../absent", "some/folder/absent"):
+        with pytest.raises(FileNotFoundError, match="absent does not exist"):
+            check(absent)
+    for usable in (tmp_path / "run/model", "owner/name", "path/file.py:builder"):
+        check(usable)
