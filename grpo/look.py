@@ -259,7 +259,7 @@ def terminal_curves(
     """Draw curves over their steps as a chart of `height` text lines and `width` columns, with values at the left.
 
     Each curve has its own mark, see MARKS. Values that share a column are averaged, and between columns with values a
-    curve is straight.
+    curve is straight. If all values are equal, the chart has one line.
     """
     steps = [step for curve in curves for step, _ in curve]
     first_to_last_step = (min(steps), max(steps))
@@ -274,7 +274,10 @@ def terminal_curves(
         columns.append(column)
 
     lowest = np.nanmin(columns)
-    unit = (np.nanmax(columns) - lowest) / (height - 1) or 1.0
+    highest = np.nanmax(columns)
+    if lowest == highest:
+        height = 1
+    unit = (highest - lowest) / max(1, height - 1) or 1.0
     grid = [[" "] * width for _ in range(height)]  # from the lowest line up
     for values, mark in zip(columns, MARKS, strict=False):
         for x in np.flatnonzero(np.isfinite(values)):
@@ -320,9 +323,17 @@ def answers_before_and_after(run_dir: Path) -> list[str]:
 
 
 def question_of(record: Record) -> str:
-    """Return the longest text of a column that the prompt contains, or else the end of the prompt."""
+    """Return the longest text of a column that the prompt contains, or else the end of the prompt.
+
+    Of a column with messages it is the last message.
+    """
     prompt = record["prompt"]
-    texts = [value for value in record["columns"].values() if isinstance(value, str)]
+    texts = []
+    for value in record["columns"].values():
+        if isinstance(value, list) and value and isinstance(value[-1], dict):
+            value = value[-1].get("content")
+        if isinstance(value, str):
+            texts.append(value)
     in_prompt = [text for text in texts if text in prompt]
     longest = max(in_prompt, key=len, default="")
     return longest or prompt[-ANSWER_CHARACTERS:]

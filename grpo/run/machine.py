@@ -158,7 +158,7 @@ def _fit_engine(
     decided = memory.fit_engine(sizes, config, num_asked, gpu_gib)
     number = decided.generator.max_num_seqs
     share = "all" if number >= num_asked else f"{number}"
-    print(f"engines: {config.num_engines}; each decodes {share} of its {num_asked} sequences at once")
+    print(f"engines: {config.num_engines}; each gets at most {num_asked} sequences and decodes {share} of them at once")
     return decided
 
 

@@ -109,6 +109,10 @@ def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_afte
         for kind in ("greedy", "sample")
         for row in range(5)
     ]
+    asked = {"role": "user", "content": "What is 2+1?"}
+    for one in held_out:  # the second prompt is a list of messages
+        if one["row"] == 1:
+            one["columns"] = {"prompt": [{"role": "system", "content": "<user>"}, asked], "answer": "2"}
     (tmp_path / "evaluation.jsonl").write_text("".join(json.dumps(r) + "\n" for r in held_out))
     (tmp_path / "metrics.jsonl").write_text('{"step": 20, "eval/accuracy": 1.0}\n')
     main([str(tmp_path)])

@@ -385,6 +385,10 @@ def test_curve_of_a_straight_line():
     assert chart.splitlines() == ["3 ┤   •", "2 ┤  •", "1 ┤ •", "0 ┤•"]
 
 
+def test_curve_of_equal_values_has_no_other_value_at_its_side():
+    assert terminal_curves([[(0, 0.5), (20, 0.5)]], width=4).splitlines() == ["0.5 ┤••••"]
+
+
 def table(run_dir, *more) -> dict[str, list[str]]:
     """Label -> cells of what look.py shows of runs; the chart's lines are under an empty label."""
     rows = {"": []}
