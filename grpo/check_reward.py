@@ -133,14 +133,15 @@ def some_completions(example: Example, answer_format: str) -> dict[str, str]:
     """Return completions of a row by what they are: the reference, a wrong answer and an empty text.
 
     The reference is the column `answer`, or the first answer of a list. Without it there are the texts and numbers of
-    all columns, by their names, and some text; what a model would write for a table nobody knows.
+    all columns except the prompt, by their names, and some text; what a model would write for a table nobody knows.
     """
     answer = example.columns.get("answer")
     if isinstance(answer, list) and answer:
         answer = answer[0]
     if isinstance(answer, list | dict | None):
-        values = {name: str(value) for name, value in example.columns.items() if isinstance(value, str | int | float)}
-        return values | {"some text": "some text", "empty": ""}
+        others = {name: value for name, value in example.columns.items() if value != example.prompt}
+        texts = {name: str(value) for name, value in others.items() if isinstance(value, str | int | float)}
+        return texts | {"some text": "some text", "empty": ""}
     answer = str(answer)
     answer = extract_answer(answer, "hashes") or answer  # GSM8K's solutions
     number = parse_number(answer)

@@ -393,7 +393,7 @@ def page_text(options: Options) -> str:
         trained_model = str(marker["config"].get("model.path"))
         models.append(trained_model.strip("'"))
     path = write_page(run_dir, read_metrics(run_dir), rollouts, models)
-    return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser; it needs no other file"
+    return f"{path}, {compact_number(path.stat().st_size)}B: open it in a browser; it needs no other file"
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
