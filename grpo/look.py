@@ -176,7 +176,7 @@ def table_of(
 
 
 def curves_of(records: list[Record]) -> dict[str, Curve]:
-    """Return what a run is judged by: held-out accuracy and reward, or losses if there are no rewards (SFT).
+    """Return what a run is judged by: held-out accuracy, reward and a teacher's KL, or losses without rewards (SFT).
 
     Curves with more than one value come first, the most important of them at the front.
     """
@@ -199,6 +199,10 @@ def curves_of(records: list[Record]) -> dict[str, Curve]:
     else:
         labels["validation/loss"] = "loss on held-out examples"
         labels["loss"] = "loss on training examples"
+    if "distill/reverse_kl" in names:
+        labels["distill/reverse_kl"] = "KL from the policy to its teacher"
+        if not any(values_of(records, "reward/mean")):  # reward functions of weight 0 only measure
+            del labels["reward/mean"]
 
     long_curves = {}
     short_curves = {}

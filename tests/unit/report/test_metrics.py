@@ -426,6 +426,15 @@ def test_summary_of_a_supervised_run_tells_its_losses(tmp_path):
     assert table(tmp_path)[""][0].strip().startswith("1.75 ┤")
 
 
+def test_summary_of_a_distillation_tells_the_distance_to_the_teacher(tmp_path):
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=2)
+    for step, distance in ((1, 0.5), (2, 0.25)):
+        log.log(step, {"reward/mean": 0.0, "distill/reverse_kl": distance, "time/step": 1.0})
+    rows = table(tmp_path)
+    assert rows["KL from the policy to its teacher"] == ["0.5 to 0.25"] and "0.5 ┤" in rows[""][0]
+    assert not any("reward" in label for label in rows)  # a function of weight 0 earns nothing
+
+
 def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=4)
     log.log(1, {"time/step": 1.0, "reward/mean": 0.0})
