@@ -11,7 +11,8 @@ import train_grpo
 from grpo import check_loss, evaluate, replay
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig
 from grpo.config.fields import SHARED_GPU
-from grpo.config.recipes import as_recipe, change, for_one_process
+from grpo.config.recipes import FIELDS_OF_FLAGS, as_recipe, change, for_one_process
+from grpo.config.values import field_paths
 from grpo.run.command_line import check_folder_early, checked_config
 from grpo.watch.failures import BadInput
 
@@ -24,6 +25,8 @@ ROOT = pathlib.Path(__file__).parents[3]
     [
         (["--trainer.learning-rat", "1e-5"], 1, "--trainer.learning-rate"),
         (["--lr", "1e-5"], 1, "write --trainer.learning-rate VALUE"),
+        (["--weird-flag", "4"], 1, "configs/COMING_FROM.md"),
+        (["--data.columns", "solution"], 1, "NAME VALUE"),
         (["--num-steps", "0"], 1, "error: num_steps=0"),
         (["configs/nothing.py"], 1, "error: recipe configs/nothing.py does not exist"),
         (["--run-dir", "/proc/nowhere"], 1, "error: run_dir /proc/nowhere cannot be written"),
@@ -43,6 +46,13 @@ def test_the_command_line_is_read_before_torch_is_imported(script, arguments, co
     }
     assert "grpo.config.fields" in imported
     assert not imported & {"torch", "vllm", "transformers", "datasets", "numpy"}
+
+
+def test_flags_of_other_tools_are_answered_by_fields_that_there_are():
+    fields = {*field_paths(GRPOConfig()), *field_paths(SFTConfig())}
+    assert fields.issuperset(FIELDS_OF_FLAGS.values())
+    with pytest.raises(ValueError, match="--generator.max-completion-tokens"):
+        checked_config(GRPOConfig, ["--max_completion_length", "64"])
 
 
 ON_ONE_GPU = ("--generator.sleep", "--generator.gpu-memory-utilization", "0.4")
