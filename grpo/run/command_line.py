@@ -27,6 +27,8 @@ DEFAULT_RECIPES = {
     GRPOConfig: str(RECIPES / "qwen3_1_7b_gsm8k.py"),
     SFTConfig: str(RECIPES / "sft_llama3_1_8b.py"),
 }
+# torch reads it when it is imported, and grpo.evaluate imports torch right after this module: NUMA binding
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 CACHE_VARIABLE = "GRPO_CACHE_DIR"
 # Variable of a library -> its part of that folder
@@ -159,7 +161,6 @@ def keep_caches() -> None:
 
 def quiet_libraries() -> None:
     """Keep the libraries from printing noise; call it before they are imported. Variables that are set already stay."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NUMA binding
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # one bar for each local file
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -48,6 +48,21 @@ def test_the_command_line_is_read_before_torch_is_imported(script, arguments, co
     assert not imported & {"torch", "vllm", "transformers", "datasets", "numpy"}
 
 
+def test_torch_is_quiet_from_its_import_on():
+    """It reads the variable only then."""
+    code = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch': print(os.environ.get('TORCH_CPP_LOG_LEVEL'))\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "import grpo.evaluate\n"
+    )
+    outside = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=outside, capture_output=True, text=True)
+    assert done.stdout == "ERROR\n"
+
+
 def test_flags_of_other_tools_are_answered_by_fields_that_there_are():
     fields = {*field_paths(GRPOConfig()), *field_paths(SFTConfig())}
     assert fields.issuperset(FIELDS_OF_FLAGS.values())
