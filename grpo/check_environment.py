@@ -66,6 +66,8 @@ class Stage:
     examples: dict[str, list[Example]]
     """Rows to begin with; empty without a recipe."""
     tokenizer: Any
+    has_stand_in: bool
+    """The tokenizer and its plain chat template stand in for the model's, which is not a folder here."""
     stop_token_ids: list[int]
     style: str
     """How calls are written."""
@@ -116,7 +118,8 @@ def set_stage(
         for toolbox in toolboxes.values():
             toolbox.check_columns([])
 
-    if pathlib.Path(config.model.path).is_dir():
+    has_stand_in = not pathlib.Path(config.model.path).is_dir()
+    if not has_stand_in:
         tokenizer = load_tokenizer(config.model.path, config.data)
         stops = stop_token_ids(config.model.path, tokenizer, config.generator.stop_token_ids)
         style = call_style(tokenizer, config.environment, toolboxes)
@@ -134,6 +137,7 @@ def set_stage(
         toolboxes=toolboxes,
         examples=examples,
         tokenizer=tokenizer,
+        has_stand_in=has_stand_in,
         stop_token_ids=stops,
         style=style,
         turns=turns_of(tokenizer, config.environment, config.data, stops, toolboxes),
@@ -146,7 +150,10 @@ def check(name: str, stage: Stage) -> bool:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     toolbox = stage.toolboxes[name]
     tools = ", ".join(toolbox.tools) or "none"
-    console.print(f"{name or toolbox.name}: tools {tools}. {stage.turns[name].line}")
+    note = stage.turns[name].line
+    if stage.has_stand_in:
+        note = f"a plain chat template stands in for that of {stage.config.model.path}, which is not a folder here"
+    console.print(f"{name or toolbox.name}: tools {tools}{note and f'; {note}'}")
     console.print_json(data=toolbox.schemas)
     num_episodes = 1 if stage.by_hand else NUM_EPISODES
     episodes = []

@@ -4,11 +4,12 @@
     python -m grpo.check_reward math_reward [RECIPE.py] [--field value ...]               or a built-in one
 
 Three completions of each row: the reference (the row's `answer`, in `reward.answer_format`), a wrong answer in the same
-format, and an empty text. Of a list of answers the first is the reference. The function is called as a run calls it:
-in a process with the same limits, environment variables and, for a built-in one, lockdown. Shown are the columns with
-their types, the values, the seconds, and what the function prints, which a run throws away. Data and options are those
-of the recipe (without one: of train_grpo.py). `num_tokens` counts words, because no tokenizer is loaded, and
-`completion_ids` are as many zeros. Exit code 1 if a call fails.
+format, and an empty text. Of a list of answers the first is the reference. Without the column `answer` each text and
+number of the row is tried as it is, such as a column `solution`. The function is called as a run calls it: in a process
+with the same limits, environment variables and, for a built-in one, lockdown. Shown are the columns with their types,
+the values, the seconds, and what the function prints, which a run throws away. Data and options are those of the recipe
+(without one: of train_grpo.py). `num_tokens` counts words, because no tokenizer is loaded, and `completion_ids` are as
+many zeros. Exit code 1 if a call fails.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import torch
 
 from grpo.config import RewardConfig
 from grpo.data.prepare import load_sources
-from grpo.data.rows import Example
+from grpo.data.rows import Example, as_messages
 from grpo.rewards import loading
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
@@ -98,7 +99,8 @@ def show(
 
     exit_code = 0
     for number, example in enumerate(examples, start=1):
-        print(f"row {number}: {_short(str(example.prompt))}")
+        question = as_messages(example.prompt)[-1]["content"]
+        print(f"row {number}: {_short(question)}")
         completions = some_completions(example, reward.answer_format)
         parts = [completions]
         if takes_one:
@@ -128,16 +130,18 @@ def show(
 
 
 def some_completions(example: Example, answer_format: str) -> dict[str, str]:
-    """Return three completions of a row by what they are: the reference, a wrong answer and an empty text.
+    """Return completions of a row by what they are: the reference, a wrong answer and an empty text.
 
-    The reference is the column `answer`, or the first answer of a list. Without it there is some text instead; what a
-    model would write for a table nobody knows.
+    The reference is the column `answer`, or the first answer of a list. Without it there are the texts and numbers of
+    all columns except the prompt, by their names, and some text; what a model would write for a table nobody knows.
     """
     answer = example.columns.get("answer")
     if isinstance(answer, list) and answer:
         answer = answer[0]
     if isinstance(answer, list | dict | None):
-        return {"some text": "some text", "empty": ""}
+        others = {name: value for name, value in example.columns.items() if value != example.prompt}
+        texts = {name: str(value) for name, value in others.items() if isinstance(value, str | int | float)}
+        return texts | {"some text": "some text", "empty": ""}
     answer = str(answer)
     answer = extract_answer(answer, "hashes") or answer  # GSM8K's solutions
     number = parse_number(answer)

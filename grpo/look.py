@@ -14,7 +14,6 @@ an escape (`\\x1b`).
 import itertools
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -105,11 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
             text = summarize(options.run_dirs)
 
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
-    try:
-        print(printable(text))  # another's files may contain what acts on a terminal
-    except BrokenPipeError:  # of `| head`; at its end Python would flush once more, and complain
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+    print(printable(text))  # another's files may contain what acts on a terminal
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,7 +176,7 @@ def table_of(
 
 
 def curves_of(records: list[Record]) -> dict[str, Curve]:
-    """Return what a run is judged by: held-out accuracy and reward, or losses if there are no rewards (SFT).
+    """Return what a run is judged by: held-out accuracy, reward and a teacher's KL, or losses without rewards (SFT).
 
     Curves with more than one value come first, the most important of them at the front.
     """
@@ -204,6 +199,10 @@ def curves_of(records: list[Record]) -> dict[str, Curve]:
     else:
         labels["validation/loss"] = "loss on held-out examples"
         labels["loss"] = "loss on training examples"
+    if "distill/reverse_kl" in names:
+        labels["distill/reverse_kl"] = "KL from the policy to its teacher"
+        if not any(values_of(records, "reward/mean")):  # reward functions of weight 0 only measure
+            del labels["reward/mean"]
 
     long_curves = {}
     short_curves = {}
@@ -264,7 +263,7 @@ def terminal_curves(
     """Draw curves over their steps as a chart of `height` text lines and `width` columns, with values at the left.
 
     Each curve has its own mark, see MARKS. Values that share a column are averaged, and between columns with values a
-    curve is straight.
+    curve is straight. If all values are equal, the chart has one line.
     """
     steps = [step for curve in curves for step, _ in curve]
     first_to_last_step = (min(steps), max(steps))
@@ -279,7 +278,10 @@ def terminal_curves(
         columns.append(column)
 
     lowest = np.nanmin(columns)
-    unit = (np.nanmax(columns) - lowest) / (height - 1) or 1.0
+    highest = np.nanmax(columns)
+    if lowest == highest:
+        height = 1
+    unit = (highest - lowest) / max(1, height - 1) or 1.0
     grid = [[" "] * width for _ in range(height)]  # from the lowest line up
     for values, mark in zip(columns, MARKS, strict=False):
         for x in np.flatnonzero(np.isfinite(values)):
@@ -325,9 +327,17 @@ def answers_before_and_after(run_dir: Path) -> list[str]:
 
 
 def question_of(record: Record) -> str:
-    """Return the longest text of a column that the prompt contains, or else the end of the prompt."""
+    """Return the longest text of a column that the prompt contains, or else the end of the prompt.
+
+    Of a column with messages it is the last message.
+    """
     prompt = record["prompt"]
-    texts = [value for value in record["columns"].values() if isinstance(value, str)]
+    texts = []
+    for value in record["columns"].values():
+        if isinstance(value, list) and value and isinstance(value[-1], dict):
+            value = value[-1].get("content")
+        if isinstance(value, str):
+            texts.append(value)
     in_prompt = [text for text in texts if text in prompt]
     longest = max(in_prompt, key=len, default="")
     return longest or prompt[-ANSWER_CHARACTERS:]
@@ -387,7 +397,7 @@ def page_text(options: Options) -> str:
         trained_model = str(marker["config"].get("model.path"))
         models.append(trained_model.strip("'"))
     path = write_page(run_dir, read_metrics(run_dir), rollouts, models)
-    return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser; it needs no other file"
+    return f"{path}, {compact_number(path.stat().st_size)}B: open it in a browser; it needs no other file"
 
 
 def read_metrics(run_dir: Path) -> list[Record]:

@@ -8,7 +8,9 @@ import pathlib
 import tempfile
 
 from grpo.config.recipes import change, for_one_process
+from grpo.run.command_line import quiet_libraries
 
+quiet_libraries()  # before torch and vLLM are imported
 RECIPES, RUNS = pathlib.Path("configs").absolute(), tempfile.mkdtemp()
 grpo_config = change(RECIPES / "toy_arithmetic.py", {"num_steps": 2, "run_dir": f"{RUNS}/grpo"})
 sft_config = change(RECIPES / "toy_sft.py", {"num_steps": 2, "run_dir": f"{RUNS}/sft"})

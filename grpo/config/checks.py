@@ -2,6 +2,7 @@
 
 import math
 import os
+import pathlib
 
 from grpo.config.engine_options import EXCLUDING, LORA_RANKS, check_engine_options, inexact_options, needing_texts
 from grpo.config.fields import (
@@ -15,7 +16,7 @@ from grpo.config.fields import (
     SFTConfig,
 )
 from grpo.config.user_files import near_miss
-from grpo.config.values import check_fields, settings
+from grpo.config.values import check_fields, names_function, settings
 
 A_CLASS = "environment.name environment.classes"
 # Fields -> switches, one of which must be on, or nothing reads the field
@@ -399,6 +400,25 @@ def cautions(config: Config) -> list[str]:
 
 
 # ---- Who runs where
+
+
+def check_model_path(path: str) -> None:
+    """Raise FileNotFoundError if `path` is a folder without config.json, or neither a folder nor a hub name.
+
+    It reads no file, so it can come before rows are read. A function that builds a model is not looked at.
+    """
+    folder = pathlib.Path(path)
+    if not path or names_function(path):
+        return
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            has_model = (folder / "model" / "config.json").is_file()
+            way_out = f"name {folder / 'model'}, its model" if has_model else "it must be a Hugging Face folder"
+            raise FileNotFoundError(f"model folder {folder.resolve()} has no config.json; {way_out}")
+        return
+    is_run = path.startswith("runs/") and pathlib.Path("runs").is_dir()
+    if path.startswith((".", "/", "~")) or path.count("/") != 1 or is_run:
+        raise FileNotFoundError(f"model folder {folder.absolute()} does not exist")
 
 
 def num_processes() -> int:

@@ -32,7 +32,23 @@ FIELDS_OF_FLAGS = {
     "--max-steps": "num_steps",
     "--num-generations": "group_size",
     "--output-dir": "run_dir",
+    "--model-name-or-path": "model.path",
+    "--dataset-name": "data.path",
+    "--max-prompt-length": "data.max_prompt_tokens",
+    "--max-completion-length": "generator.max_completion_tokens",
+    "--max-length": "max_sequence_tokens",
+    "--lr-scheduler-type": "trainer.schedule",
+    "--loss-type": "algorithm.loss",
+    "--epsilon": "algorithm.clip_low",
+    "--epsilon-high": "algorithm.clip_high",
+    "--scale-rewards": "algorithm.advantages",
+    "--num-iterations": "algorithm.num_epochs",
+    "--reward-funcs": "reward.functions",
+    "--reward-weights": "reward.functions",
+    "--save-steps": "checkpoint.interval",
+    "--eval-steps": "evaluation.interval",
 }
+OF_OTHER_TOOLS = "configs/COMING_FROM.md has the names of TRL and verl beside ours, --help has all of ours"
 
 
 def load(
@@ -81,7 +97,12 @@ def load(
         _title, _, text = complaint.getvalue().partition("\n")
         text = re.sub("[\u2500-\u257f]+|-{3,}", " ", text)  # without frame and rulers
         message, _, _ = " ".join(text.split()).partition(" For full helptext")
-        raise ValueError(f"{message}; write --field VALUE, for a switch --field or --no-field") from None
+        way_out = "write --field VALUE, for a switch --field or --no-field"
+        if message.startswith("Unrecognized options: --"):
+            way_out = OF_OTHER_TOOLS
+        elif "key-value pairs" in message:
+            way_out = "write --field NAME VALUE NAME VALUE ..."
+        raise ValueError(f"{message}; {way_out}") from None
     config: Any = fit(written, default) if fit else written
     validate(config)
     check_effects(config, default)

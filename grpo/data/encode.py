@@ -299,8 +299,8 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
     if num_processes <= 1 or has_own_function:
         num_processes = None
     else:
-        line = f"{len(table):,} rows of {rows.source.text}, encoded by {num_processes} processes or before"
-        print(printable(f"data: {line}"))
+        line = f"data: {num_processes} processes encode {rows.source.text}, unless an earlier start did"
+        print(printable(line))
     datasets.disable_progress_bars()
     try:
         return table.map(

@@ -106,10 +106,11 @@ def style_of(template: str) -> str:
         return "hermes"
     if "ipython" in template and '"parameters"' in template:
         return "llama3_json"
-    styles = "; ".join(f"{style}: {form}" for style, form in STYLES.items())
+    styles = "; ".join(f"{style} {form}" for style, form in STYLES.items())
+    what = "asks for tool calls in an unknown form" if "tools" in template else "shows the model no tools"
     raise ValueError(
-        f"the chat template asks for tool calls in an unknown style; known are {styles}. Choose one of them with "
-        "--environment.calls, and describe it to the model in data.system_prompt"
+        f"the chat template {what}; choose a form of calls with --environment.calls, and describe it and the tools in "
+        f"data.system_prompt. The forms are {styles}"
     )
 
 

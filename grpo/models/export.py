@@ -163,5 +163,7 @@ def _written_whole(target: pathlib.Path) -> Iterator[pathlib.Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
+    for file in partial.glob("*.safetensors"):  # safetensors makes them unreadable for others, who may serve the model
+        file.chmod(partial.stat().st_mode & 0o666)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)

@@ -18,6 +18,7 @@ import transformers
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
+from grpo.config.checks import check_model_path
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
 from grpo.models.families import FAMILIES, SCORES, SEES, WRITES, empty_policy, family_of, gives_scores, has_states
@@ -84,15 +85,15 @@ def resolve_folder(path: str, scores: bool = False) -> str:
     scores: it must be a reward model, see `read_hf_config`. Raises FileNotFoundError with the way out, and ValueError
     for a hub model that cannot be trained, before its weights are downloaded.
     """
+    check_model_path(path)
     folder = pathlib.Path(path)
     if not folder.is_dir():
         read_hf_config(_download(path, ["config.json"]), scores)
         return _download(path, WANTED_FILES)
-    for needed in ("config.json", "tokenizer_config.json"):
-        if not (folder / needed).is_file():
-            raise FileNotFoundError(
-                f"model folder {folder.resolve()} has no {needed}; it must be a Hugging Face folder"
-            )
+    if not (folder / "tokenizer_config.json").is_file():
+        raise FileNotFoundError(
+            f"model folder {folder.resolve()} has no tokenizer_config.json; it must be a Hugging Face folder"
+        )
     return str(folder)
 
 
@@ -105,9 +106,6 @@ def has_config_alone(path: str) -> bool:
 
 def _download(path: str, files: list[str]) -> str:
     """Download these files of a hub model and return their folder. Raises FileNotFoundError if that fails."""
-    is_run = path.startswith("runs/") and pathlib.Path("runs").is_dir()
-    if path.startswith((".", "/", "~")) or path.count("/") != 1 or is_run:
-        raise FileNotFoundError(f"model folder {pathlib.Path(path).absolute()} does not exist")
     try:
         return huggingface_hub.snapshot_download(path, allow_patterns=files, ignore_patterns=UNWANTED_FILES)
     except (OSError, HFValidationError) as error:

@@ -204,7 +204,7 @@ def _of_a_forward(
     trainer = config.trainer
     hf = sizes.hf
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
-    tokens = trainer.micro_batch_tokens
+    tokens = largest_row(config)
     # FSDP gathers two blocks, the embeddings and the LM head in the compute dtype. Without other data-parallel ranks it
     # holds a copy of all weights, or is not used where they are held in that dtype already.
     gathered = sizes.parameters - (hf.num_hidden_layers - 2) * sizes.block_parameters
@@ -227,6 +227,19 @@ def _of_a_forward(
         "logits": logits * sizes.head_outputs / tensor_parallel,
         "activations": dtype_bytes * tokens * values / tensor_parallel,
     }
+
+
+def largest_row(config: Config) -> int:
+    """Return the most tokens that a micro-batch can have: `trainer.micro_batch_tokens`, or all of a small step.
+
+    Held-out examples of SFT may fill a micro-batch after a small step.
+    """
+    limit = config.trainer.micro_batch_tokens
+    if isinstance(config, GRPOConfig):
+        return min(limit, config.completions_per_step * config.max_sequence_tokens)
+    if config.validation.interval:
+        return limit
+    return min(limit, config.sequences_per_step * config.max_sequence_tokens)
 
 
 def _values_at_work(sizes: Sizes, tensor_parallel: int) -> float:

@@ -14,7 +14,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from grpo.config.checks import check_world_size, num_processes
+from grpo.config.checks import check_model_path, check_world_size, num_processes
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
 from grpo.config.recipes import differences, for_one_process, load
 from grpo.folder.run_folder import check_run_folder
@@ -27,6 +27,8 @@ DEFAULT_RECIPES = {
     GRPOConfig: str(RECIPES / "qwen3_1_7b_gsm8k.py"),
     SFTConfig: str(RECIPES / "sft_llama3_1_8b.py"),
 }
+# torch reads it when it is imported, and grpo.evaluate imports torch right after this module: NUMA binding
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 CACHE_VARIABLE = "GRPO_CACHE_DIR"
 # Variable of a library -> its part of that folder
@@ -64,11 +66,14 @@ def _read(config_type: type[Config]) -> Config:
 
 
 def check_folder_early(config: Config, script: str) -> None:
-    """Refuse a run folder that cannot be used, on rank 0, before anything slow; see `check_run_folder`.
+    """Refuse a run folder or a model's folder that cannot be used, on rank 0, before anything slow.
 
-    Whether the run would replace its own inputs is checked later, with the data.
+    See `check_run_folder`. Whether the run would replace its own inputs is checked later, with the data.
     """
     if os.environ.get("RANK", "0") == "0":
+        check_model_path(config.model.path)
+        check_model_path(config.model.reference_path)
+        check_model_path(config.reward.model)
         check_run_folder(
             config.run_dir,
             script,
@@ -156,7 +161,6 @@ def keep_caches() -> None:
 
 def quiet_libraries() -> None:
     """Keep the libraries from printing noise; call it before they are imported. Variables that are set already stay."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NUMA binding
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # one bar for each local file
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -158,10 +158,11 @@ def _fit_engine(
     decided = memory.fit_engine(sizes, config, num_asked, gpu_gib)
     number = decided.generator.max_num_seqs
     share = "all" if number >= num_asked else f"{number}"
-    room = ""
+    line = f"engines: {config.num_engines}; each gets at most {num_asked} sequences and decodes {share} of them at once"
     if gpu_gib is None:
-        room = f", as far as {decided.generator.engine['kv_cache_memory_bytes'] / 2**30:.2f} GiB of KV cache go"
-    print(f"engines: {config.num_engines}; each decodes {share} of its {num_asked} sequences at once{room}")
+        cache_gib = decided.generator.engine["kv_cache_memory_bytes"] / 2**30
+        line += f", as far as {cache_gib:.2f} GiB of KV cache go"
+    print(line)
     return decided
 
 

@@ -34,6 +34,7 @@ LOST_PEER = (
     "remote process exited",  # NCCL's
 )
 FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large")
+READER_LEFT = 141  # exit code, that of a program which SIGPIPE ended
 STEP_BEGINS_WITH = ("generate", "train")  # phases of train_grpo.py and train_sft.py
 
 Result = TypeVar("Result")
@@ -109,6 +110,8 @@ def run_rank(main: Callable[[], Result]) -> Result:
         if not is_follower:
             line = f"error: {error}"
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and not here.in_steps and has_lost_reader():
+            os._exit(READER_LEFT)
         # torchrun ends a follower before it speaks; without torchrun nobody would
         is_follower = "TORCHELASTIC_RUN_ID" in os.environ and any(sign in str(error) for sign in LOST_PEER)
         why = str(error) or type(error).__name__
@@ -125,6 +128,15 @@ def run_rank(main: Callable[[], Result]) -> Result:
         leave_for_launcher(line)
         print(f"{printable(trace)}{line}", file=sys.stderr)
     end_process(code)
+
+
+def has_lost_reader() -> bool:
+    """Say whether nobody reads what this process prints any more, as behind `| head`."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def show_lines_at_once() -> None:

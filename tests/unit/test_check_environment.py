@@ -16,8 +16,9 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "configs" / "examples"
 
 
 def test_episodes_are_played_and_repeat(capsys):
-    assert main([f"{EXAMPLES}/guess.py:Guess"]) == 0
+    assert main([f"{EXAMPLES}/guess.py:Guess", "--model.path", "owner/name"]) == 0
     shown = capsys.readouterr().out
+    assert "that of owner/name" in shown and "system_prompt" not in shown  # whose template nobody has read
     assert shown.count("reward ") == 3 and "the same texts" in shown and "Guess the number." in shown
     assert main([f"{EXAMPLES}/calculator.py:multiply"]) == 0
 

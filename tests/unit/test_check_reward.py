@@ -136,6 +136,21 @@ def test_a_list_of_answers_is_refused_by_math_reward_and_its_first_is_shown_to_y
     assert code == 0 and "reference  <answer>6</answer>" in out and "wrong      <answer>7</answer>" in out
 
 
+def test_without_an_answer_the_columns_are_tried_as_completions(show, tmp_path):
+    """A reward in TRL's form: messages, and the solution in a column of the function's own choice."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 3?"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": messages, "level": 6}) + "\n")
+    (tmp_path / "trl.py").write_text(
+        "def equal(completions, level, **_):\n"
+        "    return [float(messages[0]['content'] == str(n)) for messages, n in zip(completions, level)]\n"
+    )
+    code, out = show("trl.py:equal", "--data.answer-column", "")
+    assert code == 0
+    row, solution, *others = out.splitlines()[-4:]
+    assert row == "row 1: 3 + 3?" and solution.split()[:2] == ["level", "6"] and solution.endswith("  1")
+    assert all(line.endswith("  0") for line in others)
+
+
 @pytest.mark.parametrize(
     ("answer", "wrong"),
     [("0.5", "3/2"), ("-1/2", "1/2"), ("50%", "51"), ("x = 7", "8"), ("12345678", "12345679"), (2.5, "7/2")],

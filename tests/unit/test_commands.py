@@ -5,6 +5,7 @@ Files that a user has are not there; the folders of runs have the config of the 
 
 import ast
 import importlib.machinery
+import os
 import pathlib
 import re
 import shlex
@@ -86,12 +87,25 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def models(folder, command):
+    """Exported models that a command names. They go afterwards, because another command may write where they are."""
+    files = [folder / path / "config.json" for path in re.findall(r"\bruns/[\w/-]+/model\b", command)]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    yield
+    for file in files:
+        file.unlink()
+        os.removedirs(file.parent)
+
+
 def test_commands_are_found():
     assert {_target(shlex.split(command)) for command in shown_commands()} == {*CONFIG_TYPES, *TOOLS}
 
 
 @pytest.mark.parametrize("command", shown_commands())
-def test_a_command_of_a_page_passes_its_checks(command, folder, monkeypatch):
+def test_a_command_of_a_page_passes_its_checks(command, folder, models, monkeypatch):
     """A script also with `--dry-run`, on this machine and for as many GPUs, as without a GPU and with one."""
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))

@@ -109,6 +109,10 @@ def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_afte
         for kind in ("greedy", "sample")
         for row in range(5)
     ]
+    asked = {"role": "user", "content": "What is 2+1?"}
+    for one in held_out:  # the second prompt is a list of messages
+        if one["row"] == 1:
+            one["columns"] = {"prompt": [{"role": "system", "content": "<user>"}, asked], "answer": "2"}
     (tmp_path / "evaluation.jsonl").write_text("".join(json.dumps(r) + "\n" for r in held_out))
     (tmp_path / "metrics.jsonl").write_text('{"step": 20, "eval/accuracy": 1.0}\n')
     main([str(tmp_path)])
@@ -168,11 +172,3 @@ def test_a_page_is_not_written_through_a_link(run_dir, tmp_path_factory):
     main([str(run_dir), "--html"])
     assert own.read_text() == "mine"
     assert "piece-0" in (run_dir / "look.html").read_text() and not (run_dir / "look.html").is_symlink()
-
-
-def test_a_reader_who_stops_reading_sees_no_traceback(run_dir):
-    lines = (run_dir / "completions.jsonl").read_text().splitlines(keepends=True)
-    (run_dir / "completions.jsonl").write_text("".join(lines[1:2] * 2000))  # more than a pipe holds
-    command = f"{sys.executable} -m grpo.look {run_dir} --step latest --num 0 | head -1"
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert "2000 of 2000 completions" in done.stdout and done.stderr == ""

@@ -74,7 +74,10 @@ def test_log_probs_and_all_gradients_equal_transformers(folder: str):
 
 
 def test_an_exported_folder_is_the_one_it_came_from(folder: str, tmp_path: pathlib.Path):
-    """To the last bit, a matrix for each expert, which transformers loads whole; config.json says the same."""
+    """To the last bit, a matrix for each expert, which transformers loads whole; config.json says the same.
+
+    Whoever may read config.json may read the weights too.
+    """
     model, _ = model_and_batch(folder, "none")
     export_hf(model, tmp_path / "model", torch.float32)
     before, after = (load_file(path / "model.safetensors") for path in (pathlib.Path(folder), tmp_path / "model"))
@@ -84,6 +87,8 @@ def test_an_exported_folder_is_the_one_it_came_from(folder: str, tmp_path: pathl
     assert configs[0] | {"torch_dtype": configs[0]["dtype"]} == configs[1]
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(report.values()), report
+    permissions = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert permissions["model.safetensors"] == permissions["config.json"]
 
 
 def test_experts_take_no_adapters(folder: str):

@@ -1,5 +1,6 @@
 """The memory arithmetic against sizes that are published and peaks that were measured, and the tables made with it."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -21,6 +22,7 @@ from grpo.models.memory import (
     fit_engine,
     fit_trainer,
     generator_gib,
+    largest_row,
     reference_gib,
     sizes_of,
     state_bytes,
@@ -150,6 +152,24 @@ def test_parts_of_a_trainer_by_hand():
     at_work = pytest.approx(1.85 * outputs * 2 * 16384 / 2**30)
     forward = {"gathered weights": 0, "logits": logits, "activations": at_work}  # a single rank gathers nothing
     assert reference_gib(sizes(QWEN3_1_7B), apart) == {"weights": weights} | forward
+
+
+def test_a_step_that_fills_no_micro_batch_needs_less():
+    """2 prompts x 4 completions of at most 100 + 28 tokens are 1,024, and 8 examples of 128 too, where 16,384 may be.
+
+    Held-out examples may fill a micro-batch all the same.
+    """
+    small = ("--prompts-per-step", 2, "--group-size", 4, "--data.max-prompt-tokens", 100)
+    small += ("--generator.max-completion-tokens", 28)
+    examples = c.SFTConfig(sequences_per_step=8, max_sequence_tokens=128)
+    validated = dataclasses.replace(examples, validation=c.ValidationConfig(interval=1))
+    assert [largest_row(config) for config in (config_of(*small), examples)] == [1024, 1024]
+    assert [largest_row(config) for config in (config_of(), validated)] == [16384, 16384]
+    share = (
+        trainer_gib(sizes(QWEN3_1_7B), config_of(*small))["activations"]
+        / trainer_gib(sizes(QWEN3_1_7B), config_of())["activations"]
+    )
+    assert share == pytest.approx(1024 / 16384)
 
 
 def test_checkpointing_is_the_fastest_that_fits():

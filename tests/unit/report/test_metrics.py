@@ -385,6 +385,10 @@ def test_curve_of_a_straight_line():
     assert chart.splitlines() == ["3 ┤   •", "2 ┤  •", "1 ┤ •", "0 ┤•"]
 
 
+def test_curve_of_equal_values_has_no_other_value_at_its_side():
+    assert terminal_curves([[(0, 0.5), (20, 0.5)]], width=4).splitlines() == ["0.5 ┤••••"]
+
+
 def table(run_dir, *more) -> dict[str, list[str]]:
     """Label -> cells of what look.py shows of runs; the chart's lines are under an empty label."""
     rows = {"": []}
@@ -420,6 +424,15 @@ def test_summary_of_a_supervised_run_tells_its_losses(tmp_path):
     assert rows[""][0].strip().startswith("2 ┤") and rows[""][-1].strip().startswith("1.25 ┤")
     log.log_held_out(4, {"validation/loss": 1.5})
     assert table(tmp_path)[""][0].strip().startswith("1.75 ┤")
+
+
+def test_summary_of_a_distillation_tells_the_distance_to_the_teacher(tmp_path):
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=2)
+    for step, distance in ((1, 0.5), (2, 0.25)):
+        log.log(step, {"reward/mean": 0.0, "distill/reverse_kl": distance, "time/step": 1.0})
+    rows = table(tmp_path)
+    assert rows["KL from the policy to its teacher"] == ["0.5 to 0.25"] and "0.5 ┤" in rows[""][0]
+    assert not any("reward" in label for label in rows)  # a function of weight 0 earns nothing
 
 
 def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):

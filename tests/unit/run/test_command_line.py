@@ -11,8 +11,9 @@ import train_grpo
 from grpo import check_loss, evaluate, replay
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig
 from grpo.config.fields import SHARED_GPU
-from grpo.config.recipes import as_recipe, change, for_one_process
-from grpo.run.command_line import checked_config
+from grpo.config.recipes import FIELDS_OF_FLAGS, as_recipe, change, for_one_process
+from grpo.config.values import field_paths
+from grpo.run.command_line import check_folder_early, checked_config
 from grpo.watch.failures import BadInput
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -24,10 +25,13 @@ ROOT = pathlib.Path(__file__).parents[3]
     [
         (["--trainer.learning-rat", "1e-5"], 1, "--trainer.learning-rate"),
         (["--lr", "1e-5"], 1, "write --trainer.learning-rate VALUE"),
+        (["--weird-flag", "4"], 1, "configs/COMING_FROM.md"),
+        (["--data.columns", "solution"], 1, "NAME VALUE"),
         (["--num-steps", "0"], 1, "error: num_steps=0"),
         (["configs/nothing.py"], 1, "error: recipe configs/nothing.py does not exist"),
         (["--run-dir", "/proc/nowhere"], 1, "error: run_dir /proc/nowhere cannot be written"),
         (["--run-dir", "configs"], 1, "error: configs has files"),
+        (["--model.path", "/proc/nowhere"], 1, "error: model folder /proc/nowhere does not exist"),
         (["--help"], 0, "usage: train_"),
     ],
 )
@@ -42,6 +46,28 @@ def test_the_command_line_is_read_before_torch_is_imported(script, arguments, co
     }
     assert "grpo.config.fields" in imported
     assert not imported & {"torch", "vllm", "transformers", "datasets", "numpy"}
+
+
+def test_torch_is_quiet_from_its_import_on():
+    """It reads the variable only then."""
+    code = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch': print(os.environ.get('TORCH_CPP_LOG_LEVEL'))\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "import grpo.evaluate\n"
+    )
+    outside = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=outside, capture_output=True, text=True)
+    assert done.stdout == "ERROR\n"
+
+
+def test_flags_of_other_tools_are_answered_by_fields_that_there_are():
+    fields = {*field_paths(GRPOConfig()), *field_paths(SFTConfig())}
+    assert fields.issuperset(FIELDS_OF_FLAGS.values())
+    with pytest.raises(ValueError, match="--generator.max-completion-tokens"):
+        checked_config(GRPOConfig, ["--max_completion_length", "64"])
 
 
 ON_ONE_GPU = ("--generator.sleep", "--generator.gpu-memory-utilization", "0.4")
@@ -116,3 +142,25 @@ def test_a_config_that_met_no_command_line_is_checked_too(without_torchrun):
         train_grpo.main(GRPOConfig())
     with pytest.raises(BadInput, match="generator.sleep needs roles.colocated"):
         train_grpo.main(change(GRPOConfig(), {"generator.sleep": True}))
+
+
+@pytest.mark.parametrize("field", ["model.path", "model.reference_path", "reward.model"])
+def test_a_folder_that_cannot_be_a_model_is_refused_before_rows_are_read(field, tmp_path, monkeypatch):
+    """A name of the hub and a function that builds a model may be there; a run's folder has its model in `model`."""
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/model/config.json").touch()
+
+    def check(path):
+        config = change(GRPOConfig(), {field: str(path), "run_dir": str(tmp_path / "new")})
+        check_folder_early(config, "train_grpo.py")
+
+    with pytest.raises(FileNotFoundError, match="no config.json; name .*run/model, its model"):
+        check(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match="no config.json; it must be"):
+        check(tmp_path)
+    for absent in (tmp_path / "absent", "../absent", "some/folder/absent"):
+        with pytest.raises(FileNotFoundError, match="absent does not exist"):
+            check(absent)
+    for usable in (tmp_path / "run/model", "owner/name", "path/file.py:builder"):
+        check(usable)

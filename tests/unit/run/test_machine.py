@@ -167,8 +167,9 @@ def test_a_start_warns_of_each_problem_in_one_line(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**50))
     decided = fit_to_machine(config, ROLES, str(tmp_path))
     assert decided.trainer.activation_checkpointing == "selective" and decided.generator.max_num_seqs == 64
-    choice, engines = "trainer.activation_checkpointing: {}, by arithmetic", "engines: 4; each decodes all of its 64 "
-    assert capsys.readouterr().out == f"{engines}sequences at once\n{choice.format('selective')}\n"
+    choice = "trainer.activation_checkpointing: {}, by arithmetic"
+    engines = "engines: 4; each gets at most 64 sequences and decodes all of them at once"
+    assert capsys.readouterr().out == f"{engines}\n{choice.format('selective')}\n"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**30))
     monkeypatch.setattr(machine, "look_at_device", lambda: Device(8, "L4", 22.0))
     fit_to_machine(config, ROLES, str(tmp_path))
@@ -187,4 +188,4 @@ def test_engines_alone_get_what_an_evaluation_asks_for(tmp_path, monkeypatch, ca
     evaluation = c.EvaluationConfig(interval=1, num_samples=8)
     config = grpo(roles=c.RolesConfig(num_trainers=1, num_generators=2), evaluation=evaluation)
     assert fit_to_machine(config, alone, str(tmp_path)).generator.max_num_seqs == 465
-    assert capsys.readouterr().out == "engines: 2; each decodes 465 of its 1024 sequences at once\n"
+    assert capsys.readouterr().out == "engines: 2; each gets at most 1024 sequences and decodes 465 of them at once\n"

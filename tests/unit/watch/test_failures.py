@@ -2,12 +2,16 @@
 
 import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from grpo.roles import shared_memory
 from grpo.watch import failures
 from grpo.watch.failures import BadInput, refuse_bad_input, run_rank
+
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("error", [ValueError, BadInput])
@@ -42,6 +46,14 @@ def test_a_full_disk_is_one_line_wherever_it_was_written(monkeypatch, capsys):
         run_rank(main)
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: rank 0 ") and "No space left on device" in line and "--resume" in line
+
+
+@pytest.mark.parametrize("tool", ["train_grpo.py", "-m grpo.look", "-m grpo.export"])
+def test_a_reader_who_left_sees_no_traceback(tool):
+    """`true` has ended before the help is written; `head` does so in the middle of a long text."""
+    command = f"{sys.executable} {tool} --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.stderr == "" and done.returncode == failures.READER_LEFT
 
 
 def test_a_failure_leaves_no_shared_memory_of_its_start(monkeypatch, tmp_path: pathlib.Path):
