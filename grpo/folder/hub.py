@@ -10,6 +10,8 @@ from huggingface_hub.errors import HFValidationError
 from grpo.config.fields import RunConfig
 from grpo.text import reason_of
 
+# Weights of an earlier upload. One in other pieces would stay beside the new one, and be loaded in its place.
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 HUB_ERRORS = (httpx.HTTPError, HFValidationError, OSError)
 
 
@@ -31,7 +33,10 @@ def open_repository(name: str) -> str:
 
 
 def push(config: RunConfig, repository: str) -> str:
-    """Upload a run's exported folder with a card. Returns a line that says where it is, or why not and what to do."""
+    """Upload a run's exported folder with a card, in place of weights that are there.
+
+    Returns a line that says where it is, or why not and what to do.
+    """
     run_dir = Path(config.run_dir)
     folder = run_dir / "model"
     card = model_card(config, repository, run_dir)
@@ -41,6 +46,7 @@ def push(config: RunConfig, repository: str) -> str:
             repo_id=repository,
             folder_path=folder,
             commit_message="Trained with PlainRL",
+            delete_patterns=list(WEIGHTS),
         )
     except HUB_ERRORS as error:
         return f"warning: {folder} was not uploaded ({reason_of(error)}); try `hf upload {repository} {folder} .`"
