@@ -95,7 +95,7 @@ class Completion:
     pieces: tuple[Piece, ...]
     """At least one."""
     truncated: bool
-    """It ran out of tokens (vLLM's finish reason is `length`)."""
+    """It did not end by itself: it ran out of tokens, or vLLM cut it off (`repetition_detection`)."""
     temperature: float = 1.0
     """What it was sampled with; 0 is greedy."""
     index: int = 0

@@ -23,6 +23,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def do_GET(self) -> None:
+        if "/tree/" in self.path:
+            files = [{"type": "file", "path": path, "size": 1, "oid": "1"} for path in self.server.files]
+            self.answer(200, files)
+            return
         may_write = self.path.endswith("/auth-check/write") and self.server.refuses not in self.path
         self.answer(200 if may_write else 404, {})
 
@@ -42,6 +46,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.answer(200, {"errors": [], "warnings": []})
         else:
             for line in map(json.loads, body.splitlines()):
+                if line["key"] == "deletedFile":
+                    del self.server.files[line["value"]["path"]]
                 if line["key"] == "file":
                     self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             commit = f"{self.server.url}{self.path.split('/commit/')[0].removeprefix('/api/models')}/commit/1"

@@ -4,7 +4,14 @@ import math
 import os
 import pathlib
 
-from grpo.config.engine_options import EXCLUDING, LORA_RANKS, check_engine_options, inexact_options, needing_texts
+from grpo.config.engine_options import (
+    EXCLUDING,
+    LORA_RANKS,
+    RESHAPING_ENGINE,
+    check_engine_options,
+    inexact_options,
+    needing_texts,
+)
 from grpo.config.fields import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
@@ -386,6 +393,12 @@ def cautions(config: Config) -> list[str]:
         warnings.append(
             "generator.engine may sample from a coarser policy than the trained one, which "
             "algorithm.importance_correction=none does not make up for; use truncate"
+        )
+    reshaping = [name for name in RESHAPING_ENGINE if config.generator.engine.get(name)]
+    if reshaping:
+        warnings.append(
+            f"with generator.engine {', '.join(reshaping)} the engine may draw from another distribution than the one "
+            "that is trained, as mismatch/mean shows; leave it out"
         )
     inexact: list[str] = inexact_options(config.generator.sampling)
     if inexact:

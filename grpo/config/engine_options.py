@@ -47,7 +47,8 @@ SAMPLING_SET_HERE = {
     "the generator takes token ids up to a stop token, each with its log-prob, and nothing else": (
         "ignore_eos logprobs flat_logprobs logprob_token_ids prompt_logprobs prompt_logprob_token_ids "
         "prompt_logprob_start detokenize skip_special_tokens spaces_between_special_tokens output_kind "
-        "include_stop_str_in_output output_text_buffer_length stream_interval skip_clone"
+        "include_stop_str_in_output output_text_buffer_length stream_interval skip_clone trace_decode_token_ids "
+        "routed_experts_prompt_start"
     ),
 }
 # SamplingParams that choose among the tokens of one distribution, whatever text came before
@@ -69,6 +70,8 @@ RESHAPING: dict[str, tuple] = {
     "structured_outputs": (None,),
     "thinking_token_budget": (None,),  # it makes the end of a thought all but certain, and excludes nothing
 }
+# EngineArgs by which tokens get other probabilities than the policy's
+RESHAPING_ENGINE = ("logits_processors", "watermark_config")
 # Ranks that vLLM has LoRA layers for; in them, A and B of another rank are padded with zeros
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # With these names vLLM quantizes the weights itself, at the start and in every weight sync. With others ("fp8" among

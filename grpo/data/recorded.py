@@ -42,6 +42,17 @@ def batch_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / BATCHES / f"step-{step:08d}.safetensors"
 
 
+def drop_batches_after(run_dir: str | Path, step: int) -> None:
+    """Delete the batches of later steps than `step`. Another run made them, or a part of this one that was lost."""
+    folder = Path(run_dir) / BATCHES
+    if folder.is_symlink():
+        return
+    last_kept = batch_path(run_dir, step).name
+    for path in folder.glob("step-*.safetensors"):
+        if path.name > last_kept:
+            path.unlink()
+
+
 def save_step(run_dir: str | Path, step: int, recorded: RecordedStep) -> None:
     """Write the batch of a step, for `read_step`; the file appears when it is complete."""
     path = batch_path(run_dir, step)

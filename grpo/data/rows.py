@@ -336,11 +336,12 @@ def as_messages(prompt: str | list[Message], role: str = "user") -> list[Message
 def tools_of(row: Row, path: str) -> Tools | None:
     """Return the JSON schemas at `path`, None if there are none.
 
-    They may be JSON text, since a table cannot hold schemas of several shapes.
+    They may be JSON text, since a table cannot hold schemas of several shapes. Then nulls are the schemas' own.
     """
     place = f"column {path!r}"
     value = value_at(row, path, None)
-    if isinstance(value, str) and value.strip():
+    is_json = isinstance(value, str) and bool(value.strip())
+    if is_json:
         value = _from_json(value, place)
     if not value:
         return None
@@ -348,7 +349,7 @@ def tools_of(row: Row, path: str) -> Tools | None:
     for number, tool in enumerate(value, 1):
         _check_kind(tool, f"{place}, entry {number}", dict)
     _check_surrogates(value, place)
-    return without_none(value)
+    return value if is_json else without_none(value)
 
 
 def without_none(value: Any) -> Any:

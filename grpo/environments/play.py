@@ -65,8 +65,8 @@ class Episode:
     """The prompt and all that followed. Only appended to."""
     pieces: list[Piece] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    """`text`, `tokens` and `answers` of each turn of the model. `earned`: the reward after it, if it was asked for.
-    `unread`: the style of its calls, if it is not the one that is read."""
+    """`text`, `tokens` and `answers` of each turn of the model. `role`: who answered, if it was not a tool. `earned`:
+    the reward after it, if it was asked for. `unread`: the style of its calls, if it is not the one that is read."""
     counts: Counter = field(default_factory=Counter)
     opening: str | None = None
     """The user's message, if `reset` wrote the end of it."""
@@ -247,6 +247,8 @@ class Player:
         for answer in reply["answers"]:
             answers.append(self._cut(answer, episode.counts))
         turn["answers"] = answers
+        if answers and reply["role"]:
+            turn["role"] = reply["role"]
         for name in ("earned", "unread"):
             if name in reply:
                 turn[name] = reply[name]

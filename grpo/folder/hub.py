@@ -10,6 +10,8 @@ from huggingface_hub import HfApi
 from grpo.config.fields import RunConfig
 from grpo.text import reason_of
 
+# Weights of an earlier upload. One in other pieces would stay beside the new one, and be loaded in its place.
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 # ValueError for a name or a card that the hub refuses, RuntimeError for a large file that does not arrive
 HUB_ERRORS = (httpx.HTTPError, ValueError, RuntimeError, OSError)
 # A text in an option of a recipe whose name says that it is secret, such as 'api_key': 'sk-123'
@@ -34,7 +36,10 @@ def open_repository(name: str) -> str:
 
 
 def push(config: RunConfig, repository: str) -> str:
-    """Upload a run's exported folder with a card. Returns a line that says where it is, or why not and what to do."""
+    """Upload a run's exported folder with a card, in place of weights that are there.
+
+    Returns a line that says where it is, or why not and what to do.
+    """
     run_dir = Path(config.run_dir)
     folder = run_dir / "model"
     card = model_card(config, repository, run_dir)
@@ -44,6 +49,7 @@ def push(config: RunConfig, repository: str) -> str:
             repo_id=repository,
             folder_path=folder,
             commit_message="Trained with PlainRL",
+            delete_patterns=list(WEIGHTS),
         )
     except HUB_ERRORS as error:
         cause = error.__cause__ or error

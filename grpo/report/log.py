@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import MetricsConfig
+from grpo.data.recorded import drop_batches_after
 from grpo.report.samples import completion_records, describe, finite_or_none, spread_by_reward
 from grpo.report.warnings import CurveReader
 from grpo.text import compact_duration, compact_number, reason_of
@@ -43,7 +44,7 @@ class RunLog:
     The files are `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones),
     `samples.txt` (a few, to read) and `tensorboard/`. With `start_step` 0 they start empty, except that samples.txt is
     only ever appended to. Above 0 a run continues: what an aborted part wrote beyond that step is dropped from the
-    .jsonl files and hidden in TensorBoard, so that no step counts twice.
+    .jsonl files and `batches/` and hidden in TensorBoard, so that no step counts twice.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class RunLog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
         self.curve_reader = CurveReader(kl_is_to_start)
+        drop_batches_after(run_dir, start_step)
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             path = self.run_dir / name
             if not path.exists():

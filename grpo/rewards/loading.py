@@ -99,13 +99,17 @@ def call_arguments(
 ) -> tuple[tuple, dict]:
     """Return the arguments of a call. Completions go by their name if the function has it: `f(prompts, completions)`.
 
-    Otherwise they are its first argument, unless that has the name of a column: `f(environments, **_)`. If prompts are
-    lists of messages, each completion is a list of one message. Built-in functions always get texts.
+    Otherwise they are its first argument, unless that has the name of a column: `f(environments, **_)`. The completion
+    of a prompt that is a list of messages is a list of one message. Built-in functions always get texts.
     """
     names = argument_names(function)
     prompts = columns.get("prompts")
-    if prompts and isinstance(prompts[0], list) and not is_built_in(function):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    if prompts and not is_built_in(function):
+        texts = completions
+        completions = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            is_chat = isinstance(prompt, list)
+            completions.append([{"role": "assistant", "content": text}] if is_chat else text)
     if "completions" in names or (names and names[0] in columns):
         return (), {"completions": completions, **columns}
     return (completions,), dict(columns)
@@ -143,7 +147,7 @@ def load_functions(
     a column or an option does not fit, or the user's file raises.
     """
     if columns is not None:
-        for name in set(columns).intersection(EXTRA_COLUMNS):
+        for name in set(columns).intersection((*EXTRA_COLUMNS, "completion_ids")):
             raise ValueError(
                 f"data.columns has {name}, but reward functions get a column of that name anyway; give the data set's "
                 f"another name, such as --data.columns my_{name} {name}"

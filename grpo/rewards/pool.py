@@ -48,7 +48,7 @@ class RewardPool:
     ) -> None:
         """Start the processes and wait until all of them have loaded the functions. Raises ValueError if one cannot.
 
-        opening: an opened <think> at the end of the prompt. The functions get it in front of each completion.
+        opening: an opened <think> at the end of the prompt. The functions get it in front of each text of the model.
         """
         self.config = config
         self.functions = load_functions(config, None, max_completion_tokens)
@@ -95,7 +95,7 @@ class RewardPool:
             for start in range(0, len(rollouts), size):
                 part = rollouts[start : start + size]
                 completions = as_json([self.opening + rollout.answer for rollout in part])
-                columns = as_json(call_columns(part, step, needs_ids))
+                columns = as_json(call_columns(part, step, needs_ids, self.opening))
                 for name in names:
                     line = b"[%s, %s, %s]" % (as_json(name), completions, columns)
                     call = Call(len(self._scopes), line, seconds, num_values=size)
@@ -156,8 +156,9 @@ def call_columns(
     rollouts: list[Rollout],
     step: int,
     needs_ids: bool,
+    opening: str = "",
 ) -> dict[str, list]:
-    """Return the columns of a call, with `completion_ids` if a function needs them."""
+    """Return the columns of a call, with `completion_ids` if a function needs them. opening: as in RewardPool."""
     columns = {}
     for name in rollouts[0].prompt.columns:
         columns[name] = [rollout.prompt.columns[name] for rollout in rollouts]
@@ -166,24 +167,29 @@ def call_columns(
     columns["prompts"] = [rollout.prompt.content for rollout in rollouts]
     columns["step"] = [step] * len(rollouts)
     if rollouts[0].completion.episode is not None:
-        columns |= episode_columns(rollouts)
+        columns |= episode_columns(rollouts, opening)
     if needs_ids:
         columns["completion_ids"] = [rollout.completion.ids_T.tolist() for rollout in rollouts]
     return columns
 
 
-def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
-    """Return EPISODE_COLUMNS: the model's turns, all messages, and twice what the environment says about itself."""
+def episode_columns(rollouts: list[Rollout], opening: str = "") -> dict[str, list]:
+    """Return EPISODE_COLUMNS: the model's turns, all messages, and twice what the environment says about itself.
+
+    opening: an opened <think>, with which the template begins each turn. Each text of the model gets it in front.
+    """
     columns = {name: [] for name in EPISODE_COLUMNS}
     for rollout in rollouts:
         episode = rollout.completion.episode
         messages = list(as_messages(rollout.prompt.content))
         if episode["opening"] is not None:
             messages[-1] = messages[-1] | {"content": episode["opening"]}
-        for turn in episode["turns"]:
-            messages.append({"role": "assistant", "content": turn["text"]})
-            messages += [{"role": "tool", "content": answer} for answer in turn["answers"]]
-        columns["turns"].append([turn["text"] for turn in episode["turns"]])
+        texts = [opening + turn["text"] for turn in episode["turns"]]
+        for text, turn in zip(texts, episode["turns"], strict=True):
+            messages.append({"role": "assistant", "content": text})
+            role = turn.get("role", "tool")
+            messages += [{"role": role, "content": answer} for answer in turn["answers"]]
+        columns["turns"].append(texts)
         columns["messages"].append(messages)
         columns["environment"].append(episode["info"])
         columns["environments"].append(episode["info"])  # with attributes, see loading.Snapshot

@@ -160,9 +160,9 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
 def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
     """Return the prompt's messages and the policy's answer; for an episode, all its messages.
 
-    opening: the end of the prompt that belongs to the answer, such as an opened `<think>`.
+    opening: the end of the prompt that belongs to the answer, such as an opened `<think>`; each turn begins with it.
     """
     if rollout.completion.episode:
-        return episode_columns([rollout])["messages"][0]
+        return episode_columns([rollout], opening)["messages"][0]
     answer = as_messages(opening + rollout.text, "assistant")
     return as_messages(rollout.prompt.content) + answer

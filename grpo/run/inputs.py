@@ -365,11 +365,18 @@ def check_functions(config: RunConfig, columns: Iterable[str] | None = None) -> 
     """Load the reward functions once, so that one that cannot be called is refused before anything starts.
 
     columns: those that the rows have. Without them, before the rows are read, those that `data` names are taken; which
-    ones `data.row` makes is not known then.
+    ones `data.row` makes is not known then. Raises ValueError also for a column that an episode's would replace.
     """
-    if columns is None and not config.data.row:
-        columns = config.data.reward_columns
+    data = config.data
+    if columns is None and not data.row:
+        columns = data.reward_columns
     if columns is not None and config.environment.enabled:
+        for name in EPISODE_COLUMNS:
+            if name in columns and name not in (data.prompt_column, data.environment_column):
+                raise ValueError(
+                    f"data.columns has {name}, but with an environment reward functions get a column of that name "
+                    f"anyway; give the data set's another name, such as --data.columns my_{name} {name}"
+                )
         columns = [*columns, *EPISODE_COLUMNS]
     load_functions(config.reward, columns, config.generator.max_completion_tokens)
 

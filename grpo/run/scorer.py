@@ -1,12 +1,14 @@
 """Completions -> rollouts with rewards: what training and evaluation share. On rank 0."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo.config import DataConfig
 from grpo.config.fields import REWARD_MODEL, RunConfig
-from grpo.data.chat import detokenize, look_at_prompt
+from grpo.data.chat import detokenize, look_at_prompt, template_name
+from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
 from grpo.report.samples import failure_lines, finite_or_none, no_answer_line, unread_calls_line
 from grpo.rewards.loading import answer_format_of
@@ -56,6 +58,28 @@ def with_value(
     return replace(rollout, rewards=rewards, reward=reward, failures=failures)
 
 
+def passed_end_line(
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    stop_token_ids: Collection[int],
+    stop_texts: Collection[str],
+) -> str:
+    """Return a warning if completions go on behind the token that ends a turn in the chat template, else nothing.
+
+    So it is with many base models: their template has <|im_end|>, and their EOS is <|endoftext|>.
+    """
+    end = end_of_turn(tokenizer, data)
+    if end is None or end in stop_token_ids:
+        return ""
+    text = tokenizer.convert_ids_to_tokens(end)
+    if text in stop_texts:
+        return ""
+    return (
+        f"warning: {template_name(tokenizer, data)} ends a turn with {text}, and completions go on behind it; end them "
+        f"there with --generator.stop-token-ids {end}"
+    )
+
+
 class Scorer:
     """Decodes completions, and has worker processes and the reward model, if there is one, score them."""
 
@@ -90,6 +114,9 @@ class Scorer:
         ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
         ends += [f"the text {text!r}" for text in generator.stop]
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens")
+        line = passed_end_line(tokenizer, config.data, self.stop_token_ids, generator.stop)
+        if line:
+            print(printable(line))
         # A completion passes by the value of this one: the environment, or the first function; empty if there is none
         first_function = next(iter(reward.weights), "")
         self.pass_function = self.environment.reward_name or first_function

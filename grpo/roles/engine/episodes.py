@@ -3,6 +3,7 @@
 Text exists only here and on the driver: a turn's ids become text for its tools, and their answers become ids.
 """
 
+import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -132,10 +133,15 @@ def completion_of(episode: Episode, temperature: float, index: int) -> Completio
 def environment_seed(run_seed: int, prompt: Prompt, held_out: bool) -> int:
     """Return the seed of `reset`, below 2**31: the same for all completions of a prompt.
 
-    It is the row's column `seed`, if that has an integer (as with configs/examples/toys.py:seeds), or else drawn for
-    the prompt. Held-out prompts have the upper half.
+    It is the row's column `seed`, if that has an integer (as with configs/examples/toys.py:seeds), which may be text as
+    in CSV. It follows from any other value of that column, and without one it is drawn for the prompt. Held-out prompts
+    have the upper half.
     """
     seed = prompt.columns.get("seed")
+    if isinstance(seed, str):
+        with contextlib.suppress(ValueError):
+            seed = int(seed)
     if not isinstance(seed, int):
-        seed = random.Random(f"{run_seed} {prompt.index}").getrandbits(30)
+        source = f"{run_seed} {prompt.index}" if seed is None else str(seed)
+        seed = random.Random(source).getrandbits(30)
     return seed % 2**30 + held_out * 2**30

@@ -193,7 +193,7 @@ class Generator:
         return Completion.of(
             torch.tensor(stretch.ids, dtype=torch.int64),
             torch.tensor(stretch.logprobs, dtype=torch.float32),
-            truncated=stretch.reason == "length",
+            truncated=stretch.reason not in ("stop", "abort"),
             version=self.version,
             kept=stretch.kept,
             temperature=temperature,

@@ -259,6 +259,11 @@ def test_sampling_from_another_distribution_is_said_in_any_precision(sampling, n
     assert cautions(change(SFTConfig(), {"generator.sampling": sampling})) == []  # which trains on no samples
 
 
+def test_an_engine_that_changes_probabilities_is_said():
+    said = cautions(change(GRPOConfig(), {"generator.engine": {"logits_processors": ["mine:Up"], "block_size": 32}}))
+    assert len(said) == 1 and "generator.engine logits_processors" in said[0]
+
+
 def test_odd_but_possible_layouts_pass():
     validate(GRPOConfig(roles=RolesConfig(colocated=True, num_trainers=1)))
     validate(GRPOConfig(roles=RolesConfig(num_references=2), algorithm=AlgorithmConfig(kl_coef=0.1)))

@@ -13,6 +13,8 @@ from grpo.config.checks import validate
 from grpo.config.engine_options import (
     ENGINE_SET_HERE,
     ONLINE_QUANTIZATION,
+    RESHAPING,
+    RESHAPING_ENGINE,
     SAMPLING_SET_HERE,
     TRUNCATING,
     argument_names,
@@ -22,6 +24,8 @@ from grpo.roles.engine.vllm_engine import check_engine, import_vllm, in_vllms_ty
 
 DEFAULT = str(pathlib.Path(__file__).parents[3] / "configs" / "qwen3_1_7b_gsm8k.py")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+# SamplingParams that change no probability: `watermarking` only with the engine's watermark_config
+HARMLESS = {"extra_args", "skip_reading_prefix_cache", "repetition_detection", "watermarking"}
 # (table, its entries, what the message has behind their names)
 REFUSED = [
     ("engine", {"model": "a"}, "the folder of model.path"),
@@ -85,6 +89,14 @@ def test_names_are_those_of_the_installed_vllm():
     assert set(engine) >= {*" ".join(ENGINE_SET_HERE.values()).split()}
     assert set(sampling) >= {*" ".join(SAMPLING_SET_HERE.values()).split(), *TRUNCATING}
     assert set(ONLINE_QUANT_SHORTHAND_NAMES) >= set(ONLINE_QUANTIZATION)
+    assert set(engine) >= {*RESHAPING_ENGINE}
+
+
+def test_nothing_that_vllm_can_do_to_a_sample_is_unknown():
+    """A new version's option would otherwise be taken for one that leaves the probabilities as they are."""
+    sampling = argument_names("vllm/sampling_params.py", "SamplingParams")
+    set_here = " ".join(SAMPLING_SET_HERE.values()).split()
+    assert {*sampling} == {*set_here, *RESHAPING, *HARMLESS}
 
 
 def test_values_are_json_where_they_parse_and_else_text():

@@ -264,6 +264,8 @@ def test_what_a_table_adds_to_messages_is_left_out():
     )
     assert repr(row) == before
     assert chat_of({"messages": [USER], "tools": [{"name": "f", "default": None}]}).tools == [{"name": "f"}]
+    as_text = '[{"name": "f", "default": null}]'  # in which no table has added anything
+    assert chat_of({"messages": [USER], "tools": as_text}).tools == [{"name": "f", "default": None}]
     assert chat_of({"messages": [USER], "tools": []}).tools is None
 
 

@@ -15,7 +15,7 @@ from grpo.data.toy import trained_tokenizer
 from grpo.environments.play import Episode, Player, play
 from grpo.environments.suffix import Turns
 from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.roles.engine.episodes import completion_of
+from grpo.roles.engine.episodes import completion_of, environment_seed
 from grpo.roles.engine.loop import Stretch
 from grpo.types import Prompt
 from tests.unit import chat_templates as templates
@@ -32,7 +32,8 @@ def tokenizer():
 class MadeHost:
     """Environments in this process; a reply is there after `delay()` seconds."""
 
-    def __init__(self, delay, fails=(), fails_at="turn"):
+    def __init__(self, delay, fails=(), fails_at="turn", role=""):
+        self.role = role
         self.delay, self.fails, self.waiting, self.texts, self.fails_at = delay, fails, [], {}, fails_at
         self.opened_thoughts = set()
 
@@ -42,7 +43,8 @@ class MadeHost:
             self.opened_thoughts.add(arguments[2])
             self.texts.setdefault(episode, []).append(arguments[0])
             answer = f"<|im_start|>{len(arguments[0])}"
-            reply = {"answers": [answer], "role": "", "counts": {"calls": 1}, "ended": len(arguments[0]) % 7 == 0}
+            reply = {"answers": [answer], "role": self.role}
+            reply |= {"counts": {"calls": 1}, "ended": len(arguments[0]) % 7 == 0}
         elif do == "finish":
             reply = {"reward": float(episode), "info": {}}
         if do == self.fails_at and episode in self.fails:
@@ -185,6 +187,18 @@ def test_an_environment_hears_what_thought_the_template_opened():
     assert host.opened_thoughts == {"<think>\n"}
 
 
+def test_a_turn_notes_that_the_user_answered():
+    """So that rewards do not take a reply for a tool's answer."""
+    turns = Turns(tokenizer(), DataConfig(system_prompt=""), [tokenizer().eos_token_id], [], has_reply=True)
+    for role in ("", "user"):
+        loop = MadeLoop()
+        player = Player(CONFIG, MadeHost(lambda: 0.0, role=role), {"": turns}, tokenizer(), 100)
+        player.begin([Episode(Prompt(0, [11, 12]), 0, 0, 3)], max_tokens=200)
+        play(CONFIG, loop, 1, loop.add, player, lambda decisions: decisions)
+        (episode,) = player.finish()
+        assert episode.turns and {turn.get("role", "") for turn in episode.turns} == {role}
+
+
 def test_a_lost_episode_has_no_reward_and_a_hung_one_has_its_own():
     episodes, _ = run(CONFIG, fails={2: "lost", 5: "hung"})
     assert episodes[2].reward is None and "it died" in episodes[2].failure and "row" in episodes[2].failure
@@ -194,6 +208,17 @@ def test_a_lost_episode_has_no_reward_and_a_hung_one_has_its_own():
     others, _ = run(CONFIG)
     for number in {*range(NUM)} - {2, 5}:
         assert torch.equal(torch.tensor(episodes[number].ids), torch.tensor(others[number].ids))
+
+
+def test_a_rows_seed_decides_wherever_the_row_comes():
+    """CSV has numbers as text. Without a seed each prompt has its own."""
+    columns = [{"seed": 7}, {"seed": "7"}, {"seed": "a maze"}, {"seed": 7.5}, {}, {"seed": None}]
+    first, second = (
+        [environment_seed(3, Prompt(index, [5], columns=row), held_out=False) for row in columns] for index in (0, 1)
+    )
+    assert first[:2] == second[:2] == [7, 7] and first[2:4] == second[2:4] and first[2] != first[3]
+    assert first[4] == first[5] != second[4] == second[5]
+    assert environment_seed(3, Prompt(0, [5], columns={"seed": "7"}), held_out=True) == 7 + 2**30
 
 
 def test_an_episode_lost_before_its_first_turn_is_of_the_weights_that_were_there():

@@ -47,6 +47,15 @@ def test_the_exported_folder_and_a_card_reach_a_private_repository(hub, config, 
     assert f"options={shown}" in card and "ours" not in card and "hf_1" not in card
 
 
+def test_weights_of_an_earlier_upload_do_not_stay(hub, config):
+    """Those in pieces, whose index vLLM would follow; another's files stay."""
+    earlier = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    hub.files = dict.fromkeys([*earlier, "notes.md", "adapter_model.safetensors"], b"earlier")
+    push(config, f"{OWNER}/sums")
+    kept = {"notes.md", "adapter_model.safetensors"}
+    assert hub.files.keys() == {"README.md", "config.json", "model.safetensors", *kept}
+
+
 @pytest.mark.parametrize("refused", ["/api/repos/create", "/auth-check"])
 def test_what_may_not_be_written_is_refused_before_the_run(hub, refused):
     """Neither a new repository of others, nor one that exists and is theirs."""

@@ -14,6 +14,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from grpo import look
 from grpo.config import MetricsConfig
+from grpo.data.recorded import batch_path
 from grpo.look import terminal_curves
 from grpo.report import log as run_log
 from grpo.report.log import RunLog
@@ -222,7 +223,12 @@ def test_resume_drops_what_the_aborted_part_wrote_and_a_fresh_start_everything(t
         with open(tmp_path / f"{name}.jsonl", "a") as file:
             file.write('{"step": 2, "time": 17')
 
+    for step in (1, 2, 3, 4):
+        batch_path(tmp_path, step).parent.mkdir(exist_ok=True)
+        batch_path(tmp_path, step).touch()
+
     resumed = RunLog(MetricsConfig(), str(tmp_path), num_steps=10, start_step=2)
+    assert [batch_path(tmp_path, step).exists() for step in (1, 2, 3, 4)] == [True, True, False, False]
     assert steps_in("metrics.jsonl") == [0, 1, 2]
     assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [1, 2]
     log_step(resumed, 3, 30.0)

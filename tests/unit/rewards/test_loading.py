@@ -192,3 +192,15 @@ def test_completions_go_by_their_name_or_first(function, values):
     partial = functools.partial(function)
     arguments, named = call_arguments(partial, ["3", "55"], columns)
     assert partial(*arguments, **named) == values
+
+
+def test_each_completion_has_the_form_of_its_own_prompt():
+    """One source has texts and another chats, and an async function gets both in one call, in any order."""
+    chat = [{"role": "user", "content": "2+2"}]
+    answer = [{"role": "assistant", "content": "4"}]
+    for prompts, texts, expected in (
+        (["1+2", chat], ["3", "4"], ["3", answer]),
+        ([chat, "1"], ["4", "3"], [answer, "3"]),
+    ):
+        _, named = call_arguments(trl, texts, {"prompts": prompts})
+        assert named["completions"] == expected

@@ -20,7 +20,7 @@ import torch
 from grpo.config import RewardConfig
 from grpo.report.samples import failure_lines
 from grpo.rewards.loading import load_functions
-from grpo.rewards.pool import RewardError, RewardPool, check_all_failed
+from grpo.rewards.pool import RewardError, RewardPool, call_columns, check_all_failed
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers import processes
 
@@ -279,6 +279,15 @@ def test_a_thought_that_the_prompt_opens_counts(open_pool):
     assert [r.reward for r in score(pool, rollouts, 1)] == [0.5]
     pool.opening = "<think>\n"
     assert [r.reward for r in score(pool, rollouts, 1)] == [2.0]
+
+    turns = [{"text": "a", "answers": ["b"]}, {"text": "c", "answers": ["d"], "role": "user"}, {"text": "e"}]
+    episode = {"opening": None, "turns": [{"answers": []} | turn for turn in turns], "info": {}}
+    played = replace(rollouts[0].completion, episode=episode)
+    columns = call_columns([replace(rollouts[0], completion=played)], 1, False, pool.opening)
+    assert columns["turns"] == [["<think>\na", "<think>\nc", "<think>\ne"]]
+    said = [message["content"] for message in columns["messages"][0][-5:]]
+    assert said == ["<think>\na", "b", "<think>\nc", "d", "<think>\ne"]
+    assert [message["role"] for message in columns["messages"][0][-5:]][1::2] == ["tool", "user"]
 
 
 def supervisor(pool: RewardPool) -> subprocess.Popen:

@@ -1,6 +1,9 @@
 """What each replica samples and in which order, by numbers worked out by hand; seeds."""
 
-from grpo.roles.engine.generator import Request, continuation_seed, enough_groups, request_seed, share_out
+from types import SimpleNamespace
+
+from grpo.roles.engine.generator import Generator, Request, continuation_seed, enough_groups, request_seed, share_out
+from grpo.roles.engine.loop import Stretch
 from grpo.types import Prompt, Requests
 
 
@@ -56,3 +59,13 @@ def test_seeds_of_completions_and_of_what_goes_on():
     further = [continuation_seed(seed, n) for seed in seeds for n in (1, 500)]
     assert len({*seeds, *further}) == 3 * len(seeds) and max(further) < 2**63
     assert further[:2] == [continuation_seed(3 * 2**40, 1), continuation_seed(3 * 2**40, 500)]  # by these alone
+
+
+def test_only_a_completion_that_ends_itself_is_not_truncated():
+    """vLLM gives `repetition` for what its repetition_detection cuts off; `abort` is what goes on in the next step."""
+    made = {}
+    for reason in ("stop", "length", "repetition", "abort"):
+        stretch = Stretch(0, [5, 5], [-1.0, -1.0], reason)
+        made[reason] = Generator._completion(SimpleNamespace(version=3), stretch, temperature=1.0, index=0)
+    assert [made[reason].truncated for reason in made] == [False, True, True, False]
+    assert [made[reason].ended for reason in made] == [True, True, True, False]

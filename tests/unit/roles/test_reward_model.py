@@ -44,6 +44,7 @@ def rollout(content: str | list[dict] = "1+1", text: str = "2", episode: dict | 
 def test_it_reads_prompt_and_answer_in_its_own_chat_template(folder: str):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
     turns = [{"text": "call", "answers": ["3"]}, {"text": "It is 3.", "answers": []}]
+    asked = [turns[0], {"text": "It is 3.", "answers": ["Sure?"], "role": "user"}, {"text": "Yes.", "answers": []}]
     episode = {"turns": turns, "opening": None, "info": {}}
     start = "<|im_start|>"
     cases = {
@@ -53,6 +54,11 @@ def test_it_reads_prompt_and_answer_in_its_own_chat_template(folder: str):
         ),
         f"{start}user\n1+1<|im_end|>\n{start}assistant\ncall<|im_end|>\n{start}tool\n3<|im_end|>\n"
         f"{start}assistant\nIt is 3.<|im_end|>\n": conversation(rollout(episode=episode)),
+        f"{start}user\n1+1<|im_end|>\n{start}assistant\n<think>call<|im_end|>\n{start}tool\n3<|im_end|>\n"
+        f"{start}assistant\n<think>It is 3.<|im_end|>\n{start}user\nSure?<|im_end|>\n"
+        f"{start}assistant\n<think>Yes.<|im_end|>\n": (
+            conversation(rollout(episode=episode | {"turns": asked}), "<think>")
+        ),
     }
     reader = open_reward_model(folder, TRAINER)
     for text, ids in zip(cases, reader.read(list(cases.values())), strict=True):
