@@ -31,7 +31,6 @@ failed or an accuracy is outside its range.
 """
 
 import argparse
-import concurrent.futures
 import json
 import math
 import os
@@ -46,7 +45,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from speed import ROOT, end, launch, spread, table
+from speed import ROOT, end_all, launch, spread, table
 
 RUNS_DIR = ROOT / "runs" / "real"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
@@ -59,6 +58,7 @@ SIDE_BY_SIDE += " --generator.engine max_num_seqs 512 kv_cache_memory_bytes {cac
 ENGINE_FRAC = 0.1  # vLLM refuses to start if less than this (`gpu-memory-utilization`) is free
 MOST_START_SECONDS = 150  # without a line of metrics; then the next run starts anyway
 LEAST_START_SECONDS = 120
+STOPPED = 124  # in place of the exit code of a run whose seconds were over
 INTERVAL = 10  # steps in one line
 MEANS = ("reward/mean", "completion/length_mean", "completion/truncated_frac", "entropy", "mismatch/mean", "grad_norm")
 MEANS += ("loss", "environment/turns", "environment/calls", "environment/unread_calls", "environment/bad_calls")
@@ -254,7 +254,7 @@ class Job:
     state: str = "waits"
     """waits, starts (until there are metrics), runs, ended; or dropped: it was never started."""
     code: int | None = None
-    """Exit code; 124 if it was stopped."""
+    """Exit code, or STOPPED."""
     lines: list[dict] = field(default_factory=list)
     """What is in its metrics.jsonl."""
     unwritten: list[dict] = field(default_factory=list)
@@ -342,11 +342,14 @@ class Job:
             self.unwritten = []
 
     def finish(self, code: int) -> None:
-        """Write down how the run ended and what it reached. If it failed, print the end of its log."""
+        """Write down how the run ended and what it reached. If it failed, print the end of its log.
+
+        code: its exit code, or STOPPED.
+        """
         self.state = "ended"
         self.code = code
         self.write(exit_code=code, verdict=self.verdicts())
-        if code:
+        if code not in (0, STOPPED):
             last_lines = self.log.read_text(errors="replace").splitlines()[-40:]
             print("\n".join([f"{self.label}: exit code {code}. Its last lines:", *last_lines]), flush=True)
 
@@ -389,11 +392,10 @@ def follow(job: Job, seconds: float | None) -> None:
 def stop(jobs: Sequence[Job]) -> None:
     """Stop the runs that are live, all at the same time; they count as they are."""
     live_jobs = [job for job in jobs if job.is_live]
-    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
-        list(pool.map(lambda job: end(job.process), live_jobs))
+    end_all([job.process for job in live_jobs])
     for job in live_jobs:
         job.read_metrics()
-        job.finish(124)
+        job.finish(STOPPED)
 
 
 def values_of(name: str, lines: Sequence[dict]) -> list[float]:
@@ -468,7 +470,7 @@ def run_side_by_side(jobs: Sequence[Job], options: argparse.Namespace) -> int:
                 job.state = "dropped"
         report(jobs, out)
         print((out / "table.txt").read_text(), flush=True)
-    return int(any(job.code not in (0, 124, None) or is_outside(job) for job in jobs))
+    return int(any(job.code not in (0, STOPPED, None) or is_outside(job) for job in jobs))
 
 
 def gpu_memory_gib() -> float:

@@ -158,6 +158,27 @@ def test_runs_that_would_get_a_wrong_model_or_no_memory_are_refused(words, messa
         real.refuse_what_cannot_run(options.jobs, options, gpu_gib=48)
 
 
+def test_a_run_that_fails_beside_others_ends_alone_and_the_last_are_stopped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(real, "RUNS_DIR", tmp_path)
+    monkeypatch.setattr(real, "LEAST_START_SECONDS", 0)
+    programs = {"gsm8k": PROGRAM, "sft": PROGRAM.replace("exit(3)", "exit(0)")}
+    programs["grpo"] = PROGRAM.replace("sys.exit(3)", "import time; time.sleep(60)")
+    monkeypatch.setattr(real.Job, "command", lambda job, _: [sys.executable, "-c", programs[job.name], job.folder])
+    words = ["gsm8k", "sft", "after_sft", "grpo", "--gpu-gib", "60", "--seconds", "12", "--out", str(tmp_path / "out")]
+    options = real.read_options(words)
+    assert real.run_side_by_side(options.jobs, options) == 1
+    codes = {job.name: job.code for job in options.jobs}
+    assert codes == {"gsm8k": 3, "sft": 0, "after_sft": None, "grpo": 124}
+    assert "gsm8k-0: exit code 3" in capsys.readouterr().out
+    rows = (tmp_path / "out" / "table.txt").read_text().splitlines()
+    assert [row.split(" | ")[-1].strip(" |") for row in rows[2:]] == ["3", "0", "dropped", "124"]
+    for name in ("gsm8k", "sft", "grpo"):  # each has its evaluations
+        lines = [json.loads(line) for line in (tmp_path / "out" / f"{name}-0.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "eval/a/accuracy" in line] == [0, 20]
+        assert (tmp_path / "out" / f"{name}-0.metrics.jsonl").exists()
+        assert (tmp_path / "out" / f"{name}-0.log").exists()
+
+
 def test_one_row_says_what_a_real_run_reached(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "RUNS_DIR", tmp_path)
     job = real.Job("programs", 3, code=124, process=object())
