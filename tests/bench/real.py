@@ -165,7 +165,7 @@ def main() -> None:
 # ---- Command line ----------------------------------------------------------------------------------------------------
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all that stands before --."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", metavar="NAME[:SEED]", help=f"of {', '.join(RUNS)}")
@@ -185,17 +185,17 @@ def parser() -> argparse.ArgumentParser:
 def read_options(arguments: list[str]) -> argparse.Namespace:
     """Read the command line. `jobs` are its runs; `flags`, which stand behind --, go to each of them."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    words = parser()
-    options = words.parse_args(arguments[:at])
+    parser = make_parser()
+    options = parser.parse_args(arguments[:at])
     options.flags = arguments[at + 1 :]
     options.jobs = []
     for text in options.names:
         name, _, seed = text.partition(":")
         if name not in RUNS or not (seed.isdigit() or text == name):
-            words.error(f"{text} is not NAME or NAME:SEED with a name of {', '.join(RUNS)}")
+            parser.error(f"{text} is not NAME or NAME:SEED with a name of {', '.join(RUNS)}")
         job = Job(name, int(seed or options.seed))
         if any(job.label == other.label for other in options.jobs):
-            words.error(f"{job.label} is there twice; other seeds are {name}:{job.seed + 1} and so on")
+            parser.error(f"{job.label} is there twice; other seeds are {name}:{job.seed + 1} and so on")
         options.jobs.append(job)
     return options
 
