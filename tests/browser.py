@@ -31,31 +31,34 @@ class Page:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(SECONDS)
-        self._connection, self._read, self._number = connection, b"", 0
+        self._connection = connection
+        self._unread = b""  # beginning of the next message
+        self._number = 0
         self._session: dict[str, str] = {}
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """What the browser answers to one call of the protocol; events in between are dropped."""
+        """Return the browser's answer to a call of the protocol. Events in between are dropped."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params} | self._session
         self._connection.sendall(json.dumps(message).encode() + b"\0")
         while True:
-            while b"\0" not in self._read:
+            while b"\0" not in self._unread:
                 received = self._connection.recv(1 << 20)
                 assert received, "the browser is gone"
-                self._read += received
-            answer, _, self._read = self._read.partition(b"\0")
-            if (answer := json.loads(answer)).get("id") == self._number:
+                self._unread += received
+            text, _, self._unread = self._unread.partition(b"\0")
+            answer = json.loads(text)
+            if answer.get("id") == self._number:
                 assert "error" not in answer, answer
                 return answer["result"]
 
     def run(self, script: str) -> Any:
-        """The value of an expression, as JSON has it; a promise is waited for."""
-        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        """Return the value of an expression, as JSON has it. Waits for a promise."""
+        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
         deadline = time.monotonic() + SECONDS
@@ -70,12 +73,12 @@ class Page:
 
 @contextlib.contextmanager
 def open_browser(profile: pathlib.Path) -> Iterator[Page]:
-    """A page of a new Chromium that keeps its things in `profile`; skips the test where there is none."""
+    """Open a page of a new Chromium that keeps its things in `profile`. Skips the test if there is no Chromium."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         pytest.skip("no Chromium: apt-get install chromium")
     ours, theirs = socket.socketpair()
-    # it reads what it is told from 3 and answers on 4
+    # it reads calls from 3 and answers on 4
     command = ["bash", "-c", f'exec "$@" 3<&{theirs.fileno()} 4>&{theirs.fileno()}', "bash", program, *FLAGS]
     process = subprocess.Popen(
         [*command, f"--user-data-dir={profile}"], pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL

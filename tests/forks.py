@@ -40,10 +40,11 @@ def can_fork() -> bool:
 
 
 class Fork:
-    """A program that runs in a fork; of a Popen, what torchrun.py asks of one."""
+    """A program that runs in a fork, with the part of Popen that torchrun.py uses."""
 
     def __init__(self, words: list[str], environment: dict[str, str], folder: pathlib.Path):
-        self.args, self.output = words, tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115
+        self.args = words
+        self.output = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         with mock.patch.dict(os.environ, environment | {"IMPORT_FOR_FORKS": "1"}):
@@ -61,16 +62,17 @@ class Fork:
 
 
 class Rank(subprocess.Popen):
-    """What torchrun, in a fork, starts in place of a new process: one of the forks that wait for it."""
+    """A fork that waits for work. torchrun, itself in a fork, uses it in place of a new process."""
 
     waiting: list[tuple[int, int]] = []
-    """Their process ids, and where each is told what to do."""
+    """Process id of each, and the pipe that brings its program."""
 
     @classmethod
     def fork(cls) -> None:
-        """Fork one that waits, and ends with torchrun if nothing comes."""
+        """Fork a process that waits, and ends with torchrun if nothing comes."""
         reads, writes = os.pipe()
-        if pid := os.fork():
+        pid = os.fork()
+        if pid:
             os.close(reads)
             cls.waiting.append((pid, writes))
             return
@@ -83,7 +85,8 @@ class Rank(subprocess.Popen):
         _run(*pickle.loads(task))
 
     def _execute_child(self, words, executable, preexec_fn, close_fds, pass_fds, cwd, environment, *_) -> None:
-        (self.pid, writes), self._child_created = self.waiting.pop(), True
+        self.pid, writes = self.waiting.pop()
+        self._child_created = True
         with open(writes, "wb") as pipe:
             pickle.dump((words[1:], dict(environment)), pipe)
 
@@ -106,7 +109,7 @@ def _begin(words: list[str], environment: dict[str, str], folder: pathlib.Path, 
 
 
 def _run(words: list[str], environment: dict[str, str]) -> NoReturn:
-    """Do what `python words...` does, in this process."""
+    """Run in this process what `python words...` would."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -117,11 +120,13 @@ def _run(words: list[str], environment: dict[str, str]) -> NoReturn:
     code = 1
     try:
         if words[0] == "-m":
-            sys.argv, sys.path = words[1:], [os.getcwd(), *sys.path]
+            sys.argv = words[1:]
+            sys.path = [os.getcwd(), *sys.path]
             sys.modules.pop(words[1], None)
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv, sys.path = words, [os.path.dirname(os.path.abspath(words[0])), *sys.path]
+            sys.argv = words
+            sys.path = [os.path.dirname(os.path.abspath(words[0])), *sys.path]
             runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as stop:

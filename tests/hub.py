@@ -62,7 +62,8 @@ def hub_server(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.url = f"http://127.0.0.1:{server.server_port}"
     server.refuses = "nothing is refused"
-    server.created, server.files = [], {}
+    server.created = []
+    server.files = {}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -6,9 +6,9 @@ from grpo.config import AlgorithmConfig
 
 
 def methods() -> dict[str, tuple[AlgorithmConfig, list[str]]]:
-    """Each row by its name: the algorithm that its flags set, and the cells behind them."""
+    """Read each row, by its name: the algorithm that its flags set, and the cells behind them."""
     page = (pathlib.Path(__file__).parent.parent / "configs/METHODS.md").read_text()
-    found = {}
+    rows = {}
     for line in page.partition("\n| Method | Flags |")[2].partition("\n\n")[0].splitlines()[2:]:
         name, flags, *cells = (cell.strip().strip("`") for cell in line.strip("|").split("|"))
         words = flags.split() if flags != "-" else []
@@ -16,5 +16,5 @@ def methods() -> dict[str, tuple[AlgorithmConfig, list[str]]]:
             flag.removeprefix("--algorithm.").replace("-", "_"): value
             for flag, value in zip(words[::2], words[1::2], strict=True)
         }
-        found[name] = AlgorithmConfig(**fields), cells
-    return found
+        rows[name] = AlgorithmConfig(**fields), cells
+    return rows

@@ -6,7 +6,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 @torch.no_grad()
 def scores_by_transformers(folder: str, conversations: list[list[dict]]) -> list[float]:
-    """In float32, one batch with padding on the right."""
+    """Score conversations in float32, in one batch with padding on the right."""
     # as tokenizer.json has it: AutoTokenizer would make one of another class of it
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="right")
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)

@@ -117,7 +117,7 @@ WITH_STATES = ("qwen3_5", "qwen3_5-tied")
 
 
 def make_tiny(folder: pathlib.Path, kind: str) -> str:
-    """One of KINDS with 2 layers of width 64 in `folder/kind`; returns that folder."""
+    """Write one of KINDS with 2 layers of width 64 into `folder/kind`. Returns that folder."""
     changes = SMALL | {"max_position_embeddings": 256} | KINDS[kind]
     made = make_model(folder / kind, addition_tokenizer(), 0, changes)
     draw_biases(made / "model.safetensors", changes["initializer_range"])
@@ -151,7 +151,7 @@ def make_image_model(folder: pathlib.Path, text: dict[str, object]) -> None:
 
 
 def tensors_of(model: PreTrainedModel, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """A model's parameters, or their gradients, as its folder names them; transformers holds experts in two tensors."""
+    """Return parameters, or their gradients, as a folder names them. transformers holds experts in two tensors."""
     tensors = {}
     for name, parameter in model.named_parameters():
         value = parameter.grad if gradients else parameter.detach()
@@ -166,7 +166,7 @@ def tensors_of(model: PreTrainedModel, gradients: bool = False) -> dict[str, tor
 
 
 def draw_biases(file: pathlib.Path, std: float) -> None:
-    """Random numbers in place of the zeros that transformers starts biases with, which could not show a lost one."""
+    """Draw random biases. transformers starts them at zero, which could not show a lost one."""
     tensors, generator = load_file(file), torch.Generator().manual_seed(1)
     for name in sorted(name for name in tensors if name.endswith(".bias")):
         tensors[name] = std * torch.randn(tensors[name].shape, generator=generator)
@@ -181,9 +181,9 @@ def add_copy_of_head(file: pathlib.Path) -> None:
 
 
 def add_second_layout(folder: pathlib.Path) -> None:
-    """As Mistral's folders on the hub: an index, and beside it config and weights in a layout of their own.
+    """Add what Mistral's folders on the hub have: an index, and config and weights in a second layout.
 
-    Of the latter, one tensor of a wrong shape, which whoever reads it by mistake cannot load.
+    The second layout's only tensor has a wrong shape, so nobody can load it by mistake.
     """
     shard = "model-00001-of-00001.safetensors"
     names = list(load_file((folder / "model.safetensors").rename(folder / shard)))
@@ -194,7 +194,7 @@ def add_second_layout(folder: pathlib.Path) -> None:
 
 
 def make_reward_model(folder: pathlib.Path, kind: str, tokenizer, **changes: object) -> str:
-    """A classifier of one output in the family of KINDS[kind], with a tokenizer of its own; returns the folder."""
+    """Write a classifier of one output in the family of KINDS[kind], with its own tokenizer. Returns the folder."""
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     fields = MODEL | SMALL | {"max_position_embeddings": 256, "vocab_size": len(tokenizer), "num_labels": 1} | ids
     with torch.random.fork_rng(devices=[]):

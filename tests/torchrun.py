@@ -27,7 +27,7 @@ SETTINGS = {
 def torchrun(
     program: str, *arguments: object, nproc: int, deadline: float = 180, launcher: tuple[str, ...] = ("--standalone",)
 ) -> str:
-    """Run `torchrun --nproc_per_node=NPROC program arguments...`; returns its output, AssertionError if it fails."""
+    """Run `torchrun --nproc_per_node=NPROC program arguments...` and return its output. AssertionError if it fails."""
     result = run_torchrun(program, *arguments, nproc=nproc, deadline=deadline, launcher=launcher)
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-20_000:]}"
     return result.stdout
@@ -36,7 +36,7 @@ def torchrun(
 def run_torchrun(
     program: str, *arguments: object, nproc: int, deadline: float = 180, launcher: tuple[str, ...] = ("--standalone",)
 ) -> subprocess.CompletedProcess:
-    """The same, with the exit code left to the caller. A missed deadline raises AssertionError with all stacks."""
+    """Run torchrun and return its exit code and output. A missed deadline raises AssertionError with all stacks."""
     process = start_torchrun(program, *arguments, nproc=nproc, launcher=launcher)
     return finish(process, deadline)
 
@@ -44,21 +44,21 @@ def run_torchrun(
 def start_torchrun(
     program: str, *arguments: object, nproc: int, launcher: tuple[str, ...] = ("--standalone",)
 ) -> subprocess.Popen | Fork:
-    """Start it and return at once, for tests that run two agents side by side. `program` is a file or a module."""
+    """Start torchrun and return at once, for tests of two agents side by side. `program` is a file or a module."""
     launch = ("-m", "torch.distributed.run", *launcher, f"--nproc_per_node={nproc}")
     what = (ROOT / program,) if program.endswith(".py") else ("-m", program)
     return start_python(*launch, *what, *arguments)
 
 
 def run_python(*arguments: object, deadline: float = 180) -> str:
-    """Run `python arguments...`, one process, likewise; returns its output, AssertionError if it fails."""
+    """Run `python arguments...`, one process. Returns its output; a failure raises AssertionError."""
     result = finish(start_python(*arguments), deadline)
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-20_000:]}"
     return result.stdout
 
 
 def start_python(*arguments: object) -> subprocess.Popen | Fork:
-    """Start a Python process as the tests want it, in a session of its own; a fork where that is the same."""
+    """Start a Python process in its own session, with SETTINGS; a fork where that is the same."""
     if can_fork():
         return Fork([*map(str, arguments)], os.environ | SETTINGS, ROOT)
     return subprocess.Popen(
@@ -73,7 +73,7 @@ def start_python(*arguments: object) -> subprocess.Popen | Fork:
 
 
 def finish(process: subprocess.Popen | Fork, deadline: float) -> subprocess.CompletedProcess:
-    """Wait for it; at the deadline make every rank print its stack (SIGABRT), kill them all and fail."""
+    """Wait for a process. At the deadline make every rank print its stack (SIGABRT), kill them all and fail."""
     started = time.monotonic()
     try:
         output, _ = process.communicate(timeout=deadline)
@@ -93,6 +93,6 @@ def finish(process: subprocess.Popen | Fork, deadline: float) -> subprocess.Comp
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids of the direct children."""
+    """Return the process ids of the direct children."""
     text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in text.split()]

@@ -18,7 +18,9 @@ from speed import report
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-QUERY_HEADS, KEY_HEADS, HEAD_DIM = 16, 8, 128
+QUERY_HEADS = 16
+KEY_HEADS = 8
+HEAD_DIM = 128
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -42,17 +44,18 @@ def main() -> None:
 
 
 def lengths_of(documents: str, tokens: int) -> list[int]:
-    """That sum to `tokens`."""
+    """Return document lengths that sum to `tokens`."""
     if documents != "mixed":
         return [int(documents)] * (tokens // int(documents))
-    draw, lengths = random.Random(0), []
+    draw = random.Random(0)
+    lengths = []
     while sum(lengths) < tokens:
         lengths.append(min(draw.randint(100, 2000), tokens - sum(lengths)))
     return lengths
 
 
 def measure(kernel: str, lengths: list[int]) -> dict[str, float]:
-    """Median milliseconds and TFLOP/s, counting the causal half alone; and the error."""
+    """Measure median milliseconds and TFLOP/s, counting the causal half alone, and the error."""
     from triton.testing import do_bench
 
     torch.manual_seed(0)
@@ -61,17 +64,17 @@ def measure(kernel: str, lengths: list[int]) -> dict[str, float]:
     q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     grad = torch.randn_like(q)
     function = KERNELS[kernel](lengths)
-    found = {}
+    figures = {}
     if max(lengths) <= 4096:
         output = function(q, k, v)
         gradients = torch.autograd.grad(output, (q, k, v), grad)
-        wanted = by_document(q, k, v, grad, lengths)
-        found["error"] = max(relative(f, w) for f, w in zip((output, *gradients), wanted, strict=True))
+        exact = by_document(q, k, v, grad, lengths)
+        figures["error"] = max(relative_error(a, b) for a, b in zip((output, *gradients), exact, strict=True))
     forward = do_bench(lambda: function(q, k, v), return_mode="median")
     both = do_bench(lambda: torch.autograd.grad(function(q, k, v), (q, k, v), grad), return_mode="median")
     backward = both - forward
     flops = 4 * QUERY_HEADS * HEAD_DIM * sum(length**2 / 2 for length in lengths)
-    return found | {
+    return figures | {
         "forward ms": forward,
         "backward ms": backward,
         "forward TFLOP/s": flops / forward / 1e9,
@@ -81,7 +84,7 @@ def measure(kernel: str, lengths: list[int]) -> dict[str, float]:
 
 
 def flex(lengths: list[int]) -> Kernel:
-    """As grpo/models/families.py builds it."""
+    """Build flex attention as grpo/models/families.py does."""
     from torch.nn.attention.flex_attention import and_masks, create_block_mask
     from torchtitan.models.common.attention import FlexAttention, get_causal_mask_mod
     from torchtitan.models.common.attention import get_efficient_causal_mask_mod_for_packed_document as same_document
@@ -95,7 +98,7 @@ def flex(lengths: list[int]) -> Kernel:
 
 
 def varlen(lengths: list[int]) -> Kernel:
-    """FlashAttention over documents laid end to end."""
+    """Build FlashAttention over documents laid end to end."""
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
     longest = max(lengths)
 
@@ -108,7 +111,7 @@ def varlen(lengths: list[int]) -> Kernel:
 
 
 def fa4(lengths: list[int]) -> Kernel:
-    """The same by flash-attn-4."""
+    """Build the attention of flash-attn-4 over documents laid end to end."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
@@ -124,7 +127,7 @@ def fa4(lengths: list[int]) -> Kernel:
 
 
 def cudnn(lengths: list[int]) -> Kernel:
-    """Documents of one length as a batch."""
+    """Build cuDNN's attention, with documents of one length as a batch. Raises ValueError for several lengths."""
     if len(set(lengths)) > 1:
         raise ValueError("documents of several lengths")
     shape = (len(lengths), lengths[0])
@@ -142,20 +145,21 @@ KERNELS = {"flex": flex, "fa2": varlen, "fa4": fa4, "cudnn": cudnn}
 
 
 def by_document(q, k, v, grad, lengths: list[int]) -> list[torch.Tensor]:
-    """Output and gradients in float32, one document after the other."""
+    """Compute output and gradients in float32, one document after the other."""
     parts = [x.detach().float().requires_grad_() for x in (q, k, v)]
     outputs = []
     with sdpa_kernel(SDPBackend.MATH):
-        for one in zip(*(x.split(lengths, dim=1) for x in (*parts, grad.float())), strict=True):
-            *qkv, one_grad = (x.transpose(1, 2) for x in one)
+        for document in zip(*(x.split(lengths, dim=1) for x in (*parts, grad.float())), strict=True):
+            *qkv, output_grad = (x.transpose(1, 2) for x in document)
             output = F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
-            output.backward(one_grad)
+            output.backward(output_grad)
             outputs.append(output.detach().transpose(1, 2))
     return [torch.cat(outputs, 1), *(x.grad for x in parts)]
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found.float() - wanted).norm() / wanted.norm()).item()
+def relative_error(values: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the norm of the error over that of the exact values."""
+    return ((values.float() - exact).norm() / exact.norm()).item()
 
 
 if __name__ == "__main__":

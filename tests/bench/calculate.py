@@ -16,6 +16,6 @@ def calculate(expression: str) -> str:
 
 @functools.wraps(calculate)
 def after_100_ms(expression: str) -> str:
-    """The same answer, 0.1 s later; the model sees the name and text of `calculate`."""
+    """Answer as `calculate`, 0.1 s later. The model sees the name and text of `calculate`."""
     time.sleep(0.1)
     return calculate(expression)

@@ -24,7 +24,7 @@ def main(picture: str, *results: str) -> None:
 
 
 def draw(runs: Sequence[dict[str, Any]]) -> str:
-    """Each run has `method`, `seed` and `curve`: [step, seconds, accuracy] of each evaluation."""
+    """Draw runs that have `method`, `seed` and `curve`: [step, seconds, accuracy] of each evaluation."""
     panels = [panel(runs, 0, "steps"), panel(runs, 1, "seconds since the launch")]
     parts = [f'<g transform="translate({i * WIDTH} 0)">{drawn}</g>' for i, drawn in enumerate(panels)]
     size = f'width="{2 * WIDTH}" height="{HEIGHT}" viewBox="0 0 {2 * WIDTH} {HEIGHT}"'
@@ -34,7 +34,7 @@ def draw(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def panel(runs: Sequence[dict[str, Any]], column: int, name: str) -> str:
-    """Held-out accuracy over one column of the curves."""
+    """Draw held-out accuracy over one column of the curves."""
     last = max((point[column] for run in runs for point in run["curve"]), default=0) or 1
     accuracies = [point[2] for run in runs for point in run["curve"]] or [0, 1]
     bottom = math.floor(10 * min(accuracies))  # in tenths
@@ -70,7 +70,7 @@ def panel(runs: Sequence[dict[str, Any]], column: int, name: str) -> str:
 
 
 def spacing(last: float) -> int:
-    """1, 2 or 5 times a power of ten, for at most six steps up to `last`."""
+    """Return 1, 2 or 5 times a power of ten, so that at most six steps lead to `last`."""
     tens = 10 ** max(0, math.floor(math.log10(last / 6)))
     return next(tens * factor for factor in (1, 2, 5, 10) if last / (tens * factor) <= 6)
 

@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,9 +61,8 @@ def main() -> None:
     parser.add_argument("--name", default="decode", help="of the JSON file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.tokens = (
-        max(int(load.partition("x")[2]) for load in options.loads) + 8 * options.steps
-    )  # drafts may end several tokens in a step
+    most_context = max(int(load.partition("x")[2]) for load in options.loads)
+    options.tokens = most_context + 8 * options.steps  # with drafts a step can add several tokens
     if options.child:
         serve(options.child, options)
         return
@@ -77,11 +77,11 @@ def main() -> None:
 
 
 def measure_together(variants: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start an engine for each variant, then take rounds in turns; a row for each."""
+    """Start an engine for each variant, then take rounds in turns. Returns a row for each variant and load."""
     children = {variant: start(variant, options) for variant in variants}
     alarm = threading.Timer(options.limit, lambda: [child.kill() for child in children.values()])
     alarm.start()
-    found = {variant: answer(child) for variant, child in children.items()}
+    starts = {variant: answer(child) for variant, child in children.items()}
     rounds: dict[tuple[str, str], list[dict[str, Any]]] = {
         (variant, load): [] for variant in variants for load in options.loads
     }
@@ -89,7 +89,8 @@ def measure_together(variants: list[str], options: argparse.Namespace) -> list[d
         for number in range(options.rounds + options.profile):
             for variant, child in children.items():
                 kind = "profile" if number == options.rounds else "round"
-                if measured := answer(child, f"{kind} {load}"):
+                measured = answer(child, f"{kind} {load}")
+                if measured:
                     rounds[variant, load].append(measured)
                     print(f"{variant}, {load}: {measured}", flush=True)
     alarm.cancel()
@@ -97,37 +98,43 @@ def measure_together(variants: list[str], options: argparse.Namespace) -> list[d
         child.kill()
         child.wait()
     return [
-        {"variant": variant, "load": load} | found[variant] | summary(those, options)
-        for (variant, load), those in rounds.items()
+        {"variant": variant, "load": load} | starts[variant] | summary(its_rounds, options)
+        for (variant, load), its_rounds in rounds.items()
     ]
 
 
 def start(variant: str, options: argparse.Namespace) -> subprocess.Popen:
+    """Start the process of a variant, which writes its errors into a log in $OUT."""
     out = pathlib.Path(os.environ.get("OUT", ROOT / "runs" / "bench"))
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
-    given = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     with open(out / f"{options.name}-{re.sub('[^A-Za-z0-9]+', '-', variant)}.log", "w") as log:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-        return subprocess.Popen(command, cwd=ROOT, env=given, **pipes)
+        return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
 
 def answer(child: subprocess.Popen, word: str = "") -> dict[str, Any]:
-    """The next JSON line of a child, which is told `word` before; nothing if it has ended."""
-    with contextlib.suppress(BrokenPipeError):
-        print(word, file=child.stdin, flush=True) if word else None
+    """Send a child `word`, if there is one, and return its next JSON line; {} if it has ended."""
+    if word:
+        with contextlib.suppress(BrokenPipeError):
+            print(word, file=child.stdin, flush=True)
     return next((json.loads(line) for line in child.stdout if line.startswith("{")), {})
 
 
 def summary(rounds: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of a variant's rounds, or that some are missing."""
     if len(rounds) < options.rounds:
         return {"failed": f"{len(rounds)} of {options.rounds} rounds: see its log"}
-    kernels = {name: value for one in rounds[options.rounds :] for name, value in one.items() if "kernel" in name}
+    kernels = {}
+    for profiled in rounds[options.rounds :]:
+        kernels |= {name: value for name, value in profiled.items() if "kernel" in name}
     rounds = rounds[: options.rounds]
-    row = {name: spread([one[name] for one in rounds]) for name in ("ms/token step", "tokens/s", "prefill s")}
-    row |= {
-        name: statistics.median(one[name] for one in rounds) for name in ("copy TB/s", "floor ms", "over floor", *PARTS)
-    }
+    row = {}
+    for name in ("ms/token step", "tokens/s", "prefill s"):
+        row[name] = spread([figures[name] for figures in rounds])
+    for name in ("copy TB/s", "floor ms", "over floor", *PARTS):
+        row[name] = statistics.median(figures[name] for figures in rounds)
     return row | kernels
 
 
@@ -136,7 +143,8 @@ def summary(rounds: list[dict[str, Any]], options: argparse.Namespace) -> dict[s
 
 def serve(variant: str, options: argparse.Namespace) -> None:
     """Start the engine, say so, and measure a round for each line of the input."""
-    began, engine = time.perf_counter(), {}
+    began = time.perf_counter()
+    engine = {}
     for argument in variant.split("+")[1:]:
         name, is_option, value = argument.partition("=")
         if not is_option:
@@ -151,15 +159,28 @@ def serve(variant: str, options: argparse.Namespace) -> None:
     print(json.dumps({"start s": time.perf_counter() - began}), flush=True)
     for line in sys.stdin:
         kind, load = line.split()
-        sizes = [int(size) for size in load.split("x")]
-        print(json.dumps(one_round(generator, seconds, kind == "profile", *sizes, options)), flush=True)
+        num_sequences, _, context = load.partition("x")
+        figures = one_round(
+            generator,
+            seconds,
+            profile=kind == "profile",
+            num_sequences=int(num_sequences),
+            context=int(context),
+            num_steps=options.steps,
+        )
+        print(json.dumps(figures), flush=True)
 
 
 def copy_rate() -> float:
-    """Bytes read and written per second by a copy of 1 GiB."""
+    """Measure a copy of 1 GiB: bytes per second, read and written."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = torch.ones(2**30 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
-    target, wait = torch.empty_like(source), torch.cuda.synchronize if device == "cuda" else lambda: None
+    target = torch.empty_like(source)
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
     rates = []
     for _ in range(5):
         wait()
@@ -172,7 +193,7 @@ def copy_rate() -> float:
 
 
 def timed_parts(generator: Any) -> Counter:
-    """Seconds spent in each part so far, counted from now on."""
+    """Time the parts of the engine's steps from now on. Returns a counter of their seconds, which grows."""
     from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
 
     seconds: Counter = Counter()
@@ -201,69 +222,80 @@ def timed_parts(generator: Any) -> Counter:
 def one_round(
     generator: Any,
     parts: Counter,
+    *,
     profile: bool,
     num_sequences: int,
     context: int,
-    options: argparse.Namespace,
+    num_steps: int,
 ) -> dict:
-    """Prefill all sequences, then time steps in which each gets a token; they are ended in the middle."""
+    """Prefill all sequences, then time steps in which each gets a token. They do not end by themselves.
+
+    context: tokens of a sequence in the middle of the steps.
+    """
     from grpo.roles.engine.vllm_engine import sampling_params
 
-    draw, loop, rate = random.Random(time.perf_counter()), generator.loop, copy_rate()
-    num_prompt_tokens, began = context - options.steps // 2, time.perf_counter()
+    draw = random.Random(time.perf_counter())
+    loop = generator.loop
+    rate = copy_rate()
+    num_prompt_tokens = context - num_steps // 2
+    began = time.perf_counter()
     for number in range(num_sequences):
         ids = [draw.randrange(1000) for _ in range(num_prompt_tokens)]
-        loop.add(
-            number, ids, sampling_params(generator.config, [], {"ignore_eos": True}, 1.0, number, 8 * options.steps)
-        )
+        params = sampling_params(generator.config, [], {"ignore_eos": True}, 1.0, number, 8 * num_steps)
+        loop.add(number, ids, params)
     sampled = loop.sampled_tokens._by_request
     while len(sampled) < num_sequences:
         loop.step()
-    found = {"prefill s": time.perf_counter() - began}
+    figures = {"prefill s": time.perf_counter() - began}
     if profile:
-        found |= kernels(lambda: [loop.step() for _ in range(options.steps // 2)], options.steps // 2)
+        figures |= kernels(loop.step, num_steps // 2)
         with cProfile.Profile() as functions:
-            for _ in range(options.steps // 2):
+            for _ in range(num_steps // 2):
                 loop.step()
         pstats.Stats(functions, stream=sys.stderr).sort_stats("tottime").print_stats(40)
     parts.clear()
-    before, began = sum(len(taken.ids) for taken in sampled.values()), time.perf_counter()
-    for _ in range(options.steps):
+    before = sum(len(tokens.ids) for tokens in sampled.values())
+    began = time.perf_counter()
+    for _ in range(num_steps):
         loop.step()
-    seconds, after = time.perf_counter() - began, sum(len(taken.ids) for taken in sampled.values())
+    seconds = time.perf_counter() - began
+    after = sum(len(tokens.ids) for tokens in sampled.values())
     loop.end()
     generator.forget_prefixes()
     floor = floor_bytes(generator, num_prompt_tokens * num_sequences + (before + after) / 2) / rate
     step = seconds * num_sequences / (after - before)
-    host = {name: 1000 * parts[name] / options.steps for name in PARTS}
-    host["rest"] = 1000 * seconds / options.steps - sum(host.values())
-    found |= {
+    host = {name: 1000 * parts[name] / num_steps for name in PARTS}
+    host["rest"] = 1000 * seconds / num_steps - sum(host.values())
+    figures |= {
         "copy TB/s": rate / 1e12,
         "ms/token step": 1000 * step,
         "floor ms": 1000 * floor,
         "over floor": step / floor,
     }
-    return found | {"tokens/s": (after - before) / seconds} | host
+    return figures | {"tokens/s": (after - before) / seconds} | host
 
 
 def floor_bytes(generator: Any, num_tokens: float) -> float:
-    """All weights, and keys and values of so many tokens."""
+    """Return the bytes of all weights, and of keys and values of so many tokens."""
     (model,) = generator.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
     config = generator.llm.llm_engine.vllm_config
-    hf, in_fp8 = config.model_config.hf_config, config.cache_config.cache_dtype.startswith("fp8")
+    hf = config.model_config.hf_config
+    in_fp8 = config.cache_config.cache_dtype.startswith("fp8")
     of_token = 2 * hf.num_hidden_layers * hf.num_key_value_heads * hf.head_dim
     of_token *= 1 if in_fp8 else config.model_config.dtype.itemsize
     return sum(parameter.nbytes for parameter in model.parameters()) + num_tokens * of_token
 
 
-def kernels(steps: Any, num_steps: int) -> dict[str, float]:
-    """Milliseconds of a step in kernels, by kind; their table goes to the log."""
+def kernels(step: Callable[[], None], num_steps: int) -> dict[str, float]:
+    """Measure the kernels of some steps: milliseconds of a step, by kind. Their table goes to the log."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
-        steps()
-    averages, total = found.key_averages(), Counter()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+        for _ in range(num_steps):
+            step()
+    averages = profiled.key_averages()
+    total: Counter = Counter()
     print(averages.table(sort_by="self_device_time_total" if on_gpu else None, row_limit=30), file=sys.stderr)
     for kernel in averages:
         kinds = [kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.key, re.IGNORECASE)]

@@ -47,11 +47,12 @@ def main() -> None:
 
 
 def folder_of(method: str, seed: int) -> pathlib.Path:
+    """Return the folder of a run."""
     return ROOT / "runs" / "distill" / f"{method}-{seed}"
 
 
 def table(methods: list[str], seeds: list[int]) -> str:
-    """Markdown: one row per run; the first step at which an evaluation reached each level, or - if none did."""
+    """Return a Markdown table with a row for each run: the first step whose evaluation reached each level, else -."""
     teacher = list(accuracies(TEACHER).values())[-1]
     levels = (*LEVELS, teacher)
     header = ["method", "seed", "start", "end", "best", *(f"to {level:.3g}" for level in LEVELS)]

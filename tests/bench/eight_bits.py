@@ -22,19 +22,19 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 def int8(weight: torch.Tensor) -> torch.Tensor:
-    """A scale for each row."""
+    """Round to 8-bit integers, with a scale for each row."""
     scale = weight.abs().amax(-1, keepdim=True) / 127
     return (weight / scale).round() * scale
 
 
 def float8(values: torch.Tensor) -> torch.Tensor:
-    """A scale for each row: an output of a weight, a token of an input."""
+    """Round to 8-bit floats, with a scale for each row: an output of a weight, a token of an input."""
     scale = values.abs().amax(-1, keepdim=True) / 448
     return (values / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def model_of(folder: str, dtype: torch.dtype, weights: Rounding | None, inputs: Rounding | None) -> PreTrainedModel:
-    """The model, computing in `dtype`, with weights and inputs of its linear layers rounded."""
+    """Load the model to compute in `dtype`, with weights and inputs of its linear layers rounded."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, layer in model.named_modules():
         if not isinstance(layer, torch.nn.Linear) or name == "lm_head":
@@ -61,11 +61,11 @@ def main(folder: str) -> None:
 
     def logprobs(dtype=torch.float32, weights=None, inputs=None) -> torch.Tensor:
         model = model_of(folder, dtype, weights, inputs)
-        found = []
+        values = []
         for whole, length in answers:
             logits = model(whole).logits[:, length - 1 : -1].float()
-            found.append(logits.log_softmax(-1).gather(2, whole[:, length:, None]).flatten())
-        return torch.cat(found)
+            values.append(logits.log_softmax(-1).gather(2, whole[:, length:, None]).flatten())
+        return torch.cat(values)
 
     def show(what: str, one: torch.Tensor, other: torch.Tensor) -> None:
         difference = (one - other).abs()

@@ -78,7 +78,7 @@ def run(variant: str, number: int, model: pathlib.Path, options: argparse.Namesp
 
 
 def steps_of(variant: str, rounds: int) -> list[dict[str, float]]:
-    """The metrics of all rounds' steps, without the first two and, since it saves, the last of each."""
+    """Return the metrics of all rounds' steps, without the first two and the last, which saves."""
     steps = []
     for number in range(rounds):
         path = folder_of(variant, number) / "metrics.jsonl"
@@ -88,18 +88,19 @@ def steps_of(variant: str, rounds: int) -> list[dict[str, float]]:
 
 
 def table(variants: list[str], rounds: int) -> str:
-    """Markdown: medians (lowest to highest), and times of sampling a token over those of the first variant."""
-    steps = {variant: found for variant in variants if (found := steps_of(variant, rounds))}
+    """Return a Markdown table: medians (lowest to highest), and times of sampling a token over the first variant's."""
+    steps = {variant: its_steps for variant in variants if (its_steps := steps_of(variant, rounds))}
     lines = [f"| | {' | '.join(steps)} |", f"|{' --- |' * (len(steps) + 1)}"]
     for name in SHOWN:
         cells = []
-        for found in steps.values():
-            values = [step[name] for step in found if step.get(name) is not None]
+        for its_steps in steps.values():
+            values = [step[name] for step in its_steps if step.get(name) is not None]
             cells.append(f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})" if values else "-")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     # per token, since completions of another engine differ in length
     seconds = [
-        statistics.median(s["time/generate"] / s["completion/length_mean"] for s in found) for found in steps.values()
+        statistics.median(s["time/generate"] / s["completion/length_mean"] for s in its_steps)
+        for its_steps in steps.values()
     ]
     lines.append(
         f"| generation time of a token over the first's | {' | '.join(f'{s / seconds[0]:.3f}' for s in seconds)} |"

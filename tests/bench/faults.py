@@ -43,7 +43,8 @@ from tests.torchrun import ROOT, SETTINGS
 
 STEP = 2
 # Of a busy machine, after the deadline: rank 0 looks each second, torchrun each 0.1 s; the stacks take 3 s
-SOON, SECOND = 15.0, 25.0
+SOON = 15.0
+SECOND = 25.0
 LOADING = 30.0  # while one rank is silent at the start, the others still load
 LEFT_SECONDS = 2.0
 LOOK_SECONDS = 0.5  # from one look at a run's processes to the next
@@ -66,7 +67,7 @@ ON_CPU = Setting(FOLDER, deadline_minutes=0.25)
 
 
 def on_gpus(shape: str) -> Setting:
-    """With time for what CUDA, NCCL and vLLM need to start."""
+    """Change the layouts to GPUs, with time for what CUDA, NCCL and vLLM need to start."""
     flags = (
         "--model.dtype",
         "bfloat16",
@@ -170,7 +171,7 @@ def run_all(cells: list[tuple[str, str, str]], jobs: int, setting: Setting) -> N
 
 
 def in_turns(cells: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Row after row in an order by chance, from each another kind; then the rows' next kinds, and so on.
+    """Order cells so that kinds take turns: a cell of each row in random order, then the rows' next kinds, and so on.
 
     So a sample, or a bench which is interrupted, has something of everything: each role in each phase once, then again.
     """
@@ -183,14 +184,15 @@ def in_turns(cells: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
 
 
 def make_inputs(setting: Setting = ON_CPU) -> tuple[pathlib.Path, pathlib.Path]:
-    """The folder of a random model and a file of a few rows."""
+    """Make the folder of a random model and a file of a few rows. Returns both."""
     setting.folder.mkdir(parents=True, exist_ok=True)
     if setting.shape:
         from speed import checkpoint
 
         model = checkpoint(setting.shape)
         return model, model / "prompts.jsonl"
-    model, rows = setting.folder / "model", setting.folder / "rows.jsonl"
+    model = setting.folder / "model"
+    rows = setting.folder / "rows.jsonl"
     if not rows.exists():
         changes = SMALL | {"max_position_embeddings": 128}
         toy.make_model(model, toys.addition_tokenizer(), seed=0, changes=changes)
@@ -199,7 +201,7 @@ def make_inputs(setting: Setting = ON_CPU) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 def read_outcomes(setting: Setting) -> dict[tuple[str, str, str], Outcome]:
-    """The last of each cell."""
+    """Read the last outcome of each cell."""
     path = setting.folder / "cells.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     outcomes = [Outcome(**json.loads(line)) for line in lines]
@@ -210,10 +212,12 @@ def read_outcomes(setting: Setting) -> dict[tuple[str, str, str], Outcome]:
 
 
 def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathlib.Path, setting: Setting) -> Outcome:
-    """Run it and look at what it printed and left."""
-    at, outcome = ROLES[role], Outcome(role, phase, kind)
+    """Run a cell and look at what it printed and left."""
+    at = ROLES[role]
+    outcome = Outcome(role, phase, kind)
     name = f"{role}-{phase}-{kind}".replace(" ", "-")
-    log, note = setting.folder / f"{name}.log", setting.folder / f"{name}.fault"
+    log = setting.folder / f"{name}.log"
+    note = setting.folder / f"{name}.fault"
     note.unlink(missing_ok=True)
     fault = {"rank": at.rank, "phase": phase, "step": STEP, "kind": kind, "note": str(note)}
     flags = [*at.flags, *setting.flags, "--run-dir", str(setting.folder / name), "--overwrite"]
@@ -251,7 +255,7 @@ def start_run(
     launcher: Sequence[str] = (),
     **variables: str,
 ) -> subprocess.Popen:
-    """Start torchrun with the recipe beside this file and these environment variables; its output goes to `log`."""
+    """Start torchrun with faults_recipe.py and these environment variables, with its output in `log`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launcher]
     command += ["train_grpo.py", "tests/bench/faults_recipe.py", "--model.path", str(model), "--data.path", str(rows)]
     command += ["--evaluation.path", str(rows), *flags]
@@ -261,7 +265,7 @@ def start_run(
 
 
 def follow(process: subprocess.Popen) -> tuple[set[psutil.Process], set[str], float]:
-    """Wait for torchrun; returns all processes that it ever had below it, what they mapped of /dev/shm, and its end."""
+    """Wait for torchrun. Returns all processes that it ever had below it, what they mapped of /dev/shm, and its end."""
     family: set[psutil.Process] = set()
     shared: set[str] = set()
     deadline = time.monotonic() + RUN_LIMIT
@@ -293,29 +297,29 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def complaints(outcome: Outcome, at: Role, code: int, output: str, errors: list[str], setting: Setting) -> list[str]:
-    """What was not as it should be, of what the run said and when."""
-    found = []
+    """List what was not as it should be in what the run printed, and when."""
+    problems = []
     if code != 1:
-        found.append(f"exit code {code}")
+        problems.append(f"exit code {code}")
     phase = "startup" if outcome.phase == "start" else outcome.phase
     expected = f"error: rank {at.rank} ({at.name}) {KINDS[outcome.kind].format(phase=phase)}"
     if not errors or not errors[0].startswith(expected):
-        found.append(f"says '{errors[0][:120]}'" if errors else "no line")
+        problems.append(f"says '{errors[0][:120]}'" if errors else "no line")
     if len(errors) > 1:
-        found.append(f"{len(errors)} lines")
+        problems.append(f"{len(errors)} lines")
     root_cause = output.partition("Root Cause")[2]
     if ("SIGKILL" if outcome.kind == "SIGKILL" else expected) not in root_cause:
-        found.append("not torchrun's root cause")
+        problems.append("not torchrun's root cause")
     shows_stack = f"rank {at.rank} ({at.name}) is here, in phase {phase}:" in output
     if shows_stack != (outcome.kind == "hang"):
-        found.append("a stack" if shows_stack else "no stack")
+        problems.append("a stack" if shows_stack else "no stack")
     if outcome.seconds > limit_of(outcome, setting):
-        found.append(f"above {limit_of(outcome, setting):.0f} s")
-    return found
+        problems.append(f"above {limit_of(outcome, setting):.0f} s")
+    return problems
 
 
 def limit_of(outcome: Outcome, setting: Setting) -> float:
-    """Seconds in which all must be over."""
+    """Return the seconds in which all must be over."""
     if outcome.kind in ("raise", "SIGKILL"):
         return SOON
     deadline = deadline_seconds(outcome.phase, setting.deadline_minutes) + LOADING * (outcome.phase == "start")
@@ -326,7 +330,7 @@ def limit_of(outcome: Outcome, setting: Setting) -> float:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Markdown: one row per role and phase, one column per kind; seconds, and in bold what was wrong."""
+    """Return a Markdown table with a row for each role and phase and a column for each kind: seconds; wrong in bold."""
     kinds = [kind for kind in KINDS if any(outcome.kind == kind for outcome in outcomes)]
     lines = [f"| role | phase | {' | '.join(kinds)} |", f"|{' --- |' * (2 + len(kinds))}"]
     rows: dict[tuple[str, str], dict[str, str]] = {}

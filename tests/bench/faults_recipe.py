@@ -39,7 +39,7 @@ config = change(
 
 
 def strike(kind: str, note: str) -> None:
-    """raise, SIGKILL, hang (the main thread sleeps), SIGSTOP (the whole process stops)."""
+    """Fail in a way: raise, SIGKILL, hang (the main thread sleeps), SIGSTOP (the whole process stops)."""
     time.sleep(SECONDS_INTO_PHASE)
     pathlib.Path(note).write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
     if kind == "raise":
@@ -54,7 +54,9 @@ def with_fault(rank: int, phase: str, step: int, kind: str, note: str) -> None:
     if os.environ.get("RANK") != str(rank):
         return
     begun = {"step": 0}
-    plan, enter, started = Driver.plan, StepTimer.enter, StepTimer.startup
+    plan = Driver.plan
+    enter = StepTimer.enter
+    started = StepTimer.startup
 
     def plan_that_counts(self: Driver, number: int, *rest: Any) -> StepPlan:
         begun["step"] = number + 1
@@ -72,7 +74,9 @@ def with_fault(rank: int, phase: str, step: int, kind: str, note: str) -> None:
                 strike(kind, note)
             yield
 
-    Driver.plan, StepTimer.enter, StepTimer.startup = plan_that_counts, enter_with_fault, startup_with_fault
+    Driver.plan = plan_that_counts
+    StepTimer.enter = enter_with_fault
+    StepTimer.startup = startup_with_fault
 
 
 if "FAULT" in os.environ:

@@ -44,14 +44,14 @@ def main() -> None:
     for variant in options.variants:
         name = "".join(letter if letter.isalnum() else "-" for letter in f"{options.name}-{options.shape}-{variant}")
         log = ROOT / "runs" / "bench" / f"{name}.log"
-        found = run_child([sys.executable, __file__, *sys.argv[1:], "--child", variant], log, options.limit)
-        rows.append({"variant": variant, **found})
+        figures = run_child([sys.executable, __file__, *sys.argv[1:], "--child", variant], log, options.limit)
+        rows.append({"variant": variant, **figures})
         print(rows[-1], flush=True)
     report(options.name, rows, shape=options.shape, sequences=options.prompts * options.group_size)
 
 
 def measure(variant: str, options: argparse.Namespace) -> None:
-    """Print tokens per second as JSON."""
+    """Sample in rounds and print tokens per second as JSON, in the process of a variant."""
     draw = random.Random(0)
     prompts = [[draw.randrange(1000) for _ in range(128)] for _ in range(options.prompts)]
     started = time.perf_counter()
@@ -79,24 +79,24 @@ def measure(variant: str, options: argparse.Namespace) -> None:
 
 
 def show_kernels(generate: Callable[[], int]) -> None:
-    """What the GPU does in a call, by time, and for how much of it anything at all."""
+    """Print the kernels of a call by their time, and how long the GPU was busy."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     if not torch.cuda.is_available():
         return
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         begin = time.perf_counter()
         generate()
         seconds = time.perf_counter() - begin
-    kernels = found.key_averages()
+    kernels = profiled.key_averages()
     busy = sum(kernel.self_device_time_total for kernel in kernels) / 1e6
     print(f"kernels: {busy:.3f} s of {seconds:.3f} s")
     print(kernels.table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90))
 
 
 def start_generator(engine: dict[str, Any], options: argparse.Namespace):
-    """A Generator as the loop has it, with these engine options, on this process alone."""
+    """Start a Generator as the loop has it, with these engine options, in this process alone."""
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig
     from grpo.roles.engine.generator import Generator
     from grpo.roles.process_groups import setup_roles
@@ -117,7 +117,7 @@ def start_generator(engine: dict[str, Any], options: argparse.Namespace):
 
 
 def own_engine(_variant: str, engine: dict[str, Any], options: argparse.Namespace):
-    """Prompts, round -> tokens sampled, by a Generator as the loop has it."""
+    """Start our Generator. Returns a function of prompts and the round that samples and returns how many tokens."""
     from grpo.types import Prompt, Requests
 
     generator = start_generator(engine, options)
@@ -132,7 +132,7 @@ def own_engine(_variant: str, engine: dict[str, Any], options: argparse.Namespac
 
 
 def plain_engine(variant: str, engine: dict[str, Any], options: argparse.Namespace):
-    """The same by vllm.LLM."""
+    """Start vllm.LLM. Returns a function as that of `own_engine`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams

@@ -45,7 +45,8 @@ SHAPE = {
     "max_position_embeddings": 2048,
     "initializer_range": 0.08,  # log-probs differ from token to token
 }
-SHORT, LONG = 24, 200
+SHORT = 24
+LONG = 200
 THREE_OF_FOUR = {"layer_types": 3 * ["sliding_attention"] + ["full_attention"]}
 MODELS = {
     "mistral": MISTRAL | {"sliding_window": SHORT},
@@ -87,12 +88,12 @@ TOTAL_SECONDS = 360
 
 @dataclass(frozen=True)
 class Check:
-    """A program, and what it may take on a GPU."""
+    """A program, and the seconds that it may take on a GPU."""
 
     name: str
     arguments: list[str]
     is_run: bool = False
-    """Whether it leaves metrics of steps; else its own lines are shown."""
+    """It leaves metrics of steps, which are shown; of other programs their own lines are."""
     seconds: int = 120
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -155,6 +156,7 @@ def write_models(folder: pathlib.Path) -> None:
 
 
 def main() -> int:
+    """Run the checks that the command line chooses. Returns the exit code."""
     out = pathlib.Path(os.environ.get("OUT", ROOT / "runs" / "bench"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="beginnings of names")
@@ -178,11 +180,11 @@ def main() -> int:
 
 
 def run_all(checks: list[Check], num_jobs: int, seconds: float, file: TextIO) -> int:
-    """Run the checks within so many seconds and show each as it ends. Returns the exit code."""
+    """Run the checks within `seconds` and show each as it ends. Returns the exit code."""
     started = time.monotonic()
     models = WORK / "models"
     write_models(models)
-    tell(f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}, torch {torch.__version__}", file)
+    write(f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}, torch {torch.__version__}", file)
     waiting = collections.deque(checks)
     running: dict[str, tuple[Check, subprocess.Popen, float]] = {}
     failed = []
@@ -196,8 +198,8 @@ def run_all(checks: list[Check], num_jobs: int, seconds: float, file: TextIO) ->
             break
         time.sleep(0.2)
         for check, process, begun in list(running.values()):
-            took = time.monotonic() - begun
-            is_late = took > check.seconds * (1 if seconds < math.inf else 10)
+            check_seconds = time.monotonic() - begun
+            is_late = check_seconds > check.seconds * (1 if seconds < math.inf else 10)
             is_over = time.monotonic() - started > seconds
             if process.poll() is None and not is_late and not is_over:
                 continue
@@ -206,32 +208,34 @@ def run_all(checks: list[Check], num_jobs: int, seconds: float, file: TextIO) ->
             del running[check.name]
             if code:
                 failed.append(check.name)
-            show(check, code, took, file)
-    tell(f"{len(checks)} checks, failed: {', '.join(failed) or 'none'}; not run: {len(waiting)}", file)
+            show(check, code, check_seconds, file)
+    write(f"{len(checks)} checks, failed: {', '.join(failed) or 'none'}; not run: {len(waiting)}", file)
     return int(bool(failed or waiting))
 
 
 def show(check: Check, code: int | None, seconds: float, file: TextIO) -> None:
-    """Write what a check found, and the end of its log if it failed. code: None if it was ended."""
+    """Write the numbers of a check, and the end of its log if it failed. code: None if its time was over."""
     verdict = {0: "ok", None: "ENDED"}.get(code, f"FAILED ({code})")
-    tell(f"{verdict}  {check.name}, {seconds:.0f} s", file)
+    write(f"{verdict}  {check.name}, {seconds:.0f} s", file)
     lines = (WORK / f"{check.name}.log").read_text().splitlines()
     if check.is_run and (WORK / check.name / "metrics.jsonl").exists():
         for line in records(WORK / check.name):
             shown = [f"{name} {line[name]:.6g}" for name in SHOWN if line.get(name) is not None]
-            tell(f"    step {line['step']}: {', '.join(shown)}", file)
+            write(f"    step {line['step']}: {', '.join(shown)}", file)
     if not check.is_run:
         for line in lines:
             if " tokens, mean " in line or line.startswith(("kept: ", "sampler: ", "flash ")):
-                tell(f"    {line}", file)
+                write(f"    {line}", file)
     if code != 0:
-        # torchrun's own stack and what libraries say at the end of a process tell nothing
-        said = [line for line in lines if "torch/distributed/" not in line and not line.startswith((" - ", "nanobind"))]
-        for line in said[-40:]:
-            tell(f"    | {line[:300]}", file)
+        # torchrun's own stack, and what libraries print at the end of a process, explain nothing
+        useful = [line for line in lines if "torch/distributed/" not in line]
+        useful = [line for line in useful if not line.startswith((" - ", "nanobind"))]
+        for line in useful[-40:]:
+            write(f"    | {line[:300]}", file)
 
 
-def tell(text: str, file: TextIO) -> None:
+def write(text: str, file: TextIO) -> None:
+    """Write a line to the console and to the file."""
     print(text, flush=True)
     file.write(text + "\n")
     file.flush()

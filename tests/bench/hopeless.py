@@ -7,7 +7,8 @@ import random
 
 from configs.examples.toys import addition
 
-NUM_ADDITIONS, NUM_PRODUCTS = 256, 768
+NUM_ADDITIONS = 256
+NUM_PRODUCTS = 768
 
 
 def rows(split):

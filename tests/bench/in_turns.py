@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 def in_turns(measure: Callable[[], dict[str, float]], bench: str, about: str, rounds: int) -> None:
-    """The `main` of `bench` (its file, with `about` as help): name -> number, of the checkout first on the path.
+    """Compare checkouts in turns by `bench`, whose process has a checkout first on its path: name -> number.
 
     Prints median, lowest and highest of each number for each checkout named on the command line, by default this one.
     """
@@ -22,13 +22,13 @@ def in_turns(measure: Callable[[], dict[str, float]], bench: str, about: str, ro
     parser.add_argument("checkouts", nargs="*", default=[str(pathlib.Path(__file__).parents[2])])
     parser.add_argument("--rounds", type=int, default=rounds)
     arguments = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {checkout: [] for checkout in arguments.checkouts}
+    rounds_of: dict[str, list[dict[str, float]]] = {checkout: [] for checkout in arguments.checkouts}
     for _ in range(arguments.rounds):
-        for checkout, measured in found.items():
+        for checkout, measured in rounds_of.items():
             environment = os.environ | {"PYTHONPATH": os.path.abspath(checkout)}
             command = [sys.executable, bench, "--child"]
             measured.append(json.loads(subprocess.check_output(command, env=environment, cwd=checkout)))
-    for checkout, measured in found.items():
+    for checkout, measured in rounds_of.items():
         for name in measured[0]:
-            values = [one[name] for one in measured]
+            values = [figures[name] for figures in measured]
             print(f"{checkout} {name}: {statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})")

@@ -24,6 +24,7 @@ GROUP_SIZE = 4
 
 
 def main(folder: str, dtype: str, sampling: str, num_prompts: str = "16", engine: str = "{}") -> None:
+    """Sample, compute the log-probs once more, and print the ratios. The arguments are those of the command line."""
     roles = setup_roles(RolesConfig(colocated=True, num_trainers=1))
     config = GeneratorConfig(
         max_completion_tokens=64,

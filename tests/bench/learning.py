@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from curve import draw
-from speed import ROOT, end, launch, report, visible_gpus
+from speed import ROOT, end_all, launch, report, visible_gpus
 from toy_runs import records
 
 RUNS = ROOT / "runs" / "learning"
@@ -45,7 +45,7 @@ CPU = ["--model.dtype", "float32", "--trainer.no-compile", "--trainer.micro-batc
 
 @dataclass
 class Run:
-    """One program, from which others may start."""
+    """A program, and the one whose model it starts from."""
 
     stage: str
     seed: int
@@ -56,7 +56,7 @@ class Run:
     exit_code: int | None = None
     started: float = 0.0
     seconds: float = 0.0
-    """What it took, once it ended by itself."""
+    """Seconds that it took, if it ended by itself."""
 
     @property
     def folder(self) -> pathlib.Path:
@@ -88,17 +88,15 @@ def main() -> None:
     try:
         work(planned, options, deadline)
     finally:
-        running = [run.process for run in planned if run.process and run.exit_code is None]
-        for process in running:
-            process.terminate()  # all at once, before `end` waits for each
-        for process in running:
-            end(process)
+        end_all([run.process for run in planned if run.process and run.exit_code is None])
         write(planned, options, show=True)
 
 
 def plan(options: argparse.Namespace) -> list[Run]:
-    """The runs in the order in which GPUs are given to them: what others wait for first, then ours, then TRL's."""
-    python, runs, starts = sys.executable, [], {}
+    """List the runs in the order in which they get GPUs: what others wait for first, then ours, then TRL's."""
+    python = sys.executable
+    runs = []
+    starts = {}
     tiny = [*CPU, "--num-steps", "3", *tiny_data()] if options.tiny else []
     if "sft" in options.stages:
         for seed in options.seeds:
@@ -112,12 +110,13 @@ def plan(options: argparse.Namespace) -> list[Run]:
     flags = [*tiny, *(small if options.tiny else []), *options.flags]
     for stage in ("grpo", "trl"):
         for seed in options.seeds if stage in options.stages else []:
-            given = ["configs/word_problems.py", "--seed", seed, "--model.path", RUNS / f"sft-{seed}" / "model", *flags]
+            model = RUNS / f"sft-{seed}" / "model"
+            recipe = ["configs/word_problems.py", "--seed", seed, "--model.path", model, *flags]
             if stage == "grpo":
-                command = [python, *TORCHRUN, "train_grpo.py", *given, "--checkpoint.no-export"]
+                command = [python, *TORCHRUN, "train_grpo.py", *recipe, "--checkpoint.no-export"]
             else:
                 rows = 16 if options.tiny else options.rows
-                command = [python, BENCH / "trl_grpo.py", *given, "--rows", rows, "--weights", "float32"]
+                command = [python, BENCH / "trl_grpo.py", *recipe, "--rows", rows, "--weights", "float32"]
                 command += ["--no-gradient-checkpointing", *(["--no-vllm"] if options.tiny else [])]
             runs.append(Run(stage, seed, command, starts.get(seed)))
     for run in runs:
@@ -126,6 +125,7 @@ def plan(options: argparse.Namespace) -> list[Run]:
 
 
 def tiny_model() -> pathlib.Path:
+    """Make a model of two layers from random weights. Returns its folder."""
     from configs.examples import word_problem_rows
     from grpo.data import toy
 
@@ -133,7 +133,7 @@ def tiny_model() -> pathlib.Path:
 
 
 def tiny_data() -> list[Any]:
-    """Flags for a few rows of the task, whose 40,000 take a while to read."""
+    """Write a few rows of the task, whose 40,000 take a while to read. Returns the flags for them."""
     from configs.examples import word_problem_rows
 
     file = RUNS / "tiny.jsonl"
@@ -148,55 +148,57 @@ def work(runs: list[Run], options: argparse.Namespace, deadline: float) -> None:
     while time.monotonic() < deadline and any(run.process or run.is_ready for run in runs if run.exit_code is None):
         for run in runs:
             if run.process and run.exit_code is None and run.process.poll() is not None:
-                run.exit_code, run.seconds = run.process.returncode, time.monotonic() - run.started
+                run.exit_code = run.process.returncode
+                run.seconds = time.monotonic() - run.started
                 free.append(run.gpu)
                 print(f"{run.stage}-{run.seed}: exit code {run.exit_code} after {run.seconds:.0f} s", flush=True)
                 write(runs, options, show=False)
             elif run.is_ready and free:
                 shutil.rmtree(run.folder, ignore_errors=True)
-                run.gpu, run.started = free.pop(0), time.monotonic()
+                run.gpu = free.pop(0)
+                run.started = time.monotonic()
                 visible = {"CUDA_VISIBLE_DEVICES": str(run.gpu)} if options.gpus else {}
                 run.process = launch(run.command, run.log, **visible)
         time.sleep(0.5)
 
 
 def lines_of(run: Run) -> list[dict[str, Any]]:
-    """Its metrics so far."""
+    """Read what a run has logged so far."""
     return records(run.folder) if (run.folder / "metrics.jsonl").exists() else []
 
 
 def curve(lines: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
-    """(step, seconds since the launch, held-out accuracy) of each evaluation; step 0 is where the first step begins."""
-    taken: dict[int, float] = {}
+    """Return (step, seconds since the launch, held-out accuracy) of each evaluation; step 0 is before the first."""
+    step_seconds: dict[int, float] = {}
     for line in lines:
         seconds = line.get("time/startup", 0.0) + line.get("time/step", 0.0) - line.get("time/evaluate", 0.0)
-        taken[line["step"]] = taken.get(line["step"], 0.0) + seconds
-    after = dict(zip(taken, itertools.accumulate(taken.values()), strict=True))
+        step_seconds[line["step"]] = step_seconds.get(line["step"], 0.0) + seconds
+    after = dict(zip(step_seconds, itertools.accumulate(step_seconds.values()), strict=True))
     after[0] = sum(line.get("time/startup", 0.0) for line in lines if line["step"] <= 1)
     return [(line["step"], after[line["step"]], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
 
 
 def row(run: Run) -> dict[str, Any]:
-    """What a run reached, finished or not; `curve` is for the picture."""
+    """Return a run's row of the table, finished or not; its `curve` is for the picture."""
     lines = lines_of(run)
     steps = [line for line in lines if "time/step" in line]
-    found = {"stage": run.stage, "seed": run.seed, "exit code": run.exit_code, "whole run s": run.seconds}
-    found["steps"] = len(steps)
+    cells = {"stage": run.stage, "seed": run.seed, "exit code": run.exit_code, "whole run s": run.seconds}
+    cells["steps"] = len(steps)
     if run.stage == "sft":
-        return found | {"loss": steps[-1]["loss"] if steps else None}
+        return cells | {"loss": steps[-1]["loss"] if steps else None}
     points = curve(lines)
-    found["method"] = METHODS[run.stage]
+    cells["method"] = METHODS[run.stage]
     if points and len(steps) > 2:
         seconds = [line["time/step"] - line.get("time/evaluate", 0.0) for line in steps]
-        found |= {"start": points[0][2], "end": points[-1][2], "best": max(point[2] for point in points)}
-        found |= {"since launch s": points[-1][1], "steps s": sum(seconds), "s/step": statistics.median(seconds[2:])}
-    return found | {"curve": points}
+        cells |= {"start": points[0][2], "end": points[-1][2], "best": max(point[2] for point in points)}
+        cells |= {"since launch s": points[-1][1], "steps s": sum(seconds), "s/step": statistics.median(seconds[2:])}
+    return cells | {"curve": points}
 
 
 def write(runs: list[Run], options: argparse.Namespace, show: bool) -> None:
-    """JSON, picture and the ends of the logs; with `show` the table."""
+    """Write JSON, picture and the ends of the logs. `show` prints the table."""
     rows = [row(run) for run in runs if run.process]
-    learners = [one for one in rows if one.get("curve")]
+    learners = [cells for cells in rows if cells.get("curve")]
     out = pathlib.Path(os.environ.get("OUT", ROOT / "runs" / "bench"))
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{options.name}.svg").write_text(draw(learners))
@@ -204,7 +206,7 @@ def write(runs: list[Run], options: argparse.Namespace, show: bool) -> None:
     (out / f"{options.name}.log").write_text("".join(tails))
     ends = {}
     for method in METHODS.values():
-        values = [one["end"] for one in learners if one["method"] == method and "end" in one]
+        values = [cells["end"] for cells in learners if cells["method"] == method and "end" in cells]
         if values:
             ends[f"{method}: mean end"] = statistics.mean(values)
             ends[f"{method}: std"] = statistics.stdev(values) if len(values) > 1 else 0.0

@@ -14,7 +14,8 @@ import random
 import runpy
 import sys
 
-BETWEEN_PROMPTS, WITHIN_GROUPS = 0.6, 0.5
+BETWEEN_PROMPTS = 0.6
+WITHIN_GROUPS = 0.5
 
 
 def main(median: str, longest: str, *program: str) -> None:
@@ -24,7 +25,7 @@ def main(median: str, longest: str, *program: str) -> None:
 
 
 def draw_length(prompt: str, completion: str, median: float, longest: int) -> int:
-    """Tokens of a completion: log-normal between the prompts and within a group, by these names alone."""
+    """Draw the tokens of a completion: log-normal between prompts and within a group. The names alone decide."""
     of_prompt = median * random.Random(prompt).lognormvariate(0, BETWEEN_PROMPTS)
     return max(1, min(longest, round(of_prompt * random.Random(completion).lognormvariate(0, WITHIN_GROUPS))))
 
@@ -35,7 +36,8 @@ def force(median: int, longest: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    add_request, num_begun = Scheduler.add_request, collections.Counter()
+    add_request = Scheduler.add_request
+    num_begun = collections.Counter()
 
     def add_forced(self, request):
         if request.max_tokens == longest:

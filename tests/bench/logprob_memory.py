@@ -43,12 +43,12 @@ def main() -> None:
     for chunk in options.chunks:
         for head in ("trained", "frozen"):
             torch.compiler.reset()  # else the second chunk size gets kernels for any size
-            found = measure(*chunked(chunk, head == "frozen", *shape), *shape, PRODUCTS[head])
-            rows.append({"head": head, "chunk tokens": chunk} | found)
+            figures = measure(*chunked(chunk, head == "frozen", *shape), *shape, PRODUCTS[head])
+            rows.append({"head": head, "chunk tokens": chunk} | figures)
             print(rows[-1], flush=True)
     if options.plain:
-        found = measure(*plain(*shape), *shape, PRODUCTS["plain"])
-        rows.append({"head": "plain", "chunk tokens": options.tokens} | found)
+        figures = measure(*plain(*shape), *shape, PRODUCTS["plain"])
+        rows.append({"head": "plain", "chunk tokens": options.tokens} | figures)
     report("logprob_memory", rows, tokens=options.tokens, hidden=options.hidden, vocabulary=options.vocabulary)
 
 
@@ -60,7 +60,7 @@ def new_weight(hidden: int, vocabulary: int) -> torch.nn.Parameter:
 def chunked(
     chunk: int, frozen: bool, tokens: int, hidden: int, vocabulary: int
 ) -> tuple[torch.nn.Parameter, Callable[..., torch.Tensor]]:
-    """The weight, and (hidden states, targets) -> log-probs, of LogprobHead."""
+    """Return the weight of LogprobHead, and its function (hidden states, targets) -> log-probs."""
     sizes = {"in_features": hidden, "out_features": vocabulary, "param_init": {}}
     head = LogprobHead(LogprobHead.Config(**sizes, chunk_tokens=chunk, compile=CUDA))
     head.weight = new_weight(hidden, vocabulary).requires_grad_(not frozen)
@@ -70,7 +70,7 @@ def chunked(
 
 
 def plain(tokens: int, hidden: int, vocabulary: int) -> tuple[torch.nn.Parameter, Callable[..., torch.Tensor]]:
-    """The same without chunks."""
+    """Return the same as `chunked`, without chunks."""
     weight = new_weight(hidden, vocabulary)
 
     def logprobs(hidden_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
@@ -88,10 +88,12 @@ def measure(
     vocabulary: int,
     products: int,
 ) -> dict[str, float]:
-    """GiB beyond hidden states and weights, and milliseconds; the first round compiles."""
+    """Measure GiB beyond hidden states and weights, and milliseconds. The first round compiles."""
     hidden_BTD = torch.randn(1, tokens, hidden, device=weight.device, dtype=weight.dtype).requires_grad_()
     targets_BT = torch.randint(vocabulary, (1, tokens), device=weight.device)
-    forward, backward, peak = [], [], 0
+    forward = []
+    backward = []
+    peak = 0
     for _ in range(ROUNDS + 1):
         weight.grad = hidden_BTD.grad = None
         before = memory()
@@ -103,17 +105,17 @@ def measure(
         backward.append(now() - middle)
         peak = torch.cuda.max_memory_allocated() - before if CUDA else 0
     milliseconds = [1000 * statistics.median(seconds[1:]) for seconds in (forward, backward)]
-    found = {"forward ms": milliseconds[0], "backward ms": milliseconds[1]}
-    found["TFLOP/s"] = products * 2 * tokens * hidden * vocabulary / sum(milliseconds) / 1e9
+    figures = {"forward ms": milliseconds[0], "backward ms": milliseconds[1]}
+    figures["TFLOP/s"] = products * 2 * tokens * hidden * vocabulary / sum(milliseconds) / 1e9
     if CUDA:
         gradients = sum(t.grad.nbytes for t in (weight, hidden_BTD) if t.grad is not None)
         sizes = {"beyond GiB": peak, "gradients GiB": gradients, "working GiB": peak - gradients}
-        found |= {name: size / GIB for name, size in sizes.items()}
-    return found
+        figures |= {name: size / GIB for name, size in sizes.items()}
+    return figures
 
 
 def memory() -> int:
-    """Bytes allocated now, from where the peak is counted again."""
+    """Return the bytes that are allocated now, and count the peak from here."""
     if not CUDA:
         return 0
     torch.cuda.reset_peak_memory_stats()

@@ -35,7 +35,7 @@ def folder_of(method: str, seed: int) -> pathlib.Path:
 
 
 def row(method: str, seed: int) -> list[str]:
-    """Accuracy at the start, the end and its best; seconds of all steps; size of the last checkpoint in KiB."""
+    """Return accuracy at the start, at the end and its best; seconds of all steps; KiB of the last checkpoint."""
     folder = folder_of(method, seed)
     start, *_, end = curve = list(accuracies(folder).values())
     seconds = sum(line.get("time/step", 0) for line in records(folder))
@@ -46,7 +46,7 @@ def row(method: str, seed: int) -> list[str]:
 
 
 def table(methods: list[str], seeds: list[int]) -> str:
-    """Markdown: one row per finished run."""
+    """Return a Markdown table with a row for each finished run."""
     header = ["method", "seed", "start", "end", "best", "seconds", "checkpoint (KiB)"]
     rows = [header, ["---"] * len(header)]
     rows += [row(m, s) for m in methods for s in seeds if is_finished(folder_of(m, s))]

@@ -22,7 +22,7 @@ from toy_runs import ALONE, ROOT, is_finished, records, train
 
 SYNCS = ("merged", "adapters")
 FLAGS = [*ALONE, "--evaluation.interval", "0"]
-NUM_SKIPPED = 2  # steps; the second has the sync check
+NUM_SKIPPED = 2  # first steps; the second has the sync check
 COLUMNS = {  # metric -> its header
     "time/sync": "sync, s",
     "time/generate": "sample, s",
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def table(folders: dict[str, list[pathlib.Path]]) -> str:
-    """Markdown: one row per kind of sync, over its finished runs."""
+    """Return a Markdown table with a row for each kind of sync, over its finished runs."""
     rows = [["sync", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS))]
     for sync, runs in folders.items():
         steps = [line for run in runs if is_finished(run) for line in records(run) if line["step"] > NUM_SKIPPED]
@@ -61,7 +61,7 @@ def table(folders: dict[str, list[pathlib.Path]]) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """Median (lowest to highest)."""
+    """Return median (lowest to highest); "" for no values."""
     if not values:
         return ""
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"

@@ -15,21 +15,22 @@ NUM_COMPLETIONS = 1024
 
 
 def completions(opening: str, closing: str) -> tuple[list[str], list[str]]:
-    """Texts of 0.2 to 2 kB and their references: right, wrong, with units and prices, and some without an answer."""
+    """Write texts of 0.2 to 2 kB and their references: right, wrong, with units and prices, some without an answer."""
     draw = random.Random(0)
-    texts, references = [], []
+    texts = []
+    references = []
     for i in range(NUM_COMPLETIONS):
         a, b = draw.randrange(2, 400), draw.randrange(2, 90)
         step = f"She sells {a} boxes at ${b} each, so {a} * {b} = {a * b}. "
-        given = [f"{a * b}", f"${a * b:,}", f"{a * b} dollars", f"{a * b + 1}", f"{a * b}.0", f"{a}/{b}"][i % 6]
-        answer = f"{opening}{a * b if opening != '<answer>' else given}{closing}"
+        number = [f"{a * b}", f"${a * b:,}", f"{a * b} dollars", f"{a * b + 1}", f"{a * b}.0", f"{a}/{b}"][i % 6]
+        answer = f"{opening}{a * b if opening != '<answer>' else number}{closing}"
         texts.append(f"<think>{step * draw.randrange(3, 30)}</think>" + (answer if i % 8 else "I cannot say."))
         references.append(f"{step}\n#### {a * b:,}")
     return texts, references
 
 
 def measure() -> dict[str, float]:
-    """Of the checkout that comes first on the path; seconds."""
+    """Measure the checkout that comes first on the path; seconds."""
     from grpo.rewards.builtin import math_reward
 
     seconds = {}

@@ -21,11 +21,11 @@ FILES = "configs/examples/methods"
 ROWS = ["--data.path", "configs/examples/toys.py:addition:train[:1024]"]
 HOPELESS = ["--data.path", "tests/bench/hopeless.py:rows", "--reward.functions", "math_reward", "1"]
 HOPELESS += ["--evaluation.path", "configs/examples/toys.py:addition:test"]
-# By name, what is a method's own on one process, colocated on one core.
+# Flags of each method; it runs in one process on one core
 METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
     "gentle": ["--algorithm.loss", "configs/examples/my_method.py:gentle"],
     "maxrl": ["--algorithm.advantages", "maxrl"],
-    "fp8_cache": ["--generator.engine", "kv_cache_dtype", "fp8", "--sync-check-interval", "0"],  # which it fails
+    "fp8_cache": ["--generator.engine", "kv_cache_dtype", "fp8", "--sync-check-interval", "0"],  # it fails that check
     "vespo": ["--algorithm.loss", f"{FILES}/vespo.py:vespo", "--algorithm.aggregation", "token_mean"]
     + ["--algorithm.old-logprobs", "generator"],
     "gmpo": ["--algorithm.loss", f"{FILES}/gmpo.py:gmpo"],
@@ -39,8 +39,8 @@ METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
     "hopeless_medium": [*HOPELESS, "--data.curriculum", "configs/examples/curriculum.py:medium_first"],
     "gdpo": ["--algorithm.advantages", "gdpo"],  # the recipe has two reward functions
 }
-# By name, a loss and how many steps its generator is behind, on 1 trainer + 1 generator, a core each. grpo has the
-# importance correction that overlap requires, here the default (truncate); dppo's ratio is the sampler's already.
+# Loss, and by how many steps its generator is behind. 1 trainer and 1 generator, each on a core. grpo has the
+# importance correction that overlap requires (by default truncate); dppo's ratio is to the sampler's log-probs anyway.
 LAGS = {f"{loss}-lag{lag}": (loss, lag) for loss in ("grpo", "dppo") for lag in (0, 1)}
 SPLIT = ["--roles.num-trainers", "1", "--roles.num-references", "0", "--roles.num-generators", "1"]
 
@@ -55,25 +55,32 @@ def main() -> None:
     # seed after seed, so that an interrupted bench has something of every method
     runs = [(method, seed) for seed in options.seeds for method in options.methods]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda chosen: run(*chosen, options.flags), runs))
+        futures = [pool.submit(run, method, seed, options.flags) for method, seed in runs]
+    for future in futures:
+        future.result()  # raises what the run raised
     print(table(options.methods, options.seeds))
 
 
 def folder_of(method: str, seed: int) -> pathlib.Path:
+    """Return the folder of a run."""
     return ROOT / "runs" / "methods" / f"{method}-{seed}"
 
 
 def run(method: str, seed: int, flags: list[str]) -> None:
+    """Train by a method, unless that is done."""
     if method in LAGS:
         loss, lag = LAGS[method]
-        own = [*SPLIT, "--algorithm.loss", loss, "--overlap-steps", str(lag)]
+        own_flags = [*SPLIT, "--algorithm.loss", loss, "--overlap-steps", str(lag)]
+        num_ranks = 2
     else:
-        own = [*ALONE, *METHODS[method]]
-    arguments = ["configs/toy_arithmetic.py", *FLAGS, *own, "--seed", str(seed), *flags]
-    train(folder_of(method, seed), arguments, num_ranks=2 if method in LAGS else 1)
+        own_flags = [*ALONE, *METHODS[method]]
+        num_ranks = 1
+    arguments = ["configs/toy_arithmetic.py", *FLAGS, *own_flags, "--seed", str(seed), *flags]
+    train(folder_of(method, seed), arguments, num_ranks)
 
 
 def table(methods: list[str], seeds: list[int]) -> str:
+    """Return a Markdown table with a row for each method that has a finished run."""
     rows = ["| method | start | end | best | end, mean (std) | last reward/mean | mismatch/ess, lowest |"]
     rows.append("|---|---|---|---|---|---|---|")
     for method in methods:
@@ -82,10 +89,12 @@ def table(methods: list[str], seeds: list[int]) -> str:
             continue
         curves = [list(accuracies(folder).values()) for folder in folders]
         steps = [[line for line in records(folder) if "reward/mean" in line] for folder in folders]
-        columns = [[curve[0] for curve in curves], [curve[-1] for curve in curves], [max(curve) for curve in curves]]
-        spread = statistics.stdev(columns[1]) if len(folders) > 1 else 0
-        cells = [" ".join(f"{x:.3f}" for x in values) for values in columns]
-        cells.append(f"{statistics.mean(columns[1]):.3f} ({spread:.3f})")
+        starts = [curve[0] for curve in curves]
+        ends = [curve[-1] for curve in curves]
+        bests = [max(curve) for curve in curves]
+        deviation = statistics.stdev(ends) if len(folders) > 1 else 0
+        cells = [" ".join(f"{accuracy:.3f}" for accuracy in values) for values in (starts, ends, bests)]
+        cells.append(f"{statistics.mean(ends):.3f} ({deviation:.3f})")
         cells.append(f"{statistics.mean(lines[-1]['reward/mean'] for lines in steps):.2f}")
         cells.append(" ".join(f"{min(line['mismatch/ess'] for line in lines):.2f}" for lines in steps))
         rows.append(f"| {method} | {' | '.join(cells)} |")

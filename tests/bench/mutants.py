@@ -12,6 +12,7 @@ import ast
 import concurrent.futures
 import copy
 import importlib
+import itertools
 import os
 import pathlib
 import resource
@@ -126,23 +127,27 @@ def outcome(tree: pathlib.Path, tests: tuple[str, ...]) -> str:
 
 def try_part(file: str, part: int) -> tuple[list[str], int]:
     """Run every NUM_PROCESSES-th mutant of a file; returns the survivors and how many there were."""
-    source, survivors, count = (ROOT / file).read_text(), [], 0
+    source = (ROOT / file).read_text()
+    survivors = []
+    count = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder) / "tree"
         unwanted = shutil.ignore_patterns(".*", "__pycache__", "runs", "shared")
         shutil.copytree(ROOT, tree, ignore=unwanted, symlinks=True)
-        if (unchanged := outcome(tree, TESTS[file])) != "passed":
+        unchanged = outcome(tree, TESTS[file])
+        if unchanged != "passed":
             raise RuntimeError(f"{file}: the tests of the unchanged tree: {unchanged}")
         parsed = ast.parse(source)
         total = sum(1 for _ in mutants(parsed, FUNCTIONS.get(file, ())))
         for number in range(part, total, NUM_PROCESSES):
             changed = copy.deepcopy(parsed)
-            line, told, make = next(m for n, m in enumerate(mutants(changed, FUNCTIONS.get(file, ()))) if n == number)
+            all_mutants = mutants(changed, FUNCTIONS.get(file, ()))
+            line, description, make = next(itertools.islice(all_mutants, number, None))
             make()
             (tree / file).write_text(ast.unparse(ast.fix_missing_locations(changed)))
             count += 1
             if outcome(tree, TESTS[file]) == "passed":
-                survivors.append(f"{file}:{line}: {told}")
+                survivors.append(f"{file}:{line}: {description}")
     return survivors, count
 
 
@@ -155,8 +160,9 @@ def main(wanted: list[str]) -> None:
         del sys.modules[name]
     with concurrent.futures.ProcessPoolExecutor(NUM_PROCESSES) as pool:
         for file in (file for file in TESTS if not wanted or any(part in file for part in wanted)):
-            found = list(pool.map(try_part, [file] * NUM_PROCESSES, range(NUM_PROCESSES)))
-            survivors, count = sum((s for s, _ in found), []), sum(c for _, c in found)
+            parts = list(pool.map(try_part, [file] * NUM_PROCESSES, range(NUM_PROCESSES)))
+            survivors = sum((s for s, _ in parts), [])
+            count = sum(c for _, c in parts)
             print("\n".join([*sorted(survivors), f"{file}: {count - len(survivors)} of {count} killed"]), flush=True)
 
 

@@ -58,9 +58,11 @@ def main() -> None:
         failed: dict[str, str] = {}
         for number in range(options.rounds):
             for method in options.methods:
-                found, problem = run(method, folder, f"{shape}-{method}-{number}".replace("/", "-"), options)
-                steps[method] += found
-                failed |= {method: problem} if problem else {}
+                name = f"{shape}-{method}-{number}".replace("/", "-")
+                new_steps, problem = run(method, folder, name, options)
+                steps[method] += new_steps
+                if problem:
+                    failed[method] = problem
                 done = [row(shape, name, steps[name], steps.get("ours", []), failed) for name in options.methods]
                 report(options.name, rows + done, show=False, flags=options.flags)
         rows += done
@@ -69,47 +71,58 @@ def main() -> None:
 
 
 def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespace) -> tuple[list[dict], str]:
-    """The lines of the steps after the warm ones, and what went wrong, if anything did."""
-    run_dir, is_ours = RUNS / name, method == "ours"
+    """Run a method once. Returns the metrics of the steps after the warm ones, and what went wrong ("" if nothing)."""
+    run_dir = RUNS / name
+    is_ours = method == "ours"
     shutil.rmtree(run_dir, ignore_errors=True)
-    given = ["tests/bench/colocated.py", "--model.path", folder, "--data.path", folder / "prompts.jsonl"]
-    given += ["--prompts-per-step", options.prompts, "--group-size", options.group_size]
-    given += ["--data.max-prompt-tokens", options.prompt_tokens, "--generator.max-completion-tokens", options.tokens]
-    num_steps = options.steps if is_ours else options.trl_steps or options.steps
-    given += ["--num-steps", num_steps, *(TINY if options.tiny else []), "--run-dir", run_dir]
-    forced = [BENCH / "lengths.py", options.median_tokens, options.tokens] if options.median_tokens else []
+    recipe = ["tests/bench/colocated.py", "--model.path", folder, "--data.path", folder / "prompts.jsonl"]
+    recipe += ["--prompts-per-step", options.prompts, "--group-size", options.group_size]
+    recipe += ["--data.max-prompt-tokens", options.prompt_tokens, "--generator.max-completion-tokens", options.tokens]
+    num_steps = options.steps
+    num_warm = options.warm_steps[0]
+    if not is_ours:
+        num_steps = options.trl_steps or options.steps
+        num_warm = options.warm_steps[1]
+    recipe += ["--num-steps", num_steps, *(TINY if options.tiny else []), "--run-dir", run_dir]
+    lengths = []  # a program that runs the rest of the command
+    if options.median_tokens:
+        lengths = [BENCH / "lengths.py", options.median_tokens, options.tokens]
     if is_ours:
-        command = [sys.executable, *TORCHRUN, *forced, "train_grpo.py", *given, *options.flags]
+        command = [sys.executable, *TORCHRUN, *lengths, "train_grpo.py", *recipe, *options.flags]
     else:
         kind, _, rows = method.partition("/")
-        command = [sys.executable, *forced, BENCH / "trl_grpo.py", *given, "--rows", rows or "32"]
-        command += ["--no-gradient-checkpointing"] if kind == "trl-nogc" else []
-        command += ["--no-vllm", "--weights", "float32"] if options.tiny else []
+        command = [sys.executable, *lengths, BENCH / "trl_grpo.py", *recipe, "--rows", rows or "32"]
+        if kind == "trl-nogc":
+            command += ["--no-gradient-checkpointing"]
+        if options.tiny:
+            command += ["--no-vllm", "--weights", "float32"]
     log = RUNS / f"{name}.log"
     code = run_limited(command, log, options.limit)
     out = os.environ.get("OUT")
     if out and code != 0:
         (pathlib.Path(out) / f"{options.name}.log").write_text(log.read_text()[-100_000:])  # of the last that failed
     lines = records(run_dir) if (run_dir / "metrics.jsonl").exists() else []
-    steps, num_warm = [line for line in lines if "time/step" in line], options.warm_steps[0 if is_ours else 1]
+    steps = [line for line in lines if "time/step" in line]
     print(f"{name}: every step took {[round(step['time/step'], 2) for step in steps]} s", flush=True)
     return steps[num_warm:], "" if code == 0 else f"{code}, see {log}"
 
 
 def row(shape: str, method: str, steps: list[dict], ours: list[dict], failed: dict[str, str]) -> dict[str, Any]:
-    """One line of the table."""
-    found: dict[str, Any] = {"shape": shape, "method": method}
+    """Return the row of a method in the table."""
+    cells: dict[str, Any] = {"shape": shape, "method": method}
     if steps:
         seconds = [step["time/step"] for step in steps]
-        found |= {"steps": len(steps), "s/step": spread(seconds)}
-        found["tokens/s"] = spread([step["tokens_per_second"] for step in steps])
-        found["tokens/step"] = statistics.median(step["tokens_per_second"] * step["time/step"] for step in steps)
+        cells |= {"steps": len(steps), "s/step": spread(seconds)}
+        cells["tokens/s"] = spread([step["tokens_per_second"] for step in steps])
+        cells["tokens/step"] = statistics.median(step["tokens_per_second"] * step["time/step"] for step in steps)
         if method != "ours" and ours:
-            found["ratio"] = statistics.median(seconds) / statistics.median(step["time/step"] for step in ours)
+            cells["ratio"] = statistics.median(seconds) / statistics.median(step["time/step"] for step in ours)
         for phase in PHASES:
             if f"time/{phase}" in steps[0]:
-                found[phase] = statistics.median(step.get(f"time/{phase}", 0.0) for step in steps)
-    return found | ({"failed": failed[method]} if method in failed else {})
+                cells[phase] = statistics.median(step.get(f"time/{phase}", 0.0) for step in steps)
+    if method in failed:
+        cells["failed"] = failed[method]
+    return cells
 
 
 if __name__ == "__main__":

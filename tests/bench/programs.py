@@ -26,7 +26,8 @@ def measure() -> dict[str, float]:
 
         run = functools.partial(run_python, "print(6 * 7)", timeout_seconds=20, memory_gib=1)
     assert run().stdout == "42\n"  # also tries out what the kernel grants
-    start, used = time.perf_counter(), cpu_seconds()
+    start = time.perf_counter()
+    used = cpu_seconds()
     for _ in range(NUM_PROGRAMS):
         run()
     return {
@@ -36,7 +37,7 @@ def measure() -> dict[str, float]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of those that it started and waited for."""
+    """Return the CPU seconds of this process and of those that it started and waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

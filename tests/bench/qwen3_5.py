@@ -1,4 +1,4 @@
-"""What of Qwen3.5 needs a GPU: trainer and vLLM in bfloat16, the sync in place, whole runs, memory and speed.
+"""Checks of Qwen3.5 that need a GPU: trainer and vLLM in bfloat16, the sync in place, whole runs, memory and speed.
 
     python tests/bench/qwen3_5.py [--out runs/bench/qwen3_5] [--parts agreement grpo images train] [--limit 290]
 
@@ -96,13 +96,13 @@ def main() -> None:
 
 
 def run_part(part: str, seconds: float, options: argparse.Namespace) -> str:
-    """Run a part, whose output goes to a file, and print the lines that it says; returns how it ended."""
+    """Run a part with its output in a file, and print the end of that if it failed. Returns how it ended."""
     log = options.out / f"{part}.log"
     command = [sys.executable, __file__, "--out", str(options.out), "--child", part]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    given = os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as file:
-        child = subprocess.Popen(command, cwd=ROOT, env=given, stdout=file, stderr=file, start_new_session=True)
+        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
         try:
             outcome = f"exit code {child.wait(seconds)}"
         except subprocess.TimeoutExpired:
@@ -164,17 +164,17 @@ def agreement(out: pathlib.Path) -> None:
     prompts = [Prompt(index=index, ids=ids) for index, ids in enumerate(PROMPTS)]
     for version in range(4):
         batch, pairs = sample(generator, prompts)
-        found = {"version": version, "tokens": int(batch.loss_mask_N.sum())}
-        found["two runs of vLLM"] = summary(torch.cat(pairs))
+        facts = {"version": version, "tokens": int(batch.loss_mask_N.sum())}
+        facts["two runs of vLLM"] = summary(torch.cat(pairs))
         trainer_N = trainer.logprobs(batch)
-        found["trainer - vLLM"] = summary((trainer_N - batch.generator_logprobs_N)[batch.loss_mask_N])
+        facts["trainer - vLLM"] = summary((trainer_N - batch.generator_logprobs_N)[batch.loss_mask_N])
         if version == 0:
             exact_N = exact_logprobs(folder, batch, roles.device)
-            found["trainer - float32"] = summary((trainer_N - exact_N)[batch.loss_mask_N])
-            found["vLLM - float32"] = summary((batch.generator_logprobs_N - exact_N)[batch.loss_mask_N])
+            facts["trainer - float32"] = summary((trainer_N - exact_N)[batch.loss_mask_N])
+            facts["vLLM - float32"] = summary((batch.generator_logprobs_N - exact_N)[batch.loss_mask_N])
         check_sync(prompts, trainer, generator, config.largest_mismatch, roles)
-        found["sync check"] = "passed"
-        say(out, "agreement", **found)
+        facts["sync check"] = "passed"
+        say(out, "agreement", **facts)
         if version == 3:
             break
         advantages_S = torch.linspace(-1, 1, batch.num_sequences)
@@ -197,7 +197,7 @@ def agreement(out: pathlib.Path) -> None:
 
 
 def tiny_config(folder: str):
-    """The config of the first part."""
+    """Return the config of the first part."""
     from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
 
     return GRPOConfig(
@@ -219,7 +219,7 @@ def tiny_config(folder: str):
 
 
 def sample(generator, prompts):
-    """A batch of completions, and for each the differences between two runs of the engine, as far as they agree."""
+    """Complete each prompt twice. Returns a batch, and for each completion the differences, as far as its ids agree."""
     from grpo.data.batches import make_batch, sample_of
     from grpo.types import Requests
 
@@ -228,16 +228,16 @@ def sample(generator, prompts):
     apart = [completion for prompt in prompts for completion in generator.generate(Requests([prompt]), GROUP_SIZE)]
     repeated = [prompt for prompt in prompts for _ in range(GROUP_SIZE)]
     differences = []
-    for one, two in zip(together, apart, strict=True):
-        length = min(one.num_tokens, two.num_tokens)
-        same = (one.ids_T[:length] == two.ids_T[:length]).long().cumprod(0).sum()
-        differences.append((one.logprobs_T[:same] - two.logprobs_T[:same]).abs())
+    for first, second in zip(together, apart, strict=True):
+        length = min(first.num_tokens, second.num_tokens)
+        num_same = (first.ids_T[:length] == second.ids_T[:length]).long().cumprod(0).sum()
+        differences.append((first.logprobs_T[:num_same] - second.logprobs_T[:num_same]).abs())
     samples = [sample_of(prompt, completion) for prompt, completion in zip(repeated, together, strict=True)]
     return make_batch(samples), differences
 
 
 def exact_logprobs(folder: str, batch, device: torch.device) -> torch.Tensor:
-    """Log-probs [N] by transformers in float32, with the weights rounded to bfloat16."""
+    """Compute log-probs [N] by transformers in float32, with the weights rounded to bfloat16."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float().to(device)
@@ -251,14 +251,14 @@ def exact_logprobs(folder: str, batch, device: torch.device) -> torch.Tensor:
 
 
 def summary(difference_M: torch.Tensor) -> dict[str, float]:
-    """Mean, 99th percentile and largest of the absolute differences, nats."""
+    """Return mean, 99th percentile and largest of the absolute differences, nats."""
     values = difference_M.abs().float()
     parts = {"mean": values.mean(), "p99": values.quantile(0.99), "max": values.max()}
     return {name: float(f"{value:.3g}") for name, value in parts.items()}
 
 
 def describe(generator) -> dict[str, Any]:
-    """What the engine chose."""
+    """Return what the engine chose."""
     config = generator.llm.llm_engine.vllm_config
     cache = config.cache_config
     return {
@@ -270,7 +270,7 @@ def describe(generator) -> dict[str, Any]:
 
 
 def dtypes(generator) -> dict[str, str]:
-    """The dtypes in which the live engine holds the parts of its first delta net."""
+    """Return the dtypes in which the live engine holds the parts of its first delta net."""
     (model,) = generator.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
     held = {name.rpartition("linear_attn.")[2]: str(part.dtype) for name, part in model.named_parameters()}
     return {name: held[name] for name in ("A_log", "dt_bias", "norm.weight", "conv1d.weight") if name in held}
@@ -281,7 +281,7 @@ def dtypes(generator) -> dict[str, str]:
 
 
 def run_grpo(out: pathlib.Path, part: str, folder: str, steps: int, *flags: str) -> pathlib.Path:
-    """A run of train_grpo.py on one rank; says the metrics of its steps and returns its exported model."""
+    """Run train_grpo.py on one rank and print the metrics of its steps. Returns its exported model."""
     run_dir = out / f"{part}-run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
     command += ["tests/e2e/tiny.py", "--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0"]
@@ -297,14 +297,14 @@ def run_grpo(out: pathlib.Path, part: str, folder: str, steps: int, *flags: str)
 
 
 def grpo(out: pathlib.Path) -> None:
-    """Four steps; the export holds other weights than the start, and transformers loads it without a complaint."""
+    """Take four steps, and compare the export with the start. transformers should load it without a complaint."""
     start = tiny(out, "text")
     exported = run_grpo(out, "grpo", start, 4, "--generator.sleep")
     compare_export(out, "grpo", start, exported)
 
 
 def images(out: pathlib.Path) -> None:
-    """Two steps from a folder of a model that sees images, without compiled graphs in the engine."""
+    """Take two steps from a folder of a model that sees images, without compiled graphs in the engine."""
     start = str(out / "images")
     make_image_model(out / "images", TINY)
     exported = run_grpo(out, "images", start, 2, "--generator.engine", "enforce_eager", "true")
@@ -312,7 +312,7 @@ def images(out: pathlib.Path) -> None:
 
 
 def compare_export(out: pathlib.Path, part: str, start: str, exported: pathlib.Path) -> None:
-    """Say which tensors an export has carried along, trained or lost, and what transformers says of it."""
+    """Print how many tensors an export has carried along, trained or lost, and what transformers says of it."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -325,7 +325,7 @@ def compare_export(out: pathlib.Path, part: str, start: str, exported: pathlib.P
     _, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     facts = {"carried": f"{same} of {len(carried)}", "trained": f"{moved} of {len(trained)}"}
     facts["lost"] = len(before.keys() - after.keys())
-    facts["loading"] = {name: len(found) for name, found in report.items()}
+    facts["loading"] = {name: len(tensors) for name, tensors in report.items()}
     say(out, part, **facts)
 
 
@@ -415,7 +415,7 @@ class NoMetrics:
 
 
 def negative_logprobs(micro, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor):
-    """The loss of supervised training."""
+    """Return the loss of supervised training, and no metrics."""
     loss_BT = -logprobs_BT / micro.num_loss_tokens_BT
     return loss_BT.where(micro.loss_mask_BT, 0).sum(), {}
 

@@ -4,5 +4,5 @@ import zlib
 
 
 def coin(completions, **columns):
-    """1.0 or 0.0 by a checksum of the text."""
+    """Give 1.0 or 0.0 by a checksum of the text."""
     return [float(zlib.crc32(text.encode()) % 2) for text in completions]

@@ -35,7 +35,7 @@ def main(old: pathlib.Path, new: pathlib.Path, *renamed: str) -> int:
 
 
 def values(line: str) -> dict:
-    """One line without its clocks."""
+    """Read a line of metrics without its clocks."""
     values = {name: value for name, value in json.loads(line).items() if not name.startswith(CLOCKS)}
     if "rewards" in values:
         values["rewards"] = {name.rsplit("/", 1)[-1]: value for name, value in values["rewards"].items()}

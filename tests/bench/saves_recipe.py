@@ -37,9 +37,12 @@ config = change(
 
 def watch_files(operation: int, delay: float, note: str) -> None:
     """Note what this process does to files of checkpoints in its third save, and kill it at one of these operations."""
-    save, fsync, saves, lines = CheckpointSaver.save, os.fsync, [], []
+    save = CheckpointSaver.save
+    fsync = os.fsync
+    saves = []
+    lines = []
 
-    def tell(line: str) -> None:
+    def write_note(line: str) -> None:
         with open(note, "a") as file:
             file.write(f"{line}\n")
 
@@ -47,16 +50,16 @@ def watch_files(operation: int, delay: float, note: str) -> None:
         self.finish()  # its operations are those of the save before
         if not saves:
             folder = pathlib.Path(self.config.run_dir) / "checkpoints"
-            tell(" ".join(["there:", *sorted(path.name for path in folder.glob("*"))]))
+            write_note(" ".join(["there:", *sorted(path.name for path in folder.glob("*"))]))
         saves.append(step)
         save(self, step, *rest)
 
     def begin(what: str, path: str) -> None:
-        """An operation, before it is done."""
+        """Note an operation before it is done."""
         if len(saves) < SAVE or "/checkpoints/" not in path:
             return
         lines.append(what)
-        tell(f"step {saves[-1]}, operation {len(lines)}: {what} {path.partition('/checkpoints/')[2]}")
+        write_note(f"step {saves[-1]}, operation {len(lines)}: {what} {path.partition('/checkpoints/')[2]}")
         if len(lines) == operation:
             if delay:
                 threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -74,7 +77,8 @@ def watch_files(operation: int, delay: float, note: str) -> None:
         begin("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    CheckpointSaver.save, os.fsync = counting_save, counting_fsync
+    CheckpointSaver.save = counting_save
+    os.fsync = counting_fsync
     sys.addaudithook(hear)
 
 

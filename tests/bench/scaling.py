@@ -74,12 +74,13 @@ def main() -> None:
 
 
 def run_all(cases: list[Case], options: argparse.Namespace) -> None:
-    """Each as soon as there are GPUs for it."""
+    """Run each case as soon as there are GPUs for it."""
     free = gpus = list(range(max(options.gpus))) if options.cpu else visible_gpus(max(options.gpus))
     while any(case.outcome in ("not begun", "runs") for case in cases):
         for case in cases:
             if case.outcome == "not begun" and len(free) >= case.num_gpus:
-                case.gpus, free = tuple(free[: case.num_gpus]), [] if options.cpu else free[case.num_gpus :]
+                case.gpus = tuple(free[: case.num_gpus])
+                free = [] if options.cpu else free[case.num_gpus :]
                 begin(case, options)
             elif case.outcome == "runs" and (case.process.poll() is not None or time.monotonic() > case.deadline):
                 case.outcome = f"exit code {case.process.poll()}" if case.process.poll() is not None else "too long"
@@ -90,7 +91,8 @@ def run_all(cases: list[Case], options: argparse.Namespace) -> None:
 
 
 def begin(case: Case, options: argparse.Namespace) -> None:
-    folder, model = folder_of(case, options), checkpoint(options.shape)
+    folder = folder_of(case, options)
+    model = checkpoint(options.shape)
     shutil.rmtree(folder, ignore_errors=True)
     half = case.num_gpus // 2
     roles = ["--roles.num-trainers", case.num_gpus]
@@ -104,7 +106,8 @@ def begin(case: Case, options: argparse.Namespace) -> None:
     command += ["--sync-check-interval", "0", "--checkpoint.no-export", *roles, *options.flags]
     visible = {} if options.cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, case.gpus))}
     case.process = launch(command, folder.with_suffix(".log"), **visible)
-    case.deadline, case.outcome = time.monotonic() + options.limit, "runs"
+    case.deadline = time.monotonic() + options.limit
+    case.outcome = "runs"
 
 
 def folder_of(case: Case, options: argparse.Namespace) -> Any:
@@ -112,9 +115,9 @@ def folder_of(case: Case, options: argparse.Namespace) -> Any:
 
 
 def table_of(cases: list[Case], options: argparse.Namespace) -> list[dict[str, object]]:
-    """A row for each case."""
+    """Return a row for each case."""
     steps = {case.name: steps_of(case, options) for case in cases}
-    rates = {name: [step["tokens_per_second"] for step in found] for name, found in steps.items() if found}
+    rates = {name: [step["tokens_per_second"] for step in its_steps] for name, its_steps in steps.items() if its_steps}
     ones = [statistics.median(rates[case.name]) for case in cases if case.num_gpus == 1 and case.name in rates]
     rows = []
     for case in cases:
@@ -125,10 +128,10 @@ def table_of(cases: list[Case], options: argparse.Namespace) -> list[dict[str, o
         row["tokens/s"] = spread(rates[case.name])
         if ones:
             row["over one"] = statistics.median(rates[case.name]) / max(ones)
-        found = steps[case.name]
-        row["step s"] = spread([step["time/step"] for step in found])
+        its_steps = steps[case.name]
+        row["step s"] = spread([step["time/step"] for step in its_steps])
         for phase in PHASES:
-            row[f"{phase} s"] = statistics.median(step.get(f"time/{phase}", 0.0) for step in found)
+            row[f"{phase} s"] = statistics.median(step.get(f"time/{phase}", 0.0) for step in its_steps)
         rows.append(row)
     return rows
 

@@ -53,9 +53,11 @@ def main() -> None:
 
 
 def watch(process: subprocess.Popen, steps: int) -> dict[str, list[tuple[int, float]]]:
-    """Look at the run until it ends; returns of each thing that is measured (step, value)."""
+    """Look at the run until it ends. Returns (step, value) pairs of each thing that is measured."""
     seen: dict[str, list[tuple[int, float]]] = {}
-    deadline, began, step = time.monotonic() + RUN_LIMIT, time.time(), 0
+    deadline = time.monotonic() + RUN_LIMIT
+    began = time.time()
+    step = 0
     path = RUN_DIR / "metrics.jsonl"
     while process.poll() is None:
         if time.monotonic() > deadline:
@@ -75,7 +77,7 @@ def watch(process: subprocess.Popen, steps: int) -> dict[str, list[tuple[int, fl
 
 
 def look(launcher: int) -> dict[str, float]:
-    """Of both ranks, in the order of their start, and of all that runs below torchrun."""
+    """Measure both ranks, in the order of their start, and all that runs below torchrun."""
     ranks = sorted(psutil.Process(launcher).children(), key=lambda rank: rank.pid)
     family = psutil.Process(launcher).children(recursive=True)
     values = {}
@@ -89,9 +91,11 @@ def look(launcher: int) -> dict[str, float]:
 
 
 def slope_row(what: str, points: Sequence[tuple[int, float]], steps: int) -> dict[str, object]:
-    """One row of the table: the first stretch, the last, and the line through all."""
-    first, length = WARM_UP * steps, (1 - WARM_UP) * steps / STRETCHES
-    middles, values = [], []
+    """Return a row of the table: the first stretch, the last, and the line through all."""
+    first = WARM_UP * steps
+    length = (1 - WARM_UP) * steps / STRETCHES
+    middles = []
+    values = []
     for number in range(STRETCHES):
         low, high = first + number * length, first + (number + 1) * length
         inside = [value for step, value in points if low < step <= high]
@@ -104,7 +108,7 @@ def slope_row(what: str, points: Sequence[tuple[int, float]], steps: int) -> dic
 
 
 def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Slope of the least-squares line, and its standard error (of independent residuals of one variance)."""
+    """Return the slope of the least-squares line and its standard error (independent residuals of one variance)."""
     slope, intercept = statistics.linear_regression(x, y)
     squares = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
     mean = statistics.mean(x)

@@ -1,5 +1,6 @@
-"""What the speed benches share: a checkpoint of a real shape, physical floors, summaries, and a table with its JSON."""
+"""What benches share: a checkpoint of a real shape, physical floors, processes that end, tables with their JSON."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ PEAK_TFLOPS = 989.0
 
 
 def checkpoint(shape: str, prompt_tokens: int = 128) -> pathlib.Path:
-    """The folder of a random checkpoint of `random_checkpoint.py`, made if it is not there."""
+    """Return the folder of a random checkpoint. `random_checkpoint.py` makes it if it is not there."""
     name = shape if prompt_tokens == 128 else f"{shape}-{prompt_tokens}"
     folder = pathlib.Path(os.environ.get("BENCH_MODELS", "/tmp/bench_models")) / name
     if not (folder / "prompts.jsonl").exists():
@@ -29,7 +30,7 @@ def checkpoint(shape: str, prompt_tokens: int = 128) -> pathlib.Path:
 
 
 def visible_gpus(least: int) -> list[int]:
-    """Their numbers on this machine: all, or those of CUDA_VISIBLE_DEVICES. Ends the bench if there are fewer."""
+    """Return the numbers of all GPUs, or of those in CUDA_VISIBLE_DEVICES. Fewer than `least` raise SystemExit."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [int(number) for number in listed.split(",")] if listed else list(range(torch.cuda.device_count()))
     if len(gpus) < least:
@@ -38,20 +39,21 @@ def visible_gpus(least: int) -> list[int]:
 
 
 def launch(command: Sequence[Any], log: pathlib.Path, **environment: str) -> subprocess.Popen:
-    """Start a program in a session of its own, with its output in `log`; whoever calls this calls `end` on it."""
+    """Start a program in its own session, with its output in `log`. The caller must `end` it."""
     log.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` ends the bench: then its programs end too
-    given = {"OMP_NUM_THREADS": "8"} | os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    paths = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    variables = {"OMP_NUM_THREADS": "8"} | os.environ | paths | environment
+    words = [str(word) for word in command]
     with open(log, "w") as file:
-        words = [str(word) for word in command]
-        return subprocess.Popen(
-            words, cwd=ROOT, stdout=file, stderr=file, env=given | environment, start_new_session=True
-        )
+        return subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file, env=variables, start_new_session=True)
 
 
 def end(process: subprocess.Popen) -> None:
-    """SIGTERM comes first: torchrun passes it on, while its ranks, sessions of their own, outlive a killed torchrun and
-    would hold the GPU against the runs that follow."""
+    """Stop a program by SIGTERM, and after 40 s by SIGKILL.
+
+    torchrun passes SIGTERM on to its ranks. They outlive a killed torchrun, and would hold the GPU against later runs.
+    """
     process.terminate()
     try:
         process.wait(40)
@@ -59,8 +61,15 @@ def end(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def end_all(processes: Sequence[subprocess.Popen]) -> None:
+    """End several programs at the same time. A second SIGTERM would disturb a torchrun that is ending its ranks."""
+    if processes:
+        with concurrent.futures.ThreadPoolExecutor(len(processes)) as pool:
+            list(pool.map(end, processes))
+
+
 def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float) -> int | str:
-    """A program's exit code, or why it has none; its output goes to `log`. Whatever happens, it is ended here."""
+    """Run a program, at most `limit` seconds, with its output in `log`. Returns its exit code, or why it has none."""
     process = launch(command, log)
     try:
         return process.wait(limit)
@@ -71,23 +80,24 @@ def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float) -> int 
 
 
 def run_child(command: Sequence[Any], log: pathlib.Path, limit: float) -> dict[str, Any]:
-    """The last line of a program's output that is JSON, or what went wrong; see `run_limited`."""
+    """Run a program as `run_limited` does. Returns the last line of its output that is JSON, or what went wrong."""
     code = run_limited(command, log, limit)
     lines = log.read_text().splitlines()
-    found = [line for line in lines if line.startswith("{")]  # libraries may print after it, as they end
-    if code == 0 and found:
-        return json.loads(found[-1])
+    json_lines = [line for line in lines if line.startswith("{")]  # libraries may print after it, as they end
+    if code == 0 and json_lines:
+        return json.loads(json_lines[-1])
     errors = [line for line in lines if "Error" in line or line.startswith("error")]
-    return {"failed": f"{code}: {errors[-1][:300] if errors else f'see {log}'}"}
+    reason = errors[-1][:300] if errors else f"see {log}"
+    return {"failed": f"{code}: {reason}"}
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median (lowest to highest)."""
+    """Return median (lowest to highest)."""
     return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown; the columns are the keys of all rows, in their order, except those of lists."""
+    """Return a Markdown table. Its columns are the keys of all rows, in their order, except those of lists."""
     columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list)))
 
     def cell(value: Any) -> str:
@@ -113,11 +123,13 @@ def report(name: str, rows: Sequence[dict[str, Any]], show: bool = True, **facts
 
 
 def matmul_tflops() -> float:
-    """What an 8192^3 bfloat16 product of random numbers reaches here, TFLOP/s; the floor of matrix work in this run."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    """Measure a bfloat16 product of 8192^3 random numbers, TFLOP/s: the best that matrix work can reach here."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         a @ b
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(10):
         a @ b
@@ -127,13 +139,16 @@ def matmul_tflops() -> float:
 
 
 def train_flops_per_token(hf: Any, num_parameters: int, document_tokens: int) -> float:
-    """Forward and backward: 6 for each parameter that a token is multiplied with, and causal attention.
+    """Count forward and backward: 6 for each parameter that multiplies a token, and causal attention.
 
-    Untied input embeddings are looked up, not multiplied; of experts, those that a token goes to count. Recomputation
-    is not counted, as in MFU (arXiv:2204.02311).
+    Untied input embeddings are looked up, not multiplied. Only the experts that a token goes to count. Recomputation
+    does not count, as in MFU (arXiv:2204.02311).
     """
-    multiplied = num_parameters - (0 if hf.tie_word_embeddings else hf.vocab_size * hf.hidden_size)
-    if idle := getattr(hf, "num_experts", 0) and hf.num_experts - hf.num_experts_per_tok:
-        multiplied -= hf.num_hidden_layers * idle * 3 * hf.hidden_size * hf.moe_intermediate_size
+    multiplied = num_parameters
+    if not hf.tie_word_embeddings:
+        multiplied -= hf.vocab_size * hf.hidden_size
+    if getattr(hf, "num_experts", 0):
+        num_idle = hf.num_experts - hf.num_experts_per_tok
+        multiplied -= hf.num_hidden_layers * num_idle * 3 * hf.hidden_size * hf.moe_intermediate_size
     attention = 12 * hf.num_hidden_layers * hf.num_attention_heads * hf.head_dim * document_tokens / 2
     return 6 * multiplied + attention

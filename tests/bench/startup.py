@@ -76,18 +76,21 @@ def main() -> None:
 
 
 def turned(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """A row for each thing measured and a column for each run."""
+    """Turn a row for each run into a row for each thing measured."""
     names = dict.fromkeys(name for row in rows for name in row if name not in ("layout", "caches"))
     runs = {f"{row['layout']} {number}, {row['caches']}": row for number, row in enumerate(rows, 1)}
     return [{"": name} | {run: row.get(name, "-") for run, row in runs.items()} for name in names]
 
 
 def launch(name: str, layout: str, options: argparse.Namespace) -> dict[str, object]:
-    """Seconds of one run until its first step was done, and its parts."""
-    folder, model = ROOT / "runs" / "bench" / name, checkpoint(options.shape)
-    log, metrics = folder.with_suffix(".log"), folder / "metrics.jsonl"
+    """Run until the first step is done. Returns its seconds, and those of its parts."""
+    folder = ROOT / "runs" / "bench" / name
+    model = checkpoint(options.shape)
+    log = folder.with_suffix(".log")
+    metrics = folder / "metrics.jsonl"
     shutil.rmtree(folder, ignore_errors=True)
-    ranks, flags = 1, []
+    ranks = 1
+    flags = []
     if layout == "split":
         ranks = options.trainers + options.generators
         flags = ["--roles.no-colocated", "--roles.num-trainers", options.trainers]
@@ -120,20 +123,20 @@ def launch(name: str, layout: str, options: argparse.Namespace) -> dict[str, obj
 
 
 def steps_of(metrics: pathlib.Path) -> dict[str, float]:
-    """Seconds of both steps, with what they compile."""
-    one, two = [json.loads(line) for line in metrics.read_text().splitlines()][:2]
-    return {"step 1 s": one["time/step"], "step 2 s": two["time/step"]}
+    """Return the seconds of both steps, with what they compile."""
+    first, second = [json.loads(line) for line in metrics.read_text().splitlines()][:2]
+    return {"step 1 s": first["time/step"], "step 2 s": second["time/step"]}
 
 
 def parts_of(log: str) -> dict[str, float]:
-    """What the run printed of its start, and vLLM of its own."""
+    """Read the seconds of the start's parts from the log, where the run and vLLM print theirs."""
     parts = {f"starting: {part.split(',')[0]}": float(seconds) for seconds, part in STARTING.findall(log)}
-    found = {name: re.findall(pattern, log) for name, pattern in VLLM.items()}
-    return parts | {name: float(values[-1]) for name, values in found.items() if values}
+    of_vllm = {name: re.findall(pattern, log) for name, pattern in VLLM.items()}
+    return parts | {name: float(values[-1]) for name, values in of_vllm.items() if values}
 
 
 def alone(name: str, layout: str, options: argparse.Namespace) -> dict[str, object]:
-    """The rows of a trainer that is all there is."""
+    """Measure rows of many lengths with a trainer alone."""
     log = ROOT / "runs" / "bench" / f"{name}.log"
     command = [sys.executable, __file__, "--child", "--shape", options.shape]
     return run_child(command, log, options.limit)
@@ -154,13 +157,16 @@ def rows_of_many_lengths(shape: str) -> None:
     from grpo.types import Sample
 
     keep_caches()
-    roles, folder = setup_trainers(), str(checkpoint(shape))
+    roles = setup_trainers()
+    folder = str(checkpoint(shape))
     on_gpu = roles.device.type == "cuda"
-    model, longest = ModelConfig(path=folder), 16_384 if on_gpu else 128
+    model = ModelConfig(path=folder)
+    longest = 16_384 if on_gpu else 128
     config = TrainerConfig(micro_batch_tokens=longest, activation_checkpointing="selective")
     trainer = Trainer(model, config, folder, 10, roles)
     document = min(1024, read_hf_config(folder).max_position_embeddings)
-    multiple, found = ROW_MULTIPLE[roles.device.type], {}
+    multiple = ROW_MULTIPLE[roles.device.type]
+    figures = {}
 
     def seconds(row_tokens: int) -> float:
         lengths = [document] * (row_tokens // document) + [row_tokens % document] * (row_tokens % document > 0)
@@ -174,9 +180,9 @@ def rows_of_many_lengths(shape: str) -> None:
 
     for turn, row_tokens in enumerate((longest, longest - multiple, longest - 2 * multiple)):
         first, *later = [seconds(row_tokens) for _ in range(4)]
-        found[f"row {turn + 1} ({row_tokens}) first s"] = first
-        found[f"row {turn + 1} tokens/s"] = 3 * row_tokens / sum(later)
-    print(json.dumps(found), flush=True)
+        figures[f"row {turn + 1} ({row_tokens}) first s"] = first
+        figures[f"row {turn + 1} tokens/s"] = 3 * row_tokens / sum(later)
+    print(json.dumps(figures), flush=True)
     os._exit(0)
 
 

@@ -46,11 +46,14 @@ from tests.torchrun import ROOT, SETTINGS
 
 NUM_STEPS = 300
 # Of the signal: steps since the start, and a part of a step; one in four comes earlier, seconds after torchrun's start
-STEPS_AT_MOST, STEP_SECONDS = 12, 0.3
-FIRST_SECONDS, LAST_SECONDS = 2.0, 20.0
+STEPS_AT_MOST = 12
+STEP_SECONDS = 0.3
+FIRST_SECONDS = 2.0
+LAST_SECONDS = 20.0
 SAVE_INTERVAL = 4  # steps, between checkpoints of the run that is killed
 # Of the run that is killed while it saves: the save of a start that is struck, and its length
-SAVE, SAVED_STEPS = 3, 100  # SAVE is that of saves_recipe.py
+SAVE = 3  # that of saves_recipe.py
+SAVED_STEPS = 100
 LAST_DELAY = 0.004  # seconds from the beginning of an operation to a kill in its midst
 RUN_LIMIT = 900.0
 
@@ -83,7 +86,8 @@ def main() -> None:
 
 def compare(name: str, undisturbed: pathlib.Path) -> None:
     """Print whether a run has the metrics of the undisturbed one."""
-    before, after = numbers(undisturbed), numbers(FOLDER / name)
+    before = numbers(undisturbed)
+    after = numbers(FOLDER / name)
     print(f"metrics of {len(before)} steps {'equal' if after == before else 'DIFFER FROM'} those of an undisturbed run")
 
 
@@ -106,7 +110,8 @@ def terms(times: int, chance: random.Random) -> None:
         after = time.monotonic() - begun
         target.send_signal(signal.SIGTERM)
         code, seconds = wait(process)
-        saved, now = newest_step("terms"), len(steps_of("terms"))
+        saved = newest_step("terms")
+        now = len(steps_of("terms"))
         verdict = "ok" if saved >= had and saved == now else "LOST STEPS"
         print(
             f"{number}: SIGTERM to {name} {after:.1f} s after the start, at step {had}: ended with {code} after "
@@ -119,7 +124,7 @@ def terms(times: int, chance: random.Random) -> None:
 
 
 def kills(times: int, chance: random.Random) -> None:
-    """One torchrun, in which ranks are killed."""
+    """Kill ranks of one torchrun."""
     shutil.rmtree(FOLDER / "kills", ignore_errors=True)
     process = start("kills", SAVE_INTERVAL, "--max_restarts", str(times))
     moments = sorted(chance.sample(range(2, NUM_STEPS - 2), times))
@@ -136,7 +141,8 @@ def kills(times: int, chance: random.Random) -> None:
 
 def saves(times: int, chance: random.Random) -> None:
     """Kill within a save and continue, `times` times; then let it finish."""
-    undisturbed, kills = FOLDER / "saves-undisturbed", []
+    undisturbed = FOLDER / "saves-undisturbed"
+    kills = []
     _, notes = save_run(undisturbed.name, overwrite=True)
     for rank, lines in enumerate(notes):  # what each rank does in a save
         third = [line.partition(", ")[2] for line in lines if line.startswith(f"step {SAVE},")]
@@ -169,7 +175,8 @@ def saves(times: int, chance: random.Random) -> None:
 
 def timeouts(times: int, after_step: int, run: list[str]) -> None:
     """Let `timeout` end a run `times` times, each `after_step` steps after its start."""
-    run_dir, caches = FOLDER / "timeout", FOLDER / "timeout-caches"
+    run_dir = FOLDER / "timeout"
+    caches = FOLDER / "timeout-caches"
     for old in (run_dir, caches):
         shutil.rmtree(old, ignore_errors=True)
     log = FOLDER / "timeout.log"
@@ -184,12 +191,14 @@ def timeouts(times: int, after_step: int, run: list[str]) -> None:
             process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment)
         while process.poll() is None and len(steps_of("timeout")) < before + after_step:
             time.sleep(0.02)
-        length, after = len(log.read_text(errors="replace")), time.monotonic() - begun
+        length = len(log.read_text(errors="replace"))
+        after = time.monotonic() - begun
         process.send_signal(signal.SIGALRM)  # what `timeout` sends itself when its time is over
         code, seconds = wait(process)
         print(f"{number}: signal {after:.1f} s after the start; timeout ended with {code} after {seconds:.1f} s. Then:")
         print(log.read_text(errors="replace")[length:].rstrip())
-        saved, logged = newest_step("timeout"), len(steps_of("timeout"))
+        saved = newest_step("timeout")
+        logged = len(steps_of("timeout"))
         verdict = "ok" if saved == logged >= before + after_step else "LOST STEPS"
         print(f"{number}: the log has {logged} steps, the newest checkpoint {saved}: {verdict}", flush=True)
 
@@ -201,7 +210,7 @@ def save_run(
     delay: float = 0.0,
     overwrite: bool = False,
 ) -> tuple[int, list[list[str]]]:
-    """One start of the run that saves after every step: its exit code, and what each rank noted."""
+    """Start the run that saves after every step. Returns its exit code, and what each rank noted."""
     model, rows = make_inputs()
     notes = [FOLDER / f"{name}.note.{rank}" for rank in (0, 1)]
     for note in notes:
@@ -219,7 +228,7 @@ def save_run(
 
 
 def start(name: str, save_interval: int, *launcher: str) -> subprocess.Popen:
-    """One trainer and one generator, two processes."""
+    """Start one trainer and one generator, two processes."""
     model, rows = make_inputs()
     flags = [*layout(1, 0, 1), "--num-steps", str(NUM_STEPS), "--resume", "--evaluation.interval", "0"]
     flags += ["--checkpoint.interval", str(save_interval), "--run-dir", str(FOLDER / name)]
@@ -227,13 +236,13 @@ def start(name: str, save_interval: int, *launcher: str) -> subprocess.Popen:
 
 
 def wait(process: subprocess.Popen) -> tuple[int, float]:
-    """Exit code, and seconds until it ended."""
+    """Wait for a program. Returns its exit code, and the seconds until it ended."""
     begun = time.monotonic()
     return process.wait(RUN_LIMIT), time.monotonic() - begun
 
 
 def ranks_of(process: subprocess.Popen) -> list[tuple[psutil.Process, str]]:
-    """The processes of torchrun's two ranks, once they are there, with their names."""
+    """Wait for the processes of torchrun's two ranks. Returns them with their names."""
     while len(ranks := psutil.Process(process.pid).children()) < 2:
         time.sleep(0.05)
     return [(rank, f"rank {number}") for number, rank in enumerate(sorted(ranks, key=lambda rank: rank.pid))]
@@ -245,7 +254,7 @@ def steps_of(name: str) -> list[dict]:
 
 
 def newest_step(name: str) -> int:
-    """Its step; 0 if there is none."""
+    """Return the step of the newest checkpoint; 0 if there is none."""
     folders = (FOLDER / name / "checkpoints").glob("step-" + "[0-9]" * 8)
     return max((int(folder.name.removeprefix("step-")) for folder in folders), default=0)
 

@@ -47,8 +47,8 @@ def main() -> None:
     rows = []
     for slots in options.slots:
         log = ROOT / "runs" / "bench" / f"tails-{options.shape}-{slots}.log"
-        found = run_child([sys.executable, __file__, *sys.argv[1:], "--child", slots], log, options.limit)
-        rows += [{"slots": slots, **row} for row in found.get("rows", [found])]
+        result = run_child([sys.executable, __file__, *sys.argv[1:], "--child", slots], log, options.limit)
+        rows += [{"slots": slots, **row} for row in result.get("rows", [result])]
     facts = {name: getattr(options, name) for name in ("shape", "prompts", "group_size", "tokens", "carry_over")}
     report("tails", rows, **facts)
 
@@ -57,12 +57,12 @@ def measure(slots: int, options: argparse.Namespace) -> None:
     """Print one row per variant as JSON."""
     generator = forced_lengths(slots, options)
     steps = {variant: Steps(generator, variant, options) for variant in VARIANTS}
-    found = {variant: [] for variant in VARIANTS}
+    measured_steps = {variant: [] for variant in VARIANTS}
     for _ in range(options.steps + WARM_UP_STEPS):
         for variant in VARIANTS:
-            found[variant].append(steps[variant].next())
+            measured_steps[variant].append(steps[variant].next())
     rows = []
-    for variant, measured in found.items():
+    for variant, measured in measured_steps.items():
         seconds, tokens, room = zip(*measured[WARM_UP_STEPS:], strict=True)
         rates = [count / s for s, count in zip(seconds, tokens, strict=True)]
         rows.append(
@@ -72,7 +72,7 @@ def measure(slots: int, options: argparse.Namespace) -> None:
                 "s/step": spread(seconds),
                 "groups/s": options.prompts / statistics.mean(seconds),
                 "tail": 1 - sum(tokens) / sum(room),
-                "over as drawn": sum(measured[0] for measured in found["as drawn"][WARM_UP_STEPS:]) / sum(seconds),
+                "over as drawn": sum(step[0] for step in measured_steps["as drawn"][WARM_UP_STEPS:]) / sum(seconds),
             }
         )
     print(json.dumps({"rows": rows}), flush=True)
@@ -80,14 +80,15 @@ def measure(slots: int, options: argparse.Namespace) -> None:
 
 
 def forced_lengths(slots: int, options: argparse.Namespace):
-    """A Generator of the loop whose completions end where `length_of` says."""
+    """Start a Generator of the loop whose completions end where `length_of` says."""
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
     from grpo.roles.engine.generator import Generator
     from grpo.roles.process_groups import setup_roles
 
     class ForcedLengths(Generator):
         def generate(self, requests, *arguments):
-            add, asked = self.loop.add, asked_of(requests, options)
+            add = self.loop.add
+            asked = asked_of(requests, options)
 
             def add_forced(number, ids, params):
                 index, num_begun = asked[number]
@@ -117,13 +118,13 @@ def forced_lengths(slots: int, options: argparse.Namespace):
 
 
 def length_of(index: int, options: argparse.Namespace) -> int:
-    """Tokens of a completion of the run."""
+    """Return the tokens of a completion of the run."""
     prompt = f"prompt {index // options.group_size}"
     return draw_length(prompt, f"completion {index}", options.tokens / 5, options.tokens)
 
 
 def asked_of(requests, options: argparse.Namespace) -> list[tuple[int, int]]:
-    """(Index in the run, tokens that it has already) of each completion of the one replica, in the order they begin."""
+    """Return (index in the run, tokens so far) of each completion of the replica, in the order in which they begin."""
     from grpo.roles.engine.generator import share_out
 
     [mine] = share_out(requests, options.group_size, 1)
@@ -131,7 +132,7 @@ def asked_of(requests, options: argparse.Namespace) -> list[tuple[int, int]]:
 
 
 def room_of(lengths: list[int], num_slots: int) -> int:
-    """Slots in use x steps: a token of each running sequence in a step; a slot that is free takes the next sequence."""
+    """Return the sum of slots in use over steps. A sequence gets a token in a step; a free slot takes the next one."""
     ends = [0] * min(num_slots, len(lengths))
     for length in lengths:
         heapq.heapreplace(ends, ends[0] + length)
@@ -145,7 +146,8 @@ class Steps:
         from grpo.config import SamplingConfig
         from grpo.run.groups import GroupBuffer
 
-        self.generator, self.options = generator, options
+        self.generator = generator
+        self.options = options
         sampling = SamplingConfig(carry_over=options.carry_over if variant == "carried over" else 0)
         self.buffer = GroupBuffer(sampling, options.prompts, options.group_size)
         self.num_drawn = 0
@@ -158,7 +160,7 @@ class Steps:
         return [Prompt(n, [random.Random(f"ids {n}").randrange(1000) for _ in range(128)]) for n in numbers]
 
     def next(self):
-        """(Seconds, tokens sampled, tokens for which there was room) of the next step."""
+        """Return (seconds, tokens sampled, tokens for which there was room) of the next step."""
         options = self.options
         requests = self.buffer.ask(options.prompts, self.draw)
         began = time.perf_counter()

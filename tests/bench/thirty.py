@@ -82,13 +82,13 @@ UNCHECKED = "unchecked"  # a file that says so
 
 @dataclass
 class Bench:
-    """What was asked for, and what the parts share."""
+    """The options, and what all parts share."""
 
     options: argparse.Namespace
     base: str
     """The recipe whose layout is taken."""
     gpu_gib: float
-    """Memory of a GPU; without GPUs, of one that the dry run judges instead."""
+    """Memory of a GPU. Without GPUs the dry run judges one of this size."""
     shape: str
     ends: float
     """The time at which everything must have ended, by the monotonic clock."""
@@ -111,8 +111,8 @@ class Bench:
         folder = pathlib.Path(os.environ.get("BENCH_MODELS", "/tmp/bench_models"))
         return folder / f"{self.shape}-{layers}-in-blocks"
 
-    def given(self, notes: str) -> str:
-        """Return what the recipe reads from THIRTY."""
+    def recipe_facts(self, notes: str) -> str:
+        """Return the JSON that the recipe reads from THIRTY."""
         return json.dumps({"base": self.base, "gpus": self.options.gpus, "notes": notes})
 
     def torchrun(self) -> list[Any]:
@@ -124,20 +124,22 @@ class Bench:
         """Return the flags of a run of that model."""
         model = self.model(layers)
         words = ["--model.path", model, "--data.path", model / "prompts.jsonl", "--run-dir", run_dir]
-        words += TINY if self.options.tiny else []
+        if self.options.tiny:
+            words += TINY
         if (RUNS / UNCHECKED).exists():
             words += ["--sync-check-interval", "0"]
         return words + self.options.flags
 
     def config(self, layers: int) -> GRPOConfig:
         """Return the config of a run of that model."""
-        os.environ["THIRTY"] = self.given("")
+        os.environ["THIRTY"] = self.recipe_facts("")
         words = [str(word) for word in self.flags(layers, RUNS / "steps")]
         with contextlib.redirect_stdout(io.StringIO()):
             return load(GRPOConfig, str(ROOT / RECIPE), words)
 
 
 def main() -> None:
+    """Do the parts one after the other and print the tables. The exit code is 1 if one is not done."""
     options = read_options()
     shape = "tiny-moe" if options.tiny else "qwen3-30b-a3b"
     gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else 80
@@ -202,7 +204,7 @@ def dry_run(bench: Bench) -> str:
     log = RUNS / "fits.log"
     flags = [*bench.flags(bench.options.layers, RUNS / "steps"), "--dry-run", "--gpus", bench.options.gpus]
     flags += ["--gpu-gib", round(bench.gpu_gib, 1)]
-    process = launch([sys.executable, *GRPO, *flags], log, THIRTY=bench.given(""))
+    process = launch([sys.executable, *GRPO, *flags], log, THIRTY=bench.recipe_facts(""))
     code = follow(bench, "fits", process, log)
     for line in log.read_text().splitlines():
         if line.startswith(("fits", "PROBLEM", "engines")):
@@ -215,9 +217,9 @@ def take_steps(bench: Bench) -> str:
     (RUNS / UNCHECKED).unlink(missing_ok=True)
     flags = ["--num-steps", NUM_STEPS, "--overwrite"]
     code = train(bench, "steps", bench.options.layers, RUNS / "steps", flags)
-    said = [line for line in (RUNS / "steps.log").read_text().splitlines() if CHECK_FAILED in line]
-    if code and said:
-        bench.write(part="steps", says=said[-1], then="without the check from here on")
+    complaints = [line for line in (RUNS / "steps.log").read_text().splitlines() if CHECK_FAILED in line]
+    if code and complaints:
+        bench.write(part="steps", says=complaints[-1], then="without the check from here on")
         (RUNS / UNCHECKED).touch()
         code = train(bench, "steps", bench.options.layers, RUNS / "steps", flags)
     return code_text(code)
@@ -233,15 +235,15 @@ def save(bench: Bench) -> str:
     shutil.rmtree(run_dir, ignore_errors=True)
     (RUNS / "before.json").unlink(missing_ok=True)
     checkpoint = run_dir / "checkpoints" / f"step-{SAVED_STEP:08d}"
-    seen: dict[str, float] = {}
+    times: dict[str, float] = {}  # of what happened to the checkpoint
 
     def is_reached() -> bool:
         """Note when the files of the checkpoint appear and when it is whole; say whether the next step is logged."""
         if checkpoint.with_suffix(".partial").exists():
-            seen.setdefault("began", time.monotonic())
+            times.setdefault("began", time.monotonic())
         if checkpoint.exists():
-            seen.setdefault("whole", time.monotonic())
-        return "whole" in seen and logged(run_dir, REPEATED_STEP) is not None
+            times.setdefault("whole", time.monotonic())
+        return "whole" in times and logged(run_dir, REPEATED_STEP) is not None
 
     flags = ["--num-steps", 2 * NUM_STEPS, "--checkpoint.interval", SAVED_STEP, "--checkpoint.keep", 1]
     code = train(bench, "checkpoint", layers, run_dir, flags, is_reached)
@@ -250,7 +252,7 @@ def save(bench: Bench) -> str:
     line = logged(run_dir, REPEATED_STEP)
     (RUNS / "before.json").write_text(json.dumps(line))
     size = sum(file.stat().st_size for file in checkpoint.iterdir()) / GIB
-    seconds = seen["whole"] - seen.get("began", seen["whole"])
+    seconds = times["whole"] - times.get("began", times["whole"])
     facts = {
         "layers": layers,
         "gib": round(size, 3),
@@ -277,7 +279,8 @@ def resume(bench: Bench) -> str:
     after = logged(RUNS / "saved", REPEATED_STEP)
     if after["time"] == before["time"]:
         return f"step {REPEATED_STEP} was not taken again"
-    old, new = (numbers_of(json.dumps(line)) for line in (before, after))
+    old = numbers_of(json.dumps(before))
+    new = numbers_of(json.dumps(after))
     differing = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
     for name in ("loss", "grad_norm", "entropy", "mismatch/mean"):
         bench.write(part="resume", number=name, before=old[name], after=new[name])
@@ -296,12 +299,12 @@ def train(
     flags: list[Any],
     is_reached: Callable[[], bool] | None = None,
 ) -> int | str:
-    """Run train_grpo.py; what `follow` returns."""
+    """Run train_grpo.py. Returns what `follow` returns."""
     notes = RUNS / f"notes-{part}"
     shutil.rmtree(notes, ignore_errors=True)
     command = [*bench.torchrun(), *bench.flags(layers, run_dir), *flags]
     log = RUNS / f"{part}.log"
-    process = launch(command, log, THIRTY=bench.given(str(notes)), VLLM_LOGGING_LEVEL="INFO")
+    process = launch(command, log, THIRTY=bench.recipe_facts(str(notes)), VLLM_LOGGING_LEVEL="INFO")
     return follow(bench, part, process, log, notes / "0.jsonl", is_reached)
 
 
@@ -374,7 +377,7 @@ def logged(run_dir: pathlib.Path, step: int) -> dict[str, Any] | None:
 
 
 def layers_with_room(bench: Bench) -> int:
-    """Return of how many blocks, at most all, there is room for a checkpoint."""
+    """Return the largest number of blocks for whose checkpoint there is room, at most all of them."""
     RUNS.mkdir(parents=True, exist_ok=True)
     disk = DISK_SHARE * shutil.disk_usage(RUNS).free / GIB
     host = HOST_SHARE * psutil.virtual_memory().available / GIB
@@ -430,9 +433,9 @@ def show_tables(bench: Bench) -> None:
 
 
 def memory_rows(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the ranks held in each phase of steps 2 to 5 beside the dry run; GiB, the largest of all ranks."""
-    said = (RUNS / "fits.log").read_text() if (RUNS / "fits.log").exists() else ""
-    estimates = dict(re.findall(r"memory of a trainer (while .*?): ([\d.]+) of", said))
+    """Return rows of what ranks held in each phase of steps 2 to 5, beside the dry run; GiB, the most of all ranks."""
+    dry_run_text = (RUNS / "fits.log").read_text() if (RUNS / "fits.log").exists() else ""
+    estimates = dict(re.findall(r"memory of a trainer (while .*?): ([\d.]+) of", dry_run_text))
     rows = []
     for phase, moment in MOMENTS.items():
         of_phase = [note for note in notes if note["phase"] == phase and note["step"] > 1]
@@ -440,7 +443,7 @@ def memory_rows(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row["held"] = max(note["held"] for note in of_phase)
         row["torch's peak"] = max((note["peak"] for note in of_phase if "peak" in note), default="-")
         rows.append(row)
-    weights = re.search(r"memory of a generator: weights ([\d.]+)", said)
+    weights = re.search(r"memory of a generator: weights ([\d.]+)", dry_run_text)
     loaded = re.findall(r"Model loading took ([\d.]+) GiB", (RUNS / "steps.log").read_text())
     rows.append({"": "weights of a generator", "dry run": weights[1] if weights else "-"})
     rows[-1]["torch's peak"] = loaded[-1] if loaded else "-"
@@ -448,7 +451,7 @@ def memory_rows(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def seconds_rows(bench: Bench, notes: list[dict[str, Any]], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the driver's seconds of each phase of steps 2 to 5, and before the first step, beside arithmetic."""
+    """Return rows of the driver's seconds in each phase of steps 2 to 5 and before step 1, beside arithmetic."""
     of_driver = [note for note in notes if note["rank"] == 0]
     floors = floor_seconds(bench, lines) if torch.cuda.is_available() else {}
     rows = [{"phase": note["phase"], "s": note["seconds"]} for note in of_driver if note["step"] == 0]
@@ -469,7 +472,7 @@ def seconds_rows(bench: Bench, notes: list[dict[str, Any]], lines: list[dict[str
 
 
 def floor_seconds(bench: Bench, lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Return for phases of a step the seconds below which data sheets allow none."""
+    """Return for phases of a step the fewest seconds that data sheets allow."""
     config = bench.config(bench.options.layers)
     hf = read_hf_config(str(bench.model(bench.options.layers)))
     sizes = memory.sizes_of(hf)

@@ -1,7 +1,7 @@
 """The recipe of tests/bench/thirty.py: another recipe's layout with a coin as reward, and notes of each rank's phases.
 
-THIRTY is JSON: `base`, the recipe whose layout it takes, `gpus`, how many there are of them, and `notes`, the folder in
-which each rank writes RANK.jsonl.
+THIRTY is JSON: `base` is the recipe whose layout it takes, `gpus` their number, `notes` the folder in which each rank
+writes RANK.jsonl.
 A note has the step (0 before the first), the phase that has ended, its seconds, and the GiB that the rank's GPU holds
 then (`held`; on a CPU the process) and that torch held at most since the note before (`peak`; GPUs only).
 """
@@ -25,14 +25,14 @@ from grpo.run.step_timer import StepTimer
 from grpo.types import StepPlan
 
 GIB = 2**30
-given = json.loads(os.environ["THIRTY"])
+facts = json.loads(os.environ["THIRTY"])
 
-base = load_recipe(given["base"], GRPOConfig)
+base = load_recipe(facts["base"], GRPOConfig)
 config = change(
     base,
     {
-        "roles.num_trainers": given["gpus"],
-        "generator.tensor_parallel": min(base.generator.tensor_parallel, given["gpus"]),
+        "roles.num_trainers": facts["gpus"],
+        "generator.tensor_parallel": min(base.generator.tensor_parallel, facts["gpus"]),
         "data.system_prompt": "",
         "reward.functions": {"tests/bench/rewards.py:coin": 1.0},
         "evaluation.interval": 0,
@@ -48,7 +48,9 @@ def note_phases(path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
     begun = {"step": 0}
-    plan, enter, startup = Driver.plan, StepTimer.enter, StepTimer.startup
+    plan = Driver.plan
+    enter = StepTimer.enter
+    startup = StepTimer.startup
 
     def note(phase: str, seconds: float) -> None:
         line = {"step": begun["step"], "phase": phase, "seconds": round(seconds, 3)}
@@ -75,7 +77,9 @@ def note_phases(path: pathlib.Path) -> None:
             yield
         note(what, time.perf_counter() - began)
 
-    Driver.plan, StepTimer.enter, StepTimer.startup = plan_that_counts, enter_with_note, startup_with_note
+    Driver.plan = plan_that_counts
+    StepTimer.enter = enter_with_note
+    StepTimer.startup = startup_with_note
 
 
 def memory_gib() -> dict[str, float]:
@@ -88,5 +92,5 @@ def memory_gib() -> dict[str, float]:
     return {"held": (total - free) / GIB, "peak": peak / GIB}
 
 
-if given["notes"] and "RANK" in os.environ:
-    note_phases(pathlib.Path(given["notes"]) / f"{os.environ['RANK']}.jsonl")
+if facts["notes"] and "RANK" in os.environ:
+    note_phases(pathlib.Path(facts["notes"]) / f"{os.environ['RANK']}.jsonl")

@@ -36,7 +36,8 @@ BENCH = pathlib.Path(__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
 WARM_STEPS = 2
 TOOLS = {0: "calculate", 100: "after_100_ms"}
-QUESTIONS, GROUP_SIZE = 2000, 8
+QUESTIONS = 2000
+GROUP_SIZE = 8
 # ChatML as in Qwen, with the calls of a message, which TRL's check of templates asks for.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -69,11 +70,12 @@ def main() -> None:
     failed: dict[tuple[int, str], str] = {}
     for number in range(options.rounds):
         for wait, method in steps:
-            found, problem = run(method, wait, folder, f"{options.shape}-{wait}-{method}-{number}", options)
-            steps[wait, method] += found
-            failed |= {(wait, method): problem} if problem else {}
-            print(f"{wait} ms {method} round {number}: {[round(s['time/step'], 2) for s in found]}", flush=True)
-            rows = [row(*key, found, steps.get((key[0], "ours"), []), failed) for key, found in steps.items()]
+            new_steps, problem = run(method, wait, folder, f"{options.shape}-{wait}-{method}-{number}", options)
+            steps[wait, method] += new_steps
+            if problem:
+                failed[wait, method] = problem
+            print(f"{wait} ms {method} round {number}: {[round(s['time/step'], 2) for s in new_steps]}", flush=True)
+            rows = [row(*key, its_steps, steps.get((key[0], "ours"), []), failed) for key, its_steps in steps.items()]
             report(f"tools-{options.shape}", rows, show=False, flags=options.flags)
     report(f"tools-{options.shape}", rows, flags=options.flags)
 
@@ -82,7 +84,7 @@ def main() -> None:
 
 
 def player(shape: str, limit: float) -> pathlib.Path:
-    """A folder with `model`, supervised on conversations, and `questions.jsonl`; made if it is not there."""
+    """Return a folder with `model`, supervised on conversations, and `questions.jsonl`. Makes it if it is not there."""
     folder = pathlib.Path(os.environ.get("BENCH_MODELS", "/tmp/bench_models")) / f"tools-{shape}"
     if (folder / "questions.jsonl").exists():
         return folder
@@ -111,8 +113,9 @@ def player(shape: str, limit: float) -> pathlib.Path:
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """`question`, `answer`, `messages` of sums of two to five numbers."""
-    draw, rows = random.Random(0), []
+    """Write conversations about sums of two to five numbers: rows of `question`, `answer`, `messages`."""
+    draw = random.Random(0)
+    rows = []
     for _ in range(count):
         numbers = [draw.randint(10, 99) for _ in range(draw.randint(2, 5))]
         question = "+".join(map(str, numbers))
@@ -131,24 +134,28 @@ def conversations(count: int) -> list[dict[str, Any]]:
 
 
 def run(method: str, wait: int, folder: pathlib.Path, name: str, options: argparse.Namespace) -> tuple[list[dict], str]:
-    """The lines of the steps after the first two, and what went wrong, if anything did."""
+    """Run a method once. Returns the metrics of the steps after the first two, and what went wrong ("" if nothing)."""
     run_dir = RUNS / name.replace("/", "-")
     shutil.rmtree(run_dir, ignore_errors=True)
-    given = ["tests/bench/colocated.py", "--model.path", folder / "model", "--data.path", folder / "questions.jsonl"]
-    given += ["--environment.tools", f"tests/bench/calculate.py:{TOOLS[wait]}", "--environment.calls", "hermes"]
-    given += ["--reward.functions", "math_reward", "1.0", "--generator.max-completion-tokens", "320"]
-    given += ["--trainer.learning-rate", "1e-7", "--prompts-per-step", options.prompts, "--group-size", GROUP_SIZE]
-    given += ["--num-steps", options.steps, "--run-dir", run_dir]
+    recipe = ["tests/bench/colocated.py", "--model.path", folder / "model", "--data.path", folder / "questions.jsonl"]
+    recipe += ["--environment.tools", f"tests/bench/calculate.py:{TOOLS[wait]}", "--environment.calls", "hermes"]
+    recipe += ["--reward.functions", "math_reward", "1.0", "--generator.max-completion-tokens", "320"]
+    recipe += ["--trainer.learning-rate", "1e-7", "--prompts-per-step", options.prompts, "--group-size", GROUP_SIZE]
+    recipe += ["--num-steps", options.steps, "--run-dir", run_dir]
     on_cpu = options.shape == "toy"
-    given += ["--model.dtype", "float32", "--generator.gpu-memory-utilization", "0.05"] if on_cpu else []
+    if on_cpu:
+        recipe += ["--model.dtype", "float32", "--generator.gpu-memory-utilization", "0.05"]
     kind, _, rows = method.partition("/")
     if kind == "trl":
-        command = [options.trl_python, BENCH / "trl_grpo.py", *given, "--rows", rows or "32"]
-        command += ["--no-gradient-checkpointing", "--weights", "float32"] if on_cpu else []
+        command = [options.trl_python, BENCH / "trl_grpo.py", *recipe, "--rows", rows or "32"]
+        if on_cpu:
+            command += ["--no-gradient-checkpointing", "--weights", "float32"]
     else:
-        command = [sys.executable, *TORCHRUN, "train_grpo.py", *given, "--sync-check-interval", "1000"]
-        command += ["--environment.rounds"] if kind == "rounds" else []
-        command += ["--trainer.no-compile", "--trainer.activation-checkpointing", "none"] if on_cpu else []
+        command = [sys.executable, *TORCHRUN, "train_grpo.py", *recipe, "--sync-check-interval", "1000"]
+        if kind == "rounds":
+            command += ["--environment.rounds"]
+        if on_cpu:
+            command += ["--trainer.no-compile", "--trainer.activation-checkpointing", "none"]
         command += options.flags
     log = run_dir.with_suffix(".log")
     code = run_limited(command, log, options.limit)
@@ -161,18 +168,20 @@ def run(method: str, wait: int, folder: pathlib.Path, name: str, options: argpar
 
 
 def row(wait: int, method: str, steps: list[dict], ours: list[dict], failed: dict) -> dict[str, Any]:
-    """One line of the table."""
-    found: dict[str, Any] = {"tool, ms": wait, "method": method}
+    """Return the row of a method and a tool in the table."""
+    cells: dict[str, Any] = {"tool, ms": wait, "method": method}
     if steps:
         seconds = [step["time/step"] for step in steps]
         turns = [step["environment/turns"] * step["completions"] for step in steps]
-        found |= {"steps": len(steps), "s/step": spread(seconds), "turns/step": spread(turns)}
-        found["turns/s"] = spread([n / s for n, s in zip(turns, seconds, strict=True)])
-        found["generate, s"] = spread([step["time/generate"] for step in steps])
-        found["reward"] = statistics.mean(step["reward/mean"] for step in steps)
+        cells |= {"steps": len(steps), "s/step": spread(seconds), "turns/step": spread(turns)}
+        cells["turns/s"] = spread([n / s for n, s in zip(turns, seconds, strict=True)])
+        cells["generate, s"] = spread([step["time/generate"] for step in steps])
+        cells["reward"] = statistics.mean(step["reward/mean"] for step in steps)
         if method != "ours" and ours:
-            found["ratio"] = statistics.median(seconds) / statistics.median(step["time/step"] for step in ours)
-    return found | ({"failed": failed[wait, method]} if (wait, method) in failed else {})
+            cells["ratio"] = statistics.median(seconds) / statistics.median(step["time/step"] for step in ours)
+    if (wait, method) in failed:
+        cells["failed"] = failed[wait, method]
+    return cells
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""GRPO runs on additions for the benches beside this file: one process each unless asked for more, none done again."""
+"""GRPO runs on additions for the benches beside this file. A run that finished is not made again."""
 
 import json
 import os
@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Of a run on one rank that leaves no model
+# Every role on one rank, and no model at the end
 ALONE = ["--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--overwrite"]
 ALONE += ["--checkpoint.no-export"]
 
 
 def train(folder: pathlib.Path, arguments: list[str], num_ranks: int = 1) -> None:
-    """`train_grpo.py ARGUMENTS --run-dir FOLDER`, unless it finished there before; its log lies beside the folder."""
+    """Run `train_grpo.py ARGUMENTS --run-dir FOLDER`, unless it finished before. Its log lies beside the folder."""
     if is_finished(folder):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -22,20 +22,23 @@ def train(folder: pathlib.Path, arguments: list[str], num_ranks: int = 1) -> Non
     with open(folder.with_suffix(".log"), "w") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env=environment).returncode
-    print(f"{folder.name}: {'done' if code == 0 else f'FAILED, see {log.name}'}", flush=True)
-    if code == 0:
-        (folder / "finished").touch()
+    if code:
+        print(f"{folder.name}: FAILED, see {log.name}", flush=True)
+        return
+    print(f"{folder.name}: done", flush=True)
+    (folder / "finished").touch()
 
 
 def is_finished(folder: pathlib.Path) -> bool:
+    """Say whether `train` has ended there without a failure."""
     return (folder / "finished").exists()
 
 
 def records(folder: pathlib.Path) -> list[dict]:
-    """The lines of its metrics.jsonl."""
+    """Read the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def accuracies(folder: pathlib.Path) -> dict[int, float]:
-    """Step -> held-out accuracy after it."""
+    """Return step -> held-out accuracy after it."""
     return {line["step"]: line["eval/accuracy"] for line in records(folder) if "eval/accuracy" in line}

@@ -38,33 +38,33 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         shape, variant = options.child
-        trl_steps(shape, variant, options) if variant.startswith("trl") else own_steps(shape, variant, options)
+        measure = trl_steps if variant.startswith("trl") else own_steps
+        measure(shape, variant, options)
         return
     if any(name.startswith("trl") for name in options.variants) and options.document_tokens != options.row_tokens:
         parser.error("trl trains each document as a row: set --document-tokens and --row-tokens to the same")
     rows = []
-    given = sys.argv[1:]
     for shape in options.shapes:
         checkpoint(shape)
         for variant in options.variants:
             ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
-            command = [sys.executable, *([] if variant.startswith("trl") else ranks), __file__, *given]
+            command = [sys.executable, *([] if variant.startswith("trl") else ranks), __file__, *sys.argv[1:]]
             name = f"{options.name}-{shape}-{variant}".replace("/", "-")
             log = ROOT / "runs" / "bench" / f"{name}.log"
-            found = run_child([*command, "--child", shape, variant], log, options.limit)
-            rows.append({"shape": shape, "variant": variant, **found})
+            figures = run_child([*command, "--child", shape, variant], log, options.limit)
+            rows.append({"shape": shape, "variant": variant, **figures})
             print(rows[-1], flush=True)
     report(options.name, rows, row_tokens=options.row_tokens, document_tokens=options.document_tokens)
 
 
 def documents(num_tokens: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Random token ids."""
+    """Draw random token ids: documents of one length."""
     draw = random.Random(seed)
     return [[draw.randrange(1000) for _ in range(length)] for _ in range(num_tokens // length)]
 
 
 def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
-    """Print what train_sft.py's step takes, as JSON; called in each rank."""
+    """Print what train_sft.py's step takes, as JSON. Each rank calls it."""
     from functools import partial
 
     import torch
@@ -87,7 +87,8 @@ def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
         lora_rank=lora_rank,
     )
     roles = setup_trainers()
-    folder, started = str(checkpoint(shape)), time.perf_counter()
+    folder = str(checkpoint(shape))
+    started = time.perf_counter()
     trainer = Trainer(
         ModelConfig(path=folder, attention=attention or "auto"), trainer_config, folder, options.steps, roles
     )
@@ -99,7 +100,8 @@ def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
     batch = make_batch(samples)
     denominator = float(batch.loss_mask_N.sum())
     on_gpu = roles.device.type == "cuda"
-    seconds, first = [], 0.0
+    seconds = []
+    first = 0.0  # from the start to the end of the first step
 
     def step() -> None:
         metrics = StepMetrics(batch.num_sequences)
@@ -114,10 +116,10 @@ def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
     if options.profile and on_gpu:
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             step()
         if roles.is_driver:
-            print(found.key_averages().table(sort_by="cuda_time_total", row_limit=50, max_name_column_width=90))
+            print(profiled.key_averages().table(sort_by="cuda_time_total", row_limit=50, max_name_column_width=90))
     close_roles(roles)  # whose warnings would come behind the result
     if roles.is_driver:
         hf = read_hf_config(folder)
@@ -138,7 +140,8 @@ def trl_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
 
     started = time.perf_counter()
     mode, _, rows_at_once = variant.partition("/")
-    folder, num_rows = checkpoint(shape), int(rows_at_once or 4)
+    folder = checkpoint(shape)
+    num_rows = int(rows_at_once or 4)
     on_gpu = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     rows = documents(options.rows * options.row_tokens, options.document_tokens) * options.steps
@@ -187,21 +190,21 @@ def trl_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
 
 
 def summary(tokens_per_second: list[float], flops_per_token: float, first_step: float) -> dict[str, object]:
-    """Of one GPU."""
+    """Return the figures of one GPU. first_step: seconds from the start to the end of the first step."""
     import statistics
 
     import torch
 
     median = statistics.median(tokens_per_second)
-    found = {
+    figures = {
         "tokens/s/GPU": spread(tokens_per_second),
         "MFU %": 100 * median * flops_per_token / PEAK_TFLOPS / 1e12,
         "until the first step s": first_step,
     }
     if torch.cuda.is_available():
-        found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-        found["of measured matmul %"] = 100 * median * flops_per_token / matmul_tflops() / 1e12
-    return found
+        figures["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        figures["of measured matmul %"] = 100 * median * flops_per_token / matmul_tflops() / 1e12
+    return figures
 
 
 if __name__ == "__main__":

@@ -92,7 +92,8 @@ def main() -> None:
         tools=tools or None,
         callbacks=[log],
     )
-    log.trainer, trainer._generate = trainer, log.timed(trainer._generate)
+    log.trainer = trainer
+    trainer._generate = log.timed(trainer._generate)
     if options.vllm and on_cpu:
         trainer.vllm_generation.sync_weights = partial(reload_weights, trainer)
     trainer.train()
@@ -101,7 +102,7 @@ def main() -> None:
 
 
 def trl_config(config: GRPOConfig, options: argparse.Namespace) -> TRLConfig:
-    """The recipe in TRL's words."""
+    """Write the recipe in TRL's words."""
     trainer = config.trainer
     return TRLConfig(
         output_dir=f"{config.run_dir}/trl",
@@ -139,13 +140,15 @@ def trl_config(config: GRPOConfig, options: argparse.Namespace) -> TRLConfig:
 
 
 def as_row(prompt, tokenizer, tools: list) -> dict[str, object]:
-    """One prompt for TRL, which tokenizes texts itself, or messages, without which it calls no tools.
+    """Return a prompt as TRL reads it: a text, which it tokenizes itself, or with tools the messages.
 
     Raises RuntimeError where that gives other tokens than ours.
     """
     if tools:
         content = prompt.content
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        messages = content
+        if isinstance(content, str):
+            messages = [{"role": "user", "content": content}]
         ids = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)["input_ids"]
     else:
         messages = tokenizer.decode(prompt.ids)
@@ -156,8 +159,9 @@ def as_row(prompt, tokenizer, tools: list) -> dict[str, object]:
 
 
 def reload_weights(trainer: GRPOTrainer) -> None:
-    """The trainer's weights into its engine on a CPU."""
-    model, engine = trainer.model, trainer.vllm_generation.llm
+    """Load the trainer's weights into its engine on a CPU."""
+    model = trainer.model
+    engine = trainer.vllm_generation.llm
     weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
     if model.config.tie_word_embeddings:
         weights.append(("lm_head.weight", model.get_input_embeddings().weight.data))
@@ -166,32 +170,38 @@ def reload_weights(trainer: GRPOTrainer) -> None:
 
 
 class Log(TrainerCallback):
-    """Scores completions, times steps, evaluates in between, and writes metrics.jsonl."""
+    """Metrics of TRL's run: it scores completions, times steps, evaluates in between, and writes metrics.jsonl."""
 
     def __init__(
         self, config: GRPOConfig, tokenizer, functions, prompts: list, num_prompt_tokens: list[int], started: float
     ):
-        self.config, self.tokenizer, self.functions, self.started = config, tokenizer, functions, started
-        self.prompts, self.num_prompt_tokens = prompts, num_prompt_tokens  # of the whole run
-        self.held_out = (
-            load_eval_prompts(config.data, config.evaluation, tokenizer) if config.evaluation.interval else []
-        )
+        self.config = config
+        self.tokenizer = tokenizer
+        self.functions = functions
+        self.started = started
+        self.prompts = prompts  # of the whole run
+        self.num_prompt_tokens = num_prompt_tokens
+        self.held_out = []
+        if config.evaluation.interval:
+            self.held_out = load_eval_prompts(config.data, config.evaluation, tokenizer)
         self.last_evaluated = -1
         self.launched = psutil.Process().create_time()
         self.trainer: GRPOTrainer | None = None
         self.rewards: list[float] = []
         self.num_tokens: list[int] = []
         self.num_turns: list[int] = []
-        self.last_end = self.generating = 0.0
+        self.last_end = 0.0
+        self.generating = 0.0
 
     def open(self, out: pathlib.Path | None, limit: float) -> None:
         """Begin the file. limit: see the docstring of the file."""
-        self.limit, self.file = limit, out or pathlib.Path(self.config.run_dir) / "metrics.jsonl"
+        self.limit = limit
+        self.file = out or pathlib.Path(self.config.run_dir) / "metrics.jsonl"
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text("")
 
     def reward(self, prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
-        """TRL's reward function: the recipe's weighted sum. Raises RuntimeError unless the prompts are ours."""
+        """Score as the recipe does; TRL's reward function. Raises RuntimeError for prompts that are not ours."""
         first = trainer_state.global_step * self.config.prompts_per_step
         ours = [i for i in range(first, first + self.config.prompts_per_step) for _ in range(self.config.group_size)]
         if prompts != [self.prompts[i] for i in ours]:
@@ -205,17 +215,18 @@ class Log(TrainerCallback):
         return rewards
 
     def timed(self, generate):
-        """`generate`, whose seconds, tools included, are logged."""
+        """Wrap `generate` so that its seconds, including those of tools, are logged."""
 
         def run(*arguments):
             started = time.perf_counter()
-            found = generate(*arguments)
+            generated = generate(*arguments)
             self.generating += time.perf_counter() - started
-            return found
+            return generated
 
         return run
 
     def score(self, texts: list[str], lengths: list[int], columns: dict[str, list]) -> list[float]:
+        """Return the recipe's weighted sum of rewards of each completion; lengths: tokens."""
         limit = self.config.generator.max_completion_tokens
         extra = {"num_tokens": lengths, "truncated": [length >= limit for length in lengths]}
         weights = self.config.reward.functions
@@ -234,7 +245,10 @@ class Log(TrainerCallback):
         figures = {"time/step": seconds, "tokens_per_second": sum(self.num_tokens) / seconds}
         figures |= {"time/generate": self.generating, "environment/turns": statistics.mean(self.num_turns)}
         self.write(step=state.global_step, **figures, **{"reward/mean": statistics.mean(self.rewards)})
-        self.rewards, self.num_tokens, self.num_turns, self.generating = [], [], [], 0.0
+        self.rewards = []
+        self.num_tokens = []
+        self.num_turns = []
+        self.generating = 0.0
         interval = self.config.evaluation.interval
         if interval and (state.global_step % interval == 0 or state.global_step == args.max_steps):
             self.evaluate(state.global_step)
@@ -246,28 +260,30 @@ class Log(TrainerCallback):
             self.evaluate(state.global_step)
 
     def evaluate(self, step: int) -> None:
+        """Log what the weights after `step` steps do on held-out prompts, if there are any."""
         if self.held_out:
             self.write(step=step, **self.greedy_metrics(self.held_out))
             self.last_evaluated = step
 
     def greedy_metrics(self, prompts: list) -> dict[str, float]:
-        """What the present weights do on held-out prompts."""
+        """Return accuracy and length of the present weights' greedy completions."""
         ids = self.greedy([prompt.ids for prompt in prompts])
-        lengths = [len(one) for one in ids]
+        lengths = [len(completion) for completion in ids]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         columns = {name: [prompt.columns[name] for prompt in prompts] for name in prompts[0].columns}
         passed = [reward >= 1 for reward in self.score(texts, lengths, columns)]
         return {"eval/accuracy": statistics.mean(passed), "eval/completion_length_mean": statistics.mean(lengths)}
 
     def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Completions of the present weights."""
+        """Complete prompts greedily by the present weights."""
         limit = self.config.generator.max_completion_tokens
         if not self.trainer.use_vllm:
-            model, found = self.trainer.model, []
+            model = self.trainer.model
+            completions = []
             for ids in prompts:
                 output = model.generate(torch.tensor([ids]), max_new_tokens=limit, do_sample=False)
-                found.append(output[0, len(ids) :].tolist())
-            return found
+                completions.append(output[0, len(ids) :].tolist())
+            return completions
         from vllm import SamplingParams
 
         self.trainer.vllm_generation.sync_weights()
@@ -277,6 +293,7 @@ class Log(TrainerCallback):
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def write(self, **figures: float | str) -> None:
+        """Add a line to the file, with the seconds since the launch."""
         with open(self.file, "a") as file:
             file.write(json.dumps({**figures, "seconds": round(self.seconds, 1)}) + "\n")
 

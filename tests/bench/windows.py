@@ -35,7 +35,9 @@ from tests.tiny_models import tensors_of
 
 TIMES = 12  # on the lengths of parity.py: 36 to 600 tokens
 PROMPT_LENGTHS = (5, 30, 150, 230, 470)
-MAX_PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 512, 64, 4
+MAX_PROMPT_TOKENS = 512
+COMPLETION_TOKENS = 64
+GROUP_SIZE = 4
 LEARNING_RATE = 0.01  # of one AdamW update, which moves each weight by about this much
 # Kind of attention, dtype, whether prompts are shared
 VARIANTS = (
@@ -113,8 +115,8 @@ def compare_with_transformers(folder: str, roles: Roles) -> bool:
                 parameter.copy_(parameter.grad)
         errors = {}
         for tensor, gradient in hf_tensors(model, torch.float32):
-            wanted = gradients[tensor]
-            errors[tensor] = ((gradient - wanted).norm() / wanted.norm()).item()
+            exact = gradients[tensor]
+            errors[tensor] = ((gradient - exact).norm() / exact.norm()).item()
         worst = max(errors, key=errors.get)
         prompts = "shared" if shares else "repeated"
         label = f"{name}, {kind} {dtype}, {prompts} prompts"
