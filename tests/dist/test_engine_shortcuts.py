@@ -73,6 +73,46 @@ def test_kept_ids_on_a_gpu_need_the_model_runner_that_tells_them(monkeypatch):
     assert shortcuts.sampler_of(llm) is runner.sampler
 
 
+def test_a_step_in_flight_when_an_evaluation_ends_has_no_kept_ids(vllm_config):
+    """On GPUs the step after a call's last token is read by the next call, which may be the first to ask for ids."""
+    scheduler = scheduler_of(vllm_config, is_ahead=True, is_v2=True, caches=False)
+    core = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
+    sampled = SampledTokens(SimpleNamespace(llm_engine=core), whole=True)
+    sampled.sampler = SimpleNamespace(return_sampling_mask=False)
+
+    def add(name: str) -> None:
+        request = random_request(random.Random(0), name, None)
+        request.max_tokens = 10
+        scheduler.add_request(request)
+
+    def schedule(name: str):
+        """Schedule a step, which samples now: with ids if they were asked for."""
+        plan = scheduler.schedule()
+        return plan, sample(scheduler, plan, {name: 31}, seed=int(sampled.sampler.return_sampling_mask))
+
+    add("held out")
+    sampled.keep_ids(False)
+    first = schedule("held out")
+    in_flight = schedule("held out")
+    first[1].sampled_token_ids = [[STOP]]
+    assert scheduler.update_from_output(*first)[0].outputs[0].finish_reason is not None
+    sampled.take("held out")
+
+    add("training")
+    sampled.keep_ids(True)
+    ahead = schedule("training")
+    scheduler.update_from_output(*in_flight)
+    scheduler.update_from_output(*ahead)
+    tokens = sampled.take("training")
+    assert [int(ids[0]) for ids in tokens.kept] == tokens.ids
+    assert len(tokens.ids) == 1
+
+    plan = scheduler.schedule()
+    output = sample(scheduler, plan, {"training": 31}, seed=0)  # an option that hides the ids
+    with pytest.raises(RuntimeError, match="did not say which ids .* enable_batch_sharded_sampling"):
+        scheduler.update_from_output(plan, output)
+
+
 def test_kernels_are_launched_with_other_options(monkeypatch):
     """The kernels of this vLLM, which run on GPUs alone, as its callers launch them; also if done twice."""
     import vllm.v1.worker.gpu.sample.sampler  # noqa: F401
