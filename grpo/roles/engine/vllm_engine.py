@@ -177,9 +177,10 @@ def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: to
     if has_experts(hf):  # these kernels read weights as a folder has them, so a sync can write them in place
         options["moe_backend"] = "triton"
     if has_states(hf):
-        options["gdn_prefill_backend"] = (
-            "triton"  # on Hopper vLLM's own choice is compiled, by nvcc, at the first prompt
-        )
+        # on Hopper vLLM's own choice is compiled, by nvcc, at the first prompt
+        options["gdn_prefill_backend"] = "triton"
+        # as the trainer computes them; vLLM takes model.dtype where config.json has no mamba_ssm_dtype
+        options["mamba_ssm_cache_dtype"] = "float32"
     chosen = any(name in engine for name in CHOOSE_ATTENTION)
     if any(window is not None for window in windows_of(hf)):  # triton's attention was measured without windows, states
         return options
