@@ -60,6 +60,23 @@ def test_triton_attends_where_it_was_measured_and_nobody_chose(head_dim, options
     assert vllm_engine.options_of_model(hf, options, torch.device("cpu")) == {}
 
 
+def test_the_ranks_of_an_engine_do_not_add_up_by_kernels_that_need_a_compiler_and_multicast(monkeypatch):
+    """vLLM fuses all-reduces with norms by FlashInfer, where nobody says otherwise, on Hopper and Blackwell."""
+    from vllm import envs
+    from vllm.config import CompilationConfig
+
+    hf = transformers.Qwen3Config(head_dim=64)
+    options = vllm_engine.options_of_model(hf, {}, torch.device("cuda"), tensor_parallel=2)
+    assert CompilationConfig(**options["compilation_config"]).pass_config.fuse_allreduce_rms is False
+    assert "compilation_config" not in vllm_engine.options_of_model(hf, {}, torch.device("cuda"))
+    for name in ("VLLM_CACHE_ROOT", *vllm_engine.ALL_REDUCE):
+        monkeypatch.setenv(name, "")  # so that it is as before after this test
+        monkeypatch.delenv(name)
+    vllm_engine._set_environment(torch.device("cuda", 0))
+    assert not envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    assert envs.VLLM_FLASHINFER_ALLREDUCE_BACKEND == "trtllm"
+
+
 def test_kept_ids_on_a_gpu_need_the_model_runner_that_tells_them(monkeypatch):
     runner = SimpleNamespace(sampler=SimpleNamespace(sample=lambda: (1, "log-probs")))
     llm = SimpleNamespace(collective_rpc=lambda function: [function(SimpleNamespace(model_runner=runner))])

@@ -27,6 +27,9 @@ CPU_BLOCK_TOKENS = 32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Engine options by which a user chooses attention; FlashAttention 3 reads a float8 cache faster than triton
 CHOOSE_ATTENTION = ("attention_config", "attention_backend", "kv_cache_dtype")
+# The ranks of an engine add up by vLLM's own kernels or NCCL. FlashInfer's, its default, are compiled by nvcc at the
+# first start, and would first try NVLink's multicast, which hosts that share their GPUs may forbid.
+ALL_REDUCE = {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"}
 HOPPER = (9, 0)  # H100 and H200, on which triton's attention was measured
 # Engine options that vLLM's CPU backend gets wrong: seeded requests whose prompt is prefilled in pieces crash it, and
 # its sampler of drafted tokens divides by uninitialised memory where the temperature should be.
@@ -165,8 +168,10 @@ def expert_layers(llm: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
-def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return vLLM's options for a model on this machine; `engine` has the user's own."""
+def options_of_model(
+    hf: PretrainedConfig, engine: Mapping[str, Any], device: torch.device, tensor_parallel: int = 1
+) -> dict[str, Any]:
+    """Return vLLM's options for a model on this machine; `engine` has the user's own. tensor_parallel: its ranks."""
     options: dict[str, Any] = {}
     if has_states(hf):
         options["language_model_only"] = True  # of a folder with a vision encoder
@@ -174,6 +179,8 @@ def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: to
         options["enable_prefix_caching"] = False
     if device.type == "cpu":
         return options
+    if tensor_parallel > 1:  # see ALL_REDUCE
+        options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if has_experts(hf):  # these kernels read weights as a folder has them, so a sync can write them in place
         options["moe_backend"] = "triton"
     if has_states(hf):
@@ -199,6 +206,8 @@ def _set_environment(device: torch.device) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    for name, value in ALL_REDUCE.items():
+        os.environ.setdefault(name, value)
     if device.type == "cuda":  # what vLLM compiled runs on the GPU of that index alone, and its cache ignores the index
         root = pathlib.Path(os.environ.get("VLLM_CACHE_ROOT") or "~/.cache/vllm")
         gpu_folder = f"gpu{device.index or 0}"
