@@ -266,7 +266,9 @@ class _Writer(dcp.FileSystemWriter):
         step: int,
         driver_state: dict[str, Any] | None,
     ):
-        super().__init__(_partial_folder(config.run_dir, step))
+        # All lies in the host's memory. With a number above 0 torch's thread would wait, again and again, for what
+        # GPU 0 computes, and take memory there, whichever GPU this rank has.
+        super().__init__(_partial_folder(config.run_dir, step), per_thread_copy_ahead=0)
         self.config = config
         self.driver_file = io.BytesIO()
         torch.save(driver_state, self.driver_file)  # now: the driver goes on

@@ -141,6 +141,7 @@ def plain_engine(variant: str, engine: dict[str, Any], options: argparse.Namespa
         model=str(checkpoint(options.shape)),
         dtype="bfloat16",
         max_model_len=128 + options.tokens,
+        gpu_memory_utilization=0.1,  # as for ours
         kv_cache_memory_bytes=int(options.gib * 2**30),
         skip_tokenizer_init=True,
         max_num_seqs=512,

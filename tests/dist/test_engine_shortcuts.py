@@ -60,6 +60,23 @@ def test_triton_attends_where_it_was_measured_and_nobody_chose(head_dim, options
     assert vllm_engine.options_of_model(hf, options, torch.device("cpu")) == {}
 
 
+def test_the_ranks_of_an_engine_do_not_add_up_by_kernels_that_need_a_compiler_and_multicast(monkeypatch):
+    """vLLM fuses all-reduces with norms by FlashInfer, where nobody says otherwise, on Hopper and Blackwell."""
+    from vllm import envs
+    from vllm.config import CompilationConfig
+
+    hf = transformers.Qwen3Config(head_dim=64)
+    options = vllm_engine.options_of_model(hf, {}, torch.device("cuda"), tensor_parallel=2)
+    assert CompilationConfig(**options["compilation_config"]).pass_config.fuse_allreduce_rms is False
+    assert "compilation_config" not in vllm_engine.options_of_model(hf, {}, torch.device("cuda"))
+    for name in ("VLLM_CACHE_ROOT", *vllm_engine.ALL_REDUCE):
+        monkeypatch.setenv(name, "")  # so that it is as before after this test
+        monkeypatch.delenv(name)
+    vllm_engine._set_environment(torch.device("cuda", 0))
+    assert not envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    assert envs.VLLM_FLASHINFER_ALLREDUCE_BACKEND == "trtllm"
+
+
 def test_kept_ids_on_a_gpu_need_the_model_runner_that_tells_them(monkeypatch):
     runner = SimpleNamespace(sampler=SimpleNamespace(sample=lambda: (1, "log-probs")))
     llm = SimpleNamespace(collective_rpc=lambda function: [function(SimpleNamespace(model_runner=runner))])
@@ -71,6 +88,46 @@ def test_kept_ids_on_a_gpu_need_the_model_runner_that_tells_them(monkeypatch):
     runner.sampler = SimpleNamespace(return_sampling_mask=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert shortcuts.sampler_of(llm) is runner.sampler
+
+
+def test_a_step_in_flight_when_an_evaluation_ends_has_no_kept_ids(vllm_config):
+    """On GPUs the step after a call's last token is read by the next call, which may be the first to ask for ids."""
+    scheduler = scheduler_of(vllm_config, is_ahead=True, is_v2=True, caches=False)
+    core = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
+    sampled = SampledTokens(SimpleNamespace(llm_engine=core), whole=True)
+    sampled.sampler = SimpleNamespace(return_sampling_mask=False)
+
+    def add(name: str) -> None:
+        request = random_request(random.Random(0), name, None)
+        request.max_tokens = 10
+        scheduler.add_request(request)
+
+    def schedule(name: str):
+        """Schedule a step, which samples now: with ids if they were asked for."""
+        plan = scheduler.schedule()
+        return plan, sample(scheduler, plan, {name: 31}, seed=int(sampled.sampler.return_sampling_mask))
+
+    add("held out")
+    sampled.keep_ids(False)
+    first = schedule("held out")
+    in_flight = schedule("held out")
+    first[1].sampled_token_ids = [[STOP]]
+    assert scheduler.update_from_output(*first)[0].outputs[0].finish_reason is not None
+    sampled.take("held out")
+
+    add("training")
+    sampled.keep_ids(True)
+    ahead = schedule("training")
+    scheduler.update_from_output(*in_flight)
+    scheduler.update_from_output(*ahead)
+    tokens = sampled.take("training")
+    assert [int(ids[0]) for ids in tokens.kept] == tokens.ids
+    assert len(tokens.ids) == 1
+
+    plan = scheduler.schedule()
+    output = sample(scheduler, plan, {"training": 31}, seed=0)  # an option that hides the ids
+    with pytest.raises(RuntimeError, match="did not say which ids .* enable_batch_sharded_sampling"):
+        scheduler.update_from_output(plan, output)
 
 
 def test_kernels_are_launched_with_other_options(monkeypatch):

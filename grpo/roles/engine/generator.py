@@ -86,7 +86,7 @@ class Generator:
         hf = read_hf_config(folder)
         self.has_experts = has_experts(hf)
         self.ties_head = bool(hf.tie_word_embeddings)
-        options = vllm_engine.options_of_model(hf, config.engine, roles.device)
+        options = vllm_engine.options_of_model(hf, config.engine, roles.device, config.tensor_parallel)
         if self.only_adapters:
             options |= adapter_options(self.trainer)
         self.llm = vllm_engine.start_engine(config, model, data, seed, folder, roles, options)

@@ -103,6 +103,14 @@ class SampledTokens:
         if model_output.sampling_masks:
             ids_C, offsets, _ = model_output.sampling_masks
             ends_R = offsets[1:]
+        elif not hasattr(self.sampler, "logprobs_RV"):  # V2, which was not asked when it sampled this step
+            # It was in flight when the last request of an evaluation ended, so all of its requests have ended.
+            if not self._by_request.keys().isdisjoint(model_output.req_id_to_index):
+                raise RuntimeError(
+                    "vLLM did not say which ids top_p, top_k and min_p kept; leave them out, or the engine option that "
+                    "hides it, such as enable_batch_sharded_sampling"
+                )
+            return
         else:
             is_kept_RV = self.sampler.logprobs_RV.isfinite()
             ids_C = is_kept_RV.nonzero()[:, 1].int().numpy()

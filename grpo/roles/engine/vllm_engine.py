@@ -27,6 +27,9 @@ CPU_BLOCK_TOKENS = 32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Engine options by which a user chooses attention; FlashAttention 3 reads a float8 cache faster than triton
 CHOOSE_ATTENTION = ("attention_config", "attention_backend", "kv_cache_dtype")
+# The ranks of an engine add up by vLLM's own kernels or NCCL. FlashInfer's, its default, are compiled by nvcc at the
+# first start, and would first try NVLink's multicast, which hosts that share their GPUs may forbid.
+ALL_REDUCE = {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"}
 HOPPER = (9, 0)  # H100 and H200, on which triton's attention was measured
 # Engine options that vLLM's CPU backend gets wrong: seeded requests whose prompt is prefilled in pieces crash it, and
 # its sampler of drafted tokens divides by uninitialised memory where the temperature should be.
@@ -38,14 +41,24 @@ WRONG_ON_CPU = {
 }
 
 
-def check_engine(config: GeneratorConfig, hf: PretrainedConfig) -> None:
-    """Raise ValueError for what this machine's vLLM cannot do or gets wrong. It does not import vLLM."""
+def check_engine(
+    config: GeneratorConfig, hf: PretrainedConfig, dtype: str = "bfloat16", only_adapters: bool = False
+) -> None:
+    """Raise ValueError for what this machine's vLLM cannot do or gets wrong. It does not import vLLM.
+
+    dtype: of the weights. only_adapters: the engine is to hold LoRA's adapters beside its weights.
+    """
     if (has_experts(hf) or has_states(hf)) and "quantization" in config.engine:
         raise ValueError(
             "generator.engine quantization of a mixture of experts, or of gated delta nets, is not supported: nobody "
             "has seen vLLM quantize them again in a weight sync; leave it out"
         )
     if torch.cuda.is_available():
+        if only_adapters and dtype == "float32":
+            raise ValueError(
+                "trainer.lora_sync=adapters does not go with model.dtype=float32 on a GPU, where vLLM's kernels for "
+                "adapters take bfloat16 alone; set --trainer.lora-sync merged"
+            )
         return
     if has_states(hf):
         raise ValueError(
@@ -155,8 +168,10 @@ def expert_layers(llm: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
-def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return vLLM's options for a model on this machine; `engine` has the user's own."""
+def options_of_model(
+    hf: PretrainedConfig, engine: Mapping[str, Any], device: torch.device, tensor_parallel: int = 1
+) -> dict[str, Any]:
+    """Return vLLM's options for a model on this machine; `engine` has the user's own. tensor_parallel: its ranks."""
     options: dict[str, Any] = {}
     if has_states(hf):
         options["language_model_only"] = True  # of a folder with a vision encoder
@@ -164,12 +179,15 @@ def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: to
         options["enable_prefix_caching"] = False
     if device.type == "cpu":
         return options
+    if tensor_parallel > 1:  # see ALL_REDUCE
+        options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if has_experts(hf):  # these kernels read weights as a folder has them, so a sync can write them in place
         options["moe_backend"] = "triton"
     if has_states(hf):
-        options["gdn_prefill_backend"] = (
-            "triton"  # on Hopper vLLM's own choice is compiled, by nvcc, at the first prompt
-        )
+        # on Hopper vLLM's own choice is compiled, by nvcc, at the first prompt
+        options["gdn_prefill_backend"] = "triton"
+        # as the trainer computes them; vLLM takes model.dtype where config.json has no mamba_ssm_dtype
+        options["mamba_ssm_cache_dtype"] = "float32"
     chosen = any(name in engine for name in CHOOSE_ATTENTION)
     if any(window is not None for window in windows_of(hf)):  # triton's attention was measured without windows, states
         return options
@@ -188,6 +206,8 @@ def _set_environment(device: torch.device) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    for name, value in ALL_REDUCE.items():
+        os.environ.setdefault(name, value)
     if device.type == "cuda":  # what vLLM compiled runs on the GPU of that index alone, and its cache ignores the index
         root = pathlib.Path(os.environ.get("VLLM_CACHE_ROOT") or "~/.cache/vllm")
         gpu_folder = f"gpu{device.index or 0}"

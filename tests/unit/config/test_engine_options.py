@@ -6,6 +6,7 @@ import pathlib
 import types
 
 import pytest
+import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from grpo.config import GeneratorConfig, GRPOConfig, change
@@ -61,6 +62,17 @@ def test_what_a_mixture_of_experts_cannot_have_is_refused():
     with pytest.raises(ValueError, match="^generator.engine quantization .*leave it out"):
         check_engine(engine, Qwen3MoeConfig(head_dim=64))
     check_engine(engine, Qwen3Config(head_dim=64))
+
+
+def test_adapters_in_float32_need_a_cpu(monkeypatch):
+    """vLLM's kernels for them assert another dtype, when the engine starts on a GPU."""
+    hf = Qwen3Config(head_dim=64)
+    check_engine(GeneratorConfig(), hf, "float32", only_adapters=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="^trainer.lora_sync=adapters .*model.dtype=float32 .*lora-sync merged"):
+        check_engine(GeneratorConfig(), hf, "float32", only_adapters=True)
+    check_engine(GeneratorConfig(), hf, "bfloat16", only_adapters=True)
+    check_engine(GeneratorConfig(), hf, "float32")
 
 
 def test_what_vllm_would_silently_ignore_is_refused():

@@ -11,10 +11,12 @@ import resource
 import shutil
 import threading
 from concurrent.futures import wait
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
 
 from grpo.config import CheckpointConfig, GRPOConfig
 from grpo.export import find_checkpoint
@@ -126,6 +128,18 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     assert torch.equal(other.model.weight, weight) and not torch.equal(trained.model.weight, weight)
     assert torch.equal(other.optimizer.state[other.model.weight]["exp_avg"], moments)
     assert checkpoint.newest_checkpoint(str(tmp_path))[1]["data"] == {"num_drawn": 24}
+
+
+def test_the_thread_that_writes_asks_nothing_of_a_gpu(tmp_path, monkeypatch):
+    """Its current GPU would be the first one, and not the rank's."""
+    device = SimpleNamespace(is_available=lambda: True)  # as torch.cuda's is on a GPU
+    monkeypatch.setattr(torch, torch._C._get_privateuse1_backend_name(), device, raising=False)
+
+    def wait_for_device(*_, **__):
+        raise AssertionError("torch's loader takes the thread's current GPU")
+
+    monkeypatch.setattr(filesystem._OverlappingCpuLoader, "__init__", wait_for_device)
+    assert save(tmp_path, 3).is_dir()
 
 
 def test_the_newest_are_kept_and_strangers_too(tmp_path):

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from grpo.config import GeneratorConfig, TrainerConfig
+from grpo.config.engine_options import argument_names
 from grpo.models.delta_net import CHUNK_TOKENS, causal_convolution, document_chunks, gated_delta_rule
 from grpo.models.hf_folder import check_folder, read_hf_config
 from grpo.models.lora import adapted_places
-from grpo.roles.engine.vllm_engine import check_engine
+from grpo.roles.engine.vllm_engine import check_engine, options_of_model
 from tests.tiny_models import make_tiny
 
 # Not in the order in which they are computed; below, at and above the ends of chunks
@@ -85,3 +86,11 @@ def test_what_is_refused_has_a_remedy(tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="needs a GPU.*SFT without evaluation"):
             check_engine(GeneratorConfig(), hf)
+
+
+def test_an_engine_on_a_gpu_keeps_states_in_float32_whatever_the_folder_says(tmp_path):
+    """transformers writes no `mamba_ssm_dtype`; without it vLLM would round the states of each token to bfloat16."""
+    hf = read_hf_config(make_tiny(tmp_path, "qwen3_5"))
+    options = options_of_model(hf, {}, torch.device("cuda"))
+    assert options["mamba_ssm_cache_dtype"] == "float32"
+    assert {*options} <= {*argument_names("vllm/engine/arg_utils.py", "EngineArgs")}
