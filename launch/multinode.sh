@@ -33,7 +33,8 @@ if ((num_nodes > 1)) && [[ -z "${MASTER_ADDR:-}" ]]; then
     fail "NNODES=$num_nodes needs MASTER_ADDR, the name or address of the machine with NODE_RANK=0"
 fi
 ((node_rank >= 0 && node_rank < num_nodes)) || fail "NODE_RANK=$node_rank is none of 0 to $((num_nodes - 1)) (NNODES - 1)"
-gpus_per_node=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l)}
+# || true: with pipefail, a machine without nvidia-smi would end this script without a word
+gpus_per_node=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l || true)}
 ((gpus_per_node > 0)) || fail "nvidia-smi lists no GPU; set GPUS_PER_NODE to the number of processes to start here"
 
 # A rank needs few threads: data and rewards run in processes of their own.

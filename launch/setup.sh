@@ -109,18 +109,23 @@ setup() {
     : >"$setup_log"
     .venv/bin/python -c '' 2>/dev/null || make_venv
     # An environment cut short while it was made, or made by uv, has no pip.
-    .venv/bin/python -m pip --version >>"$setup_log" 2>&1 || .venv/bin/python -m ensurepip >>"$setup_log" 2>&1
+    .venv/bin/python -m pip --version >>"$setup_log" 2>&1 || .venv/bin/python -m ensurepip >>"$setup_log" 2>&1 ||
+        fail "$repo/.venv has no pip, and ensurepip does not bring it:" "$(tail -n 5 "$setup_log")" \
+            "remove .venv and run this again"
     printf '%s incomplete\n' "$device" >"$setup_stamp"
     install_requirements "$device"
     printf '%s %s\n' "$device" "$(requirements_hash "$device")" >"$setup_stamp"
     say "ready after $((SECONDS - start)) s"
 }
 
-mkdir -p .cache
-(
-    # Two scripts started at once must not install into one environment.
-    if command -v flock >/dev/null; then flock 9; fi
-    setup
-) 9>.cache/setup.lock
+if mkdir -p .cache 2>/dev/null && [[ -w .cache ]]; then
+    (
+        # Two scripts started at once must not install into one environment.
+        if command -v flock >/dev/null; then flock 9; fi
+        setup
+    ) 9>.cache/setup.lock
+else
+    (setup) # in a container that is read-only or belongs to another user, .venv must be ready
+fi
 
 export VIRTUAL_ENV="$repo/.venv" PATH="$repo/.venv/bin:$PATH"

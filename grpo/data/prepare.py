@@ -6,6 +6,7 @@ GRPO is evaluated and SFT validated, go the same way.
 
 import dataclasses
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 LISTED_ROWS = 100
 # Reasons that a message gives, and rows that it lists for each
 SHOWN_ROWS = 5
+# Rows that a split is taken to have where held-out and training parts of it are compared
+MANY_ROWS = 10**9
 # The line about a source is a warning if a larger share of rows is left out.
 WARNED_FRAC = 0.05
 # The run is refused if a smaller share of rows is left.
@@ -231,15 +234,36 @@ def load_validation(
 
 
 def _warn_of_training_data(source: Source, data: DataConfig, section: str) -> None:
-    """Warn of held-out rows that are trained on. Two different parts of one split are meant to be apart."""
-    split, _, part = source.split.partition("[")
+    """Warn of held-out rows that are trained on. Parts of a split can be apart, such as train[:90%] and train[90%:]."""
+    place = (os.path.realpath(source.path), source.name)
     for training in data.all_sources:
-        training_split, _, training_part = training.split.partition("[")
-        is_same_data = (source.path, source.name) == (training.path, training.name)
-        is_same_split = source.is_file or split == training_split
-        is_same_part = not part or not training_part or part == training_part
-        if is_same_data and is_same_split and is_same_part:
+        if place != (os.path.realpath(training.path), training.name):
+            continue
+        pairs = itertools.product(_parts_of(source), _parts_of(training))
+        if any(_overlap(part, other) for part, other in pairs):
             print(f"warning: {section} uses the training data {source.path}; set {section}.path")
+
+
+def _parts_of(source: Source) -> list[tuple[str, int, int]]:
+    """Return the parts that the source's expression of splits names: split, first row, row after the last.
+
+    Each split counts as one of MANY_ROWS, since its size is not known here. A file has one split, without a name here.
+    """
+    import datasets
+
+    names = [part.partition("[")[0].strip() for part in source.split.split("+")]
+    try:
+        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(dict.fromkeys(names, MANY_ROWS))
+    except (ValueError, AssertionError):  # no expression of splits, which is refused when rows are loaded
+        return []
+    return [("" if source.is_file else part.splitname, part.from_, part.to) for part in parts]
+
+
+def _overlap(part: tuple[str, int, int], other: tuple[str, int, int]) -> bool:
+    """Say whether two parts, see `_parts_of`, have rows in common."""
+    split, first, past = part
+    other_split, other_first, other_past = other
+    return split == other_split and max(first, other_first) < min(past, other_past)
 
 
 def _training_rows(

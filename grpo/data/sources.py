@@ -8,9 +8,11 @@ refuse mixed types depending on their place in the file. Its reader of CSV loses
 import codecs
 import contextlib
 import csv
+import glob
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from grpo.config.user_files import cause_and_line, load_function
 from grpo.config.values import FILE_KINDS, Source
 from grpo.data.rows import BadRow, Example, Row, RowReader
-from grpo.text import reason_of
+from grpo.text import printable, reason_of
 
 if TYPE_CHECKING:
     import datasets
@@ -36,6 +38,8 @@ NO_ROWS = ("corresponds to no data", "Please pass `features` or at least one exa
 # How gzip, bzip2, xz, zstd, zip and a file that was not written to its end begin. The library would unpack some of
 # them, and fail in as many ways.
 PACKED_OR_BROKEN = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\0")
+# Files that the warning about files without a split names
+SHOWN_FILES = 5
 # A cell may be a whole book; the module csv takes 131,072 by default.
 MAX_CELL_CHARACTERS = 2**31 - 1
 
@@ -197,15 +201,40 @@ def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
 
 
 def _files_in_folder(folder: str) -> dict[str, list[str]]:
-    """Find the files of each split by their names; all are of the split train if no name has a split."""
+    """Find the files of each split by their names; all are of the split train if no name has a split.
+
+    Prints a warning if some names have a split and others have none: the library leaves the others out. Raises
+    ValueError for a name with several splits.
+    """
     from datasets.data_files import DataFilesDict, get_data_patterns
 
+    base = glob.escape(folder)
     try:
-        patterns = get_data_patterns(folder)
-        files = DataFilesDict.from_patterns(patterns, folder, allowed_extensions=list(FILE_KINDS))
+        patterns = get_data_patterns(base) | {"": ["**"]}
+        found = DataFilesDict.from_patterns(patterns, base, allowed_extensions=list(FILE_KINDS))
     except FileNotFoundError:
         return {}
-    return {split: [str(file) for file in paths] for split, paths in files.items()}
+    # a file that has the words of a split twice in its name is found twice
+    files = {str(split): dict.fromkeys(map(str, paths)) for split, paths in found.items()}
+    all_files = files.pop("")
+    unread = []
+    for path in all_files:
+        splits = [split for split, paths in files.items() if path in paths]
+        if len(splits) > 1:
+            raise ValueError(
+                f"data file {path} is of the splits {' and '.join(splits)} by its name; rename it, or give single files"
+            )
+        if not splits:
+            unread.append(os.path.relpath(path, folder))
+    if unread:
+        print(
+            printable(
+                f"warning: data folder {folder}: {len(unread)} of {len(all_files)} files are not read, because their "
+                f"names have no split and others have one: {', '.join(unread[:SHOWN_FILES])}; begin their names with "
+                f"{' or '.join(files)}, or move them away"
+            )
+        )
+    return {split: [*paths] for split, paths in files.items()}
 
 
 def _kind_of(path: str) -> str:
@@ -264,23 +293,34 @@ def _read_list(path: str) -> list[Row]:
 def _read_csv(path: str) -> list[Row]:
     """Read all cells as text, so that 007 stays 007 and NA is a word. An empty cell is missing.
 
-    Raises ValueError for a header with two columns of one name, and for a row with more or fewer cells than the header.
+    Raises ValueError for a header with two columns of one name, for a row with more or fewer cells than the header, and
+    for a quote that does not end where its cell ends.
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     rows = []
+    line_before = 0  # the last one of the row before
     with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file)
-        names = next(reader, [])
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"{path}, line 1: the header is {names}; name each column, and no two alike")
-        for cells in filter(None, reader):  # without blank lines
-            if len(cells) != len(names):
-                raise ValueError(
-                    f"{path}, line {reader.line_num}: {len(cells)} cells, the header has {len(names)}; put cells with "
-                    'commas or line breaks in "quotes"'
-                )
-            values = [cell or None for cell in cells]
-            rows.append(dict(zip(names, values, strict=True)))
+        reader = csv.reader(file, strict=True)  # else a quote without an end makes one cell of the rest of the file
+        try:
+            names = next(reader, [])
+            if not names or len(set(names)) < len(names):
+                raise ValueError(f"{path}, line 1: the header is {names}; name each column, and no two alike")
+            line_before = reader.line_num
+            for cells in reader:
+                if cells and len(cells) != len(names):
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: {len(cells)} cells, the header has {len(names)}; put cells "
+                        'with commas or line breaks in "quotes"'
+                    )
+                if cells:  # no blank line
+                    values = [cell or None for cell in cells]
+                    rows.append(dict(zip(names, values, strict=True)))
+                line_before = reader.line_num
+        except csv.Error as error:
+            raise ValueError(
+                f"{path}, line {line_before + 1}: a quote in this row does not end where its cell ends ({error}); put "
+                'the whole cell in "quotes", and write "" for a quote within it'
+            ) from error
     return rows
 
 
@@ -322,7 +362,9 @@ def _load(source: Source, kind: str, files: dict[str, list[str]]) -> "datasets.D
     import datasets  # takes a second to load
 
     if files:
-        arguments = {"path": "text" if kind == "json" else kind, "data_files": files}
+        # escaped, because the library takes paths for patterns: rows[1].jsonl would be rows1.jsonl
+        data_files = {split: [*map(glob.escape, paths)] for split, paths in files.items()}
+        arguments = {"path": "text" if kind == "json" else kind, "data_files": data_files}
     else:
         arguments = {"path": source.path, "name": source.name or None}
         if source.revision:

@@ -109,6 +109,11 @@ def test_a_failure_of_another_package_is_not_taken_for_that_of_torch(repo):
     assert re.search("setup: pip failed, .* .cache/setup.log; run this again", process.stderr)
 
 
+def test_an_environment_that_gets_no_pip_is_refused_with_the_way_out(repo):
+    process, _ = launch(repo, "setup.sh", failing="-m pip --version|-m ensurepip", GRPO_DEVICE="gpu")
+    assert process.returncode == 1 and ".venv has no pip" in process.stderr and "remove .venv" in process.stderr
+
+
 def test_gpu_needs_one_call_of_pip(repo):
     process, calls = launch(repo, "setup.sh", GRPO_DEVICE="gpu")
     assert process.returncode == 0, process.stderr
@@ -116,6 +121,17 @@ def test_gpu_needs_one_call_of_pip(repo):
     process, calls = launch(repo, "setup.sh", GRPO_DEVICE="cpu")
     assert process.returncode == 1 and calls == []
     assert re.search("gpu, .* cpu; set GRPO_DEVICE=gpu or remove .venv", process.stderr)
+
+
+def test_an_environment_that_is_ready_needs_no_place_to_write(repo):
+    """As in a container that is read-only: .cache cannot be a folder here."""
+    launch(repo, "setup.sh", GRPO_DEVICE="gpu")
+    shutil.rmtree(repo / ".cache")
+    (repo / ".cache").touch()
+    process, calls = launch(repo, "multinode.sh", "recipe.py", GPUS_PER_NODE="1")
+    assert process.returncode == 0 and calls == [], process.stderr
+    (repo / "requirements.txt").write_text("more==1")
+    assert launch(repo, "setup.sh", GRPO_DEVICE="gpu")[0].returncode == 1
 
 
 SLURM = {"JOB_ID": "123456", "JOB_NODELIST": "node[7-8]", "NNODES": "2", "CPUS_PER_TASK": "64", "GPUS_PER_NODE": "8"}
@@ -168,7 +184,7 @@ def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, s
     words = calls[-1].split()
     assert words[0] == "srun" and words[-3:] == [script, "recipe.py", "--resume"]
     # 20000 + 123456 % 10000
-    expected = {"--cpus-per-task=64", "--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=node7:23456"}
+    expected = {"--export=ALL", "--cpus-per-task=64", "--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=node7:23456"}
     assert expected <= set(words)
     process, calls = launch(repo, batch_file, "recipe.py", "--overwrite", **SLURM)
     assert process.returncode == 1 and calls == [] and "--overwrite would delete the run" in process.stderr
@@ -176,7 +192,13 @@ def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, s
 
 @pytest.mark.parametrize(
     ("flags", "base"),
-    [((), "runs/grpo"), (("--run-dir", "runs/mine"), "runs/mine"), (("--run-dir=runs/mine",), "runs/mine")],
+    [
+        ((), "runs/grpo"),
+        (("--run-dir", "runs/mine"), "runs/mine"),
+        (("--run-dir=runs/mine",), "runs/mine"),
+        (("--run_dir", "runs/mine"), "runs/mine"),  # which the scripts take too
+        (("--run_dir=runs/mine",), "runs/mine"),
+    ],
 )
 def test_a_job_array_trains_one_seed_per_task_in_a_folder_of_its_own(repo, flags, base):
     launch(repo, "setup.sh", GRPO_DEVICE="gpu")
@@ -219,6 +241,7 @@ REFUSED = {
     "MASTER_ADDR, the name or address of the machine": ({"NNODES": "2", "GPUS_PER_NODE": "8"}, ()),
     "NODE_RANK=2 is none of 0 to 1": ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a", "GPUS_PER_NODE": "8"}, ()),
     "set GPUS_PER_NODE": ({"GPUS_PER_NODE": "0"}, ()),
+    "nvidia-smi lists no GPU": ({}, ()),
     "--overwrite would delete the run": ({"GPUS_PER_NODE": "8"}, ("--overwrite",)),
 }
 
@@ -226,6 +249,8 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_multinode_refuses_what_cannot_work(repo, message):
     launch(repo, "setup.sh", GRPO_DEVICE="gpu")
+    (repo / "bin/nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (repo / "bin/nvidia-smi").chmod(0o755)
     environment, flags = REFUSED[message]
     process, _ = launch(repo, "multinode.sh", "recipe.py", *flags, **environment)
     assert process.returncode == 1 and message in process.stderr

@@ -271,9 +271,25 @@ def test_held_out_prompts_are_the_first_that_fit(tokenizer, ten_rows, tmp_path, 
         ("train[:-3]", "test", True),
         ("train[:-3]", "train[:-3]", True),
         ("train[:-3]", "train[-3:]", False),
+        ("train[:8]", "train[5:]", True),
+        ("train[:80%]", "train[50%:]", True),
+        ("train[:80%]", "train[80%:]", False),
+        ("train[:3]+train[5:]", "train[4:6]", True),
+        ("train[:3]+train[5:]", "train[3:5]", False),
     ],
 )
 def test_two_parts_of_one_file_are_no_training_data(tokenizer, ten_rows, capsys, split, held_out, warns):
     evaluation = EvaluationConfig(path=f"{ten_rows}:{held_out}")
     load_eval_prompts(config_of(f"{ten_rows}:{split}"), evaluation, tokenizer)
+    assert ("evaluation uses the training data" in capsys.readouterr().out) == warns
+
+
+@pytest.mark.parametrize(("split", "warns"), [("train", False), ("train+test", True)])
+def test_a_split_among_several_is_training_data(tokenizer, ten_rows, tmp_path, capsys, split, warns):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text(pathlib.Path(ten_rows).read_text())
+    evaluation = EvaluationConfig(path=f"{tmp_path}/./folder")
+    load_eval_prompts(config_of(f"{folder}:{split}"), evaluation, tokenizer)
     assert ("evaluation uses the training data" in capsys.readouterr().out) == warns

@@ -166,6 +166,8 @@ BAD_FILES = {
     "CSV with other columns": (".csv", b"frage,antwort\na,1\n", "column 'question' is missing"),
     "an empty cell": (".csv", b"question,answer\na,1\n,2\n", "row 2: column 'question' is missing"),
     "a quote that does not end": (".csv", b'question,answer\na,1\n"b,2\n', "line 3"),
+    "one in the last column": (".csv", b'question,answer\na,1\nb,"2\nc,3\nd,4\n', "line 3: a quote in this row"),
+    "a quote within quotes": (".csv", b'question,answer\n"a "b" c",1\n', "line 2: a quote in this row"),
     "Parquet of nothing": (".parquet", b"", "could not be loaded"),
     "Parquet of text": (".parquet", LINE, "could not be loaded"),
     "Parquet's ends alone": (".parquet", b"PAR1" + b"\0" * 100 + b"PAR1", "could not be loaded"),

@@ -44,6 +44,15 @@ def test_a_file_may_have_any_name(tmp_path):
     path = tmp_path / "rows[1]@a:b.jsonl"
     path.write_text('{"a": 1}\n')
     assert parse_source(str(path), "data.path") == Source("", str(path))
+    (tmp_path / "rows1@a:b.jsonl").write_text('{"a": 2}\n')  # what the name would match as a pattern
+    assert rows_of(path) == [{"a": 1}]
+
+
+def test_a_folder_may_have_any_name(tmp_path):
+    for name in ("rows[1]", "rows1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(json.dumps({"a": name}))
+    assert rows_of(tmp_path / "rows[1]") == [{"a": "rows[1]"}]
 
 
 @pytest.mark.parametrize("spec", ["", "[main]", "a/b[main", "a/b]", ":train"])
@@ -132,6 +141,24 @@ def test_a_folder_has_splits_by_the_names_of_its_files(tmp_path):
     assert rows_of(tmp_path, "test+train[:1]") == [{"a": 3}, {"a": 1}]
     with pytest.raises(ValueError, match="could not be loaded: ValueError: Unknown split .validation.*train.*test"):
         rows_of(tmp_path, "validation")
+
+
+def test_files_without_a_split_beside_others_that_have_one_are_named(tmp_path, capsys):
+    (tmp_path / "more.jsonl").write_text('{"a": 1}\n')
+    assert rows_of(tmp_path) == [{"a": 1}] and "not read" not in capsys.readouterr().out
+    (tmp_path / "train.jsonl").write_text('{"a": 2}\n')
+    assert rows_of(tmp_path) == [{"a": 2}]
+    assert "1 of 2 files are not read, because their names have no split and others have one: more.jsonl" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_file_is_of_one_split_and_read_once(tmp_path):
+    (tmp_path / "test_eval.jsonl").write_text('{"a": 1}\n')  # both words say test
+    assert rows_of(tmp_path, "test") == [{"a": 1}]
+    (tmp_path / "train_val.jsonl").write_text('{"a": 2}\n')
+    with pytest.raises(ValueError, match="train_val.jsonl is of the splits train and validation by its name; rename"):
+        rows_of(tmp_path)
 
 
 def test_a_folder_without_rows_or_with_several_kinds(tmp_path):
