@@ -52,6 +52,7 @@ def load_config(model: str, words: list[str], num_ranks: int) -> Config:
             "metrics.wandb_project": "",
             "resume": False,
             "evaluation.interval": 1,
+            "checkpoint.keep_best": "",
             "generator.sleep": False,
             "trainer.tensor_parallel": 1,
             "trainer.data_replicas": 1,

@@ -23,6 +23,7 @@ from grpo.folder.run_folder import step_folders, step_of
 from grpo.models.build import build_model
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
+from grpo.roles.comm import broadcast
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.run.inputs import learned_form
 from grpo.watch.failures import refuse_bad_input, run_rank
@@ -51,6 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
         if target.exists():
             raise ValueError(f"{target} exists; remove it or choose another folder with --to")
     roles = setup_trainers()
+    # a run that goes on may have saved another checkpoint since the first rank looked
+    checkpoint, target = broadcast((checkpoint, target), roles.control)
     model_path = config.model.path
     if config.model.is_built:
         model_path = str(run_dir / "initial_model")

@@ -250,7 +250,7 @@ def differing_fields(run_dirs: Sequence[Path]) -> list[list[str]]:
     for name in names:
         values = [one_line(str(config.get(name, "-"))) for config in configs]
         cells = [shorten(value, CELL_CHARACTERS) for value in values]
-        if len(set(cells)) > 1:
+        if len(set(values)) > 1:
             rows.append([name, *cells])
     return rows
 

@@ -98,13 +98,15 @@ def load_config(
     """
     recipe = f"{recorded}/config.py"
 
-    def fit(config: GRPOConfig, _recipe: GRPOConfig) -> GRPOConfig:
-        """Make every rank a trainer; nothing is evaluated or sampled."""
+    def fit(config: GRPOConfig, recorded_config: GRPOConfig) -> GRPOConfig:
+        """Make every rank a trainer; nothing is evaluated or sampled, and the recorded run's upload is not replaced."""
         changes = {
             "roles.num_trainers": num_trainers,
             "generator.tensor_parallel": 1,
             "checkpoint.keep_best": "",
         }
+        if config.checkpoint.push_to_hub == recorded_config.checkpoint.push_to_hub:  # not a flag's
+            changes["checkpoint.push_to_hub"] = ""
         if config.model.is_built:  # its tokenizer may come from data that is not read now
             changes["model.path"] = f"{recorded}/initial_model"
         return change(config, changes)

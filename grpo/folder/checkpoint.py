@@ -169,6 +169,8 @@ def _held_out_values(run_dir: str | pathlib.Path, metric: str) -> dict[int, floa
     values = {}
     with open(pathlib.Path(run_dir) / "metrics.jsonl", encoding="utf-8") as file:
         for line in file:
+            if not line.endswith("\n"):  # it is being written, or was when its run died
+                break
             record = json.loads(line)
             if record.get(name) is not None:
                 values[record["step"]] = record[name]

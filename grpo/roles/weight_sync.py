@@ -95,8 +95,8 @@ def check_sync(
     completions = gather_completions(completions, roles)
     batch = None
     if roles.is_driver:
-        pairs = zip(prompts, completions, strict=True)
-        batch = make_batch([sample_of(prompt, completion) for prompt, completion in pairs])
+        by_index = {completion.index: completion for completion in completions}  # prompts come in any order
+        batch = make_batch([sample_of(prompt, by_index[prompt.index]) for prompt in prompts])
     batch = send_batch(batch, roles)
     if trainer:  # forward only, so that torch compiles no backward for rows of this length
         difference_N = (trainer.logprobs(batch) - batch.generator_logprobs_N)[batch.loss_mask_N].abs()

@@ -5,6 +5,7 @@ for its decisions (`comm.on_driver`, `comm.from_driver`). What was sampled is in
 out: everything that several ranks do together.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -245,7 +246,7 @@ class Driver:
         measured: StepMetrics,
     ) -> Scalars:
         """Log step number `step`. Returns its metrics by name."""
-        num_tokens = sum(rollout.num_tokens for rollout in self.buffer.everything)
+        num_tokens = sum(rollout.num_tokens for rollout in self._finished())
         times = self.timer.close_step() | self.times_ahead
         metrics = self._sampling_metrics(rollouts, batch)
         metrics |= measured_metrics(measured, times, num_tokens)
@@ -271,11 +272,16 @@ class Driver:
         prompts = self.scorer.prompt_texts(measured_rollouts)
         self.session.run_log.completions(step, measured_rollouts, prompts)
 
+    def _finished(self) -> list[Rollout]:
+        """Return what the step took, except groups that go back, which the step that trains on them counts."""
+        groups = [rollouts for _, rollouts in self.buffer.finished()]
+        return list(itertools.chain(*groups))
+
     def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
         config = self.config
         completions = [rollout.completion for rollout in rollouts]
         metrics = rollout_metrics(
-            self.buffer.everything,
+            self._finished(),
             config.group_size,
             self.scorer.answer_format,
         )

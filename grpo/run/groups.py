@@ -147,8 +147,9 @@ class GroupBuffer:
 
     def finished(self) -> Iterator[tuple[Prompt, list[Rollout]]]:
         """Yield the prompt and the rollouts of each group taken, except those that go back."""
+        in_flight = {group.prompt.index for group in self.groups}
         for place, group in enumerate(self.taken):
-            if group not in self.groups:
+            if group.prompt.index not in in_flight:
                 yield group.prompt, self._rollouts_of(place)
 
     def rollouts(self) -> list[Rollout]:

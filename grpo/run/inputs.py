@@ -144,7 +144,7 @@ def read_grpo(
     check_parts(inputs.saved_state, ("step", "data", "flight"), config.allow_changes)
     stream = resumed_stream(new_stream, inputs.saved_state, config.allow_changes)
     form = learned_form(config, inputs.tokenizer)
-    groups = groups_in_flight(inputs.saved_state, config.allow_changes)
+    groups = groups_in_flight(inputs.saved_state, config.allow_changes, begins_again=not stream.num_drawn)
     inputs = replace(inputs, stream=stream, form=form, groups=groups)
     if config.evaluation.interval:
         prompts = held_out_prompts(config, inputs)
@@ -291,15 +291,25 @@ def resumed_stream(
     return stream
 
 
-def groups_in_flight(state: Mapping[str, Any], allow_changes: bool) -> list[Group]:
+def groups_in_flight(
+    state: Mapping[str, Any],
+    allow_changes: bool,
+    *,
+    begins_again: bool = False,
+) -> list[Group]:
     """Return the groups that the `state` of a checkpoint has in flight.
 
-    Raises ValueError if another version of the project saved them; with `allow_changes` they are left out.
+    begins_again: the data do, so these groups are of other rows, and fresh prompts will get their indices. They are
+    left out. Raises ValueError if another version of the project saved them; with `allow_changes` they are left out.
     """
     if not state.get("flight"):
         return []
     try:
-        return saved_groups(state["flight"])
+        groups = saved_groups(state["flight"])
+        if groups and begins_again:
+            print(f"{len(groups)} groups in flight are left out: they are of other data", flush=True)
+            return []
+        return groups
     except ValueError as error:
         _refuse(error, "groups in flight are left out", allow_changes)
         return []

@@ -100,6 +100,12 @@ def test_runs_are_compared_in_one_table_and_one_plot(tmp_path, capsys):
         main([first, second, "--worst"])
 
 
+def test_long_fields_that_differ_in_the_middle_are_named(tmp_path, capsys):
+    configs = [change(GRPOConfig(), {"data.system_prompt": f"{'a' * 50}{n}{'b' * 50}"}) for n in (1, 2)]
+    main([write_metrics(tmp_path / str(n), config, {1: 0.5}) for n, config in enumerate(configs)])
+    assert "\ndata.system_prompt " in capsys.readouterr().out
+
+
 def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_after(tmp_path, capsys):
     answers = {0: "We add\nthem.", 20: "4"}  # by step
     held_out = [

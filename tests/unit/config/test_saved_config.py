@@ -42,6 +42,9 @@ def test_what_the_result_does_not_depend_on():
     for path in ("reward.functions", "generator.max_completion_tokens"):  # SFT's evaluation
         assert is_resume_safe(path, SFTConfig()) and not is_resume_safe(path, GRPOConfig())
     assert not is_resume_safe("data.path", SFTConfig()) and is_resume_safe("num_steps", GRPOConfig())
+    # what passes decides which rows a curriculum draws
+    assert is_resume_safe("reward.pass_value", GRPOConfig())
+    assert not is_resume_safe("reward.pass_value", change(GRPOConfig(), {"data.curriculum": "my.py:mine"}))
     # a schedule that ends with the steps
     assert not is_resume_safe("num_steps", change(GRPOConfig(), {"trainer.schedule": "cosine"}))
 

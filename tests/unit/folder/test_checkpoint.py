@@ -18,7 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
+from grpo import export
 from grpo.config import CheckpointConfig, GRPOConfig
+from grpo.config.recipes import as_recipe
 from grpo.export import find_checkpoint
 from grpo.folder import checkpoint
 from grpo.folder.checkpoint import CheckpointSaver, SafeReader
@@ -164,12 +166,34 @@ def test_the_best_checkpoint_is_kept(tmp_path):
         save(tmp_path, step, keep=1, keep_best="accuracy")
         left.append([step_of(folder) for folder in step_folders(tmp_path)])
     assert left == [[1], [2], [2, 3], [4], [4, 5]]
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "eval/accu')  # the disk was full
     assert step_of(find_checkpoint(tmp_path, "best", "accuracy")) == 4
     assert step_of(find_checkpoint(tmp_path, "latest", "")) == 5
     assert step_of(find_checkpoint(tmp_path, "4", "")) == 4
     for step in ("best", "3"):
         with pytest.raises(ValueError, match=f"no checkpoint of step {step}; there are: 4, 5"):
             find_checkpoint(tmp_path, step, "")
+
+
+def test_all_ranks_export_the_checkpoint_that_the_first_one_found(tmp_path, monkeypatch):
+    """A run that goes on has saved step 20 since."""
+    (tmp_path / "config.py").write_text(as_recipe(GRPOConfig()))
+    loaded = []
+    first_ranks = (tmp_path / "step-00000010", tmp_path / "model-step-00000010")
+    stand_ins = {
+        "find_checkpoint": lambda *_: tmp_path / "step-00000020",
+        "broadcast": lambda *_: first_ranks,
+        "setup_trainers": lambda: SimpleNamespace(control=None, device="cpu", is_driver=False),
+        "load_model": lambda folder, _: loaded.append(folder),
+        "export_hf": lambda _, target, *__: loaded.append(target),
+    }
+    for name in ("check_checkpoint", "fetch_folder", "build_model", "load_tokenizer", "learned_form", "close_roles"):
+        stand_ins[name] = lambda *_, **__: None
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(export, name, stand_in, raising=False)
+    export.main([str(tmp_path)])
+    assert loaded == [*first_ranks]
 
 
 # ---- Damage

@@ -122,6 +122,20 @@ def test_a_layout_of_one_process_stays_as_it_is():
     assert for_one_process(config) is config
 
 
+def test_tools_leave_what_the_run_did_with_its_checkpoints(tmp_path):
+    """An evaluation may lack the metric of keep_best; a replay does not replace the model that its run uploaded."""
+    changes = {"evaluation.interval": 10, "evaluation.num_samples": 8, "checkpoint.interval": 10}
+    changes |= {"checkpoint.keep_best": "pass_at_8", "checkpoint.push_to_hub": "me/mine"}
+    recipe = tmp_path / "config.py"
+    recipe.write_text(as_recipe(change(GRPOConfig(), changes)))
+    alone = evaluate.load_config("my/model", [str(recipe), "--evaluation.num-samples", "0"], num_ranks=1)
+    assert alone.checkpoint.keep_best == ""
+    again = replay.load_config(str(tmp_path), [], num_trainers=1)
+    assert again.checkpoint.push_to_hub == ""
+    elsewhere = replay.load_config(str(tmp_path), ["--checkpoint.push-to-hub", "me/other"], num_trainers=1)
+    assert elsewhere.checkpoint.push_to_hub == "me/other"
+
+
 def test_tools_check_the_ranks_that_they_have(tmp_path):
     """Engines alone on 8 ranks, then trainers alone on 2, of a run of one process whose engine sleeps."""
     alone = evaluate.load_config("my/model", [*ON_ONE_GPU, "--generator.tensor-parallel", "8"], num_ranks=8)

@@ -3,14 +3,16 @@
 import io
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from grpo.config import SamplingConfig
+from grpo.config import GRPOConfig, SamplingConfig
 from grpo.environments.play import NOTED
 from grpo.report.rollout_metrics import stale_frac
+from grpo.run.driver import Driver
 from grpo.run.groups import Group, GroupBuffer, saved_groups
 from grpo.run.inputs import groups_in_flight
 from grpo.types import Completion, Prompt, Requests, Rollout
@@ -57,6 +59,7 @@ class Run:
             while requests := buffer.fill(self.stream.draw, self.score):
                 self.sample(requests)
             trained = buffer.rollouts()
+            finished = indices(prompt for prompt, _ in buffer.finished())
             for prompt, rollouts in buffer.finished():
                 assert {r.prompt.index for r in rollouts} == {prompt.index} and len(rollouts) == GROUP_SIZE
                 self.finished.append(prompt.index)
@@ -64,6 +67,7 @@ class Run:
             self.dropped |= {group.prompt.index for group in buffer.taken} - in_flight
             if self.overlap and (requests := buffer.ask(PROMPTS, self.stream.draw)):
                 self.sample(requests)
+            assert indices(prompt for prompt, _ in buffer.finished()) == finished  # the log asks for them only now
             self.metrics.append(buffer.metrics())
             yield trained
             if self.version in interrupted_after:
@@ -174,7 +178,7 @@ def buffer_of(**rules) -> tuple[GroupBuffer, Run]:
     return run.buffer, run
 
 
-def indices(prompts: list[Prompt]) -> list[int]:
+def indices(prompts: Iterable[Prompt]) -> list[int]:
     return [prompt.index for prompt in prompts]
 
 
@@ -215,6 +219,41 @@ def test_rounds_of_dynamic_sampling_by_hand():
     assert [r.prompt.index for r in buffer.rollouts()[::2]] == [1, 2, 4, 5] and not buffer.groups
     expected = {"sampling/rounds": 2, "sampling/informative_frac": 5 / 8, "sampling/full_frac": 1}
     assert buffer.metrics().items() >= expected.items()
+
+
+def test_a_group_that_goes_back_counts_in_the_step_that_trains_on_it():
+    """The first round has 2 of 4 groups that differ, the second 3 where 2 are enough: group 7 waits for the next step.
+
+    The first step counts the rewards of groups 0 to 6: 2 + 3, 4 + 5, 8 + 9, 10 + 11 and six times 0, 52 in all.
+    """
+    sampling = SamplingConfig(dynamic=True, carry_over=1)
+    run = Run(sampling, overlap=False, seed=0)
+    driver = object.__new__(Driver)
+    driver.buffer = run.buffer
+    driver.config = GRPOConfig(sampling=sampling, group_size=GROUP_SIZE, prompts_per_step=PROMPTS)
+    driver.scorer = SimpleNamespace(answer_format=None)
+    driver.step = 0
+    counted = []
+    for _ in range(2):
+        run.buffer.begin_step()
+        while requests := run.buffer.fill(run.stream.draw, run.score):
+            first_tokens = [completion(p.index * GROUP_SIZE + k, 3) for p in requests.prompts for k in (0, 1)]
+            run.buffer.add(first_tokens)
+        rollouts = run.buffer.rollouts()
+        metrics = driver._sampling_metrics(rollouts, SimpleNamespace(versions_S=torch.zeros(len(rollouts))))
+        counted.append(metrics["reward/mean"])
+        run.finished += [rollout.completion.index for rollout in driver._finished()]
+    assert counted[0] == pytest.approx(52 / 14)
+    assert 14 in run.finished and len(set(run.finished)) == len(run.finished)
+
+
+def test_groups_in_flight_of_other_data_are_left_out(capsys):
+    buffer, run = buffer_of(carry_over=1)
+    buffer.fill(run.stream.draw, run.score)
+    state = {"flight": buffer.state()}
+    assert groups_in_flight(state, allow_changes=True, begins_again=True) == []
+    assert capsys.readouterr().out == "5 groups in flight are left out: they are of other data\n"
+    assert groups_in_flight({}, allow_changes=False, begins_again=True) == []
 
 
 def test_a_step_without_enough_groups_goes_on_after_the_last_round():
