@@ -1,5 +1,6 @@
 """Environments in processes of their own: what they say, and what each way of failing comes to."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -9,7 +10,8 @@ import textwrap
 import pytest
 
 from grpo.config import EnvironmentConfig
-from grpo.environments.host import EnvironmentHost
+from grpo.environments.host import MAX_CHARACTERS, EnvironmentHost
+from grpo.workers.supervisor import LINE_BYTES
 
 ROOM = """
     import errno, os, pathlib, subprocess, time
@@ -188,6 +190,7 @@ def test_what_the_policy_causes_is_told_to_it(host):
     for what in ("flood", "smile"):
         reply = say(room, 0, "turn", call("do", what=what))
         assert 1000 < len(reply["answers"][0]) < 50_000  # cut before it fills a socket
+    assert len(json.dumps("\U0001f600" * MAX_CHARACTERS)) < 0.9 * LINE_BYTES  # else the process may be ended for it
     assert say(room, 0, "finish")["reward"] == 0.0
 
 
