@@ -620,6 +620,13 @@ class RunConfig:
         """Most completions that the run asks all engines for at one time."""
         return self.evaluation_completions
 
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weight of each part of the reward, by its name: first the environment's, then those of the functions."""
+        environment = self.environment  # type: ignore[attr-defined]
+        of_class = {environment.reward_name: environment.weight} if environment.all_classes else {}
+        return of_class | self.reward.weights
+
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(RunConfig):
@@ -675,12 +682,6 @@ class GRPOConfig(RunConfig):
     def turns_earn(self) -> bool:
         """True if each turn of an episode has a reward and an advantage of its own."""
         return self.algorithm.advantages == "return_to_go"
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        """Weight of each part of the reward, by its name: first the environment's, then those of the functions."""
-        of_class = {self.environment.reward_name: self.environment.weight} if self.environment.all_classes else {}
-        return of_class | self.reward.weights
 
     @property
     def needs_reference(self) -> bool:

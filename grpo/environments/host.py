@@ -98,7 +98,8 @@ class EnvironmentHost:
 
         A reply is `{episode, ...}` with what `LiveEnvironment` returned, or `{episode, failed, kind}`. `kind` is `hung`
         if the process was still computing at its deadline or reached its memory limit: the policy's call has most
-        likely caused that. It is `lost` if the process was waiting or died, which the policy cannot have caused.
+        likely caused that. It is `lost` if the process was waiting or died, or if the call was `reset`, which the
+        policy cannot have caused.
         """
         give_up_at = time.monotonic() + seconds
         while True:  # a `reset` that is tried again has no reply yet
@@ -131,7 +132,7 @@ class EnvironmentHost:
         failure = outcome["failed"]
         if cause == "memory":
             failure = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
-        is_hung = cause == "memory" or (is_late and cause == "busy")
+        is_hung = (cause == "memory" and call.do != "reset") or (is_late and cause == "busy")
         return {
             "episode": episode,
             "failed": f"{call.do}: {failure}",
@@ -167,6 +168,12 @@ class LiveEnvironment:
         self.toolbox = toolboxes.get("")
         self.style = style
         self.object = None
+
+    @property
+    def is_done(self) -> bool:
+        """True if the object says that the episode has ended. A method `done` is a tool."""
+        done = getattr(self.object, "done", False)
+        return bool(done) and not callable(done)
 
     def reset(
         self,
@@ -216,6 +223,8 @@ class LiveEnvironment:
                 kind = "bad"
             answers.append(answer)
             kinds.append(kind)
+            if self.is_done:  # what the model calls after the end changes nothing
+                break
 
         unread = ""
         if not calls:
@@ -226,8 +235,7 @@ class LiveEnvironment:
             answer = await_result(self.object.reply(text))
             if answer is not None:
                 answers = [str(answer)]
-        done = getattr(self.object, "done", False)
-        ended = not answers or (bool(done) and not callable(done))  # a method `done` is a tool
+        ended = not answers or self.is_done
 
         counts = {
             "calls": len(kinds),

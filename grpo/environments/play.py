@@ -117,27 +117,35 @@ class Player:
         episodes: list[Episode],
         max_tokens: int,
         turns_earn: bool = False,
+        num_first: int | None = None,
     ) -> None:
         """Reset the environments.
 
         max_tokens: limit for everything after the prompt, including answers. turns_earn: ask for the reward after each
-        turn.
+        turn. num_first: how many are reset now, the others by `reset`; None for all.
         """
         self.episodes = episodes
         self.max_tokens = max_tokens
         self.turns_earn = turns_earn
         for number, episode in enumerate(episodes):
             episode.number = number
-            if not self.config.all_classes:
-                self._open(episode, None)
-                continue
-            arguments = [
-                episode.prompt.columns,
-                episode.seed,
-                episode.rollout,
-                episode.environment,
-            ]
-            self._ask(episode, "reset", arguments, self.config.reset_seconds)
+        for episode in episodes[:num_first]:
+            self.reset(episode.number)
+
+    def reset(self, number: int) -> None:
+        """Begin an episode, with its environment if it has one."""
+        episode = self.episodes[number]
+        episode.began = time.monotonic()
+        if not self.config.all_classes:
+            self._open(episode, None)
+            return
+        arguments = [
+            episode.prompt.columns,
+            episode.seed,
+            episode.rollout,
+            episode.environment,
+        ]
+        self._ask(episode, "reset", arguments, self.config.reset_seconds)
 
     def add_turn(
         self,
@@ -308,6 +316,17 @@ class Player:
         self.host.drop(episode.number)
 
 
+def num_at_once(config: EnvironmentConfig, num_rollouts: int, num_processes: int) -> int:
+    """Return how many episodes begin together. Each of the others begins when one has ended.
+
+    With `answer_steps` or `rounds` the engine waits for all environments that are due. If one of them had no process,
+    it would wait for the end of an episode that waits for the engine.
+    """
+    if config.all_classes and (config.rounds or config.answer_steps):
+        return min(num_rollouts, num_processes)
+    return num_rollouts
+
+
 def play(
     config: EnvironmentConfig,
     loop: Any,
@@ -315,17 +334,21 @@ def play(
     add: Callable[[int, list[int], int, int], None],
     player: Player | None,
     send: Callable[[list[Decision] | None], list[Decision]],
+    num_first: int | None = None,
 ) -> None:
     """Play rollouts 0 to `num_rollouts` - 1 until none of them samples any more. Every rank of the replica calls it.
 
     loop: the EngineLoop; rollouts are its requests. add: gives the loop a turn that begins; its arguments are number,
     ids, how many of the ids are behind the prompt, and the most tokens to sample. player: on the head, after `begin`;
     None on other ranks. send: sends the head's decisions to all ranks. They call it at the same steps, because these
-    follow from counts alone.
+    follow from counts alone. num_first: how many rollouts begin together, as in `Player.begin`.
     """
     delay = math.inf if config.rounds else config.answer_steps
+    numbers = range(num_rollouts)
+    first = numbers[:num_first]
+    later = iter(numbers[len(first) :])
     # rollout that waits for its next turn -> first step at which it may begin
-    begins_at = dict.fromkeys(range(num_rollouts), 0.0)
+    begins_at = dict.fromkeys(first, 0.0)
     all_ids = [[] for _ in range(num_rollouts)]
     num_prompt_tokens = [0] * num_rollouts
     step = 0.0
@@ -351,6 +374,12 @@ def play(
                 if decision.max_tokens:
                     num_behind_prompt = len(ids) - num_prompt_tokens[number]
                     add(number, list(ids), num_behind_prompt, decision.max_tokens)
+                    continue
+                successor = next(later, None)
+                if successor is not None:
+                    begins_at[successor] = step + delay
+                    if player:
+                        player.reset(successor)
 
         if loop.num_running:
             step += 1

@@ -11,6 +11,7 @@ import errno
 import functools
 import inspect
 import json
+import socket
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -46,7 +47,10 @@ OUTAGE_NUMBERS = {
     errno.ENETDOWN,
     errno.EHOSTUNREACH,
     errno.ETIMEDOUT,
+    socket.EAI_AGAIN,  # no name server answers
 }
+# How asyncio begins the text of an OSError without a number: no address of a host took the connection
+OF_SEVERAL_ADDRESSES = "Multiple exceptions: "
 
 
 class Lost(Failure):
@@ -286,8 +290,11 @@ def _as_text(result: Any) -> str:
 def is_outage(error: BaseException | None) -> bool:
     """Decide whether the machine or the network caused an error, or an error that it follows from."""
     while error is not None:
-        is_of_machine = isinstance(error, OSError) and error.errno in OUTAGE_NUMBERS
-        if is_of_machine or isinstance(error, OUTAGES):
+        is_of_machine = isinstance(error, OSError) and (
+            error.errno in OUTAGE_NUMBERS or str(error).startswith(OF_SEVERAL_ADDRESSES)
+        )
+        has_one = isinstance(error, BaseExceptionGroup) and any(map(is_outage, error.exceptions))
+        if is_of_machine or has_one or isinstance(error, OUTAGES):
             return True
         if error.__suppress_context__:
             error = error.__cause__

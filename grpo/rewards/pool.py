@@ -6,6 +6,7 @@ the completion has no reward, and the run ends if a function fails for every com
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from grpo.config import RewardConfig
@@ -30,8 +31,7 @@ class CallScope(NamedTuple):
     """The function of a call, and the rollouts that the call scores."""
 
     function: str
-    start: int
-    size: int
+    places: list[int]
 
 
 class RewardPool:
@@ -75,7 +75,8 @@ class RewardPool:
 
         Each call of a function has one completion, those of a group or all of them (see `called_with`), and lists of
         that length: the columns of the data set, `num_tokens`, `truncated`, `prompts` (as in the data) and `step`, also
-        `completion_ids` if a function names them, and EPISODE_COLUMNS for episodes.
+        `completion_ids` if a function names them, and EPISODE_COLUMNS for episodes. Episodes that were lost are left
+        out, because a function that fails for one would fail for its group or for all.
 
         Raises ValueError if JSON cannot hold a column, and RuntimeError if earlier rollouts were not collected.
         """
@@ -93,14 +94,17 @@ class RewardPool:
             if scope != "step":
                 seconds *= size
             for start in range(0, len(rollouts), size):
-                part = rollouts[start : start + size]
+                places = [place for place in range(start, start + size) if not is_lost(rollouts[place])]
+                if not places:
+                    continue
+                part = [rollouts[place] for place in places]
                 completions = as_json([self.opening + rollout.answer for rollout in part])
                 columns = as_json(call_columns(part, step, needs_ids, self.opening))
                 for name in names:
                     line = b"[%s, %s, %s]" % (as_json(name), completions, columns)
-                    call = Call(len(self._scopes), line, seconds, num_values=size)
+                    call = Call(len(self._scopes), line, seconds, num_values=len(places))
                     calls[loading.is_confined(name)].append(call)
-                    self._scopes.append(CallScope(name, start, size))
+                    self._scopes.append(CallScope(name, places))
         for confined, workers in self.workers.items():
             workers.submit(calls[confined])
         self._rollouts = rollouts
@@ -108,8 +112,8 @@ class RewardPool:
     def collect(self) -> list[Rollout]:
         """Wait for the rewards. Returns new rollouts with `rewards`, `reward` and `failures`, in the same order.
 
-        The weighted sum leaves out functions that returned None for the completion. It is None if all did, or if a
-        function failed for the completion, because the sum of the others would not be comparable.
+        The reward is the `weighted_sum`, and None if a function failed for the completion, because the sum of the
+        others would not be comparable.
 
         Raises RuntimeError if the processes are gone.
         """
@@ -120,18 +124,14 @@ class RewardPool:
         for workers in self.workers.values():
             for outcome in workers.collect():
                 scope = self._scopes[outcome["call"]]
-                for i in range(scope.size):
+                for i, place in enumerate(scope.places):
                     if "failed" in outcome:
-                        failures[scope.start + i][scope.function] = outcome["failed"]
+                        failures[place][scope.function] = outcome["failed"]
                     else:
-                        rewards[scope.start + i][scope.function] = outcome["value"][i]
+                        rewards[place][scope.function] = outcome["value"][i]
         scored = []
         for rollout, values, failed in zip(rollouts, rewards, failures, strict=True):
-            weighted = []
-            for name, value in values.items():
-                if value is not None:
-                    weighted.append(self.config.functions[name] * value)
-            reward = sum(weighted) if weighted and not failed else None
+            reward = None if failed else weighted_sum(values, self.config.functions)
             scored.append(dataclasses.replace(rollout, rewards=values, reward=reward, failures=failed))
         return scored
 
@@ -139,6 +139,25 @@ class RewardPool:
         """End all processes and wait until they are gone. A second call does nothing."""
         for workers in self.workers.values():
             workers.close()
+
+
+def weighted_sum(
+    values: Mapping[str, float | None],
+    weights: Mapping[str, float],
+) -> float | None:
+    """Return the weighted sum of the values that are not None. None if there are none.
+
+    A weight of 0 only measures, so such a value alone makes no reward, unless all weights are 0.
+    """
+    counting = [name for name, weight in weights.items() if weight] or list(weights)
+    weighted = [weights[name] * values[name] for name in counting if values.get(name) is not None]
+    return sum(weighted) if weighted else None
+
+
+def is_lost(rollout: Rollout) -> bool:
+    """Return whether this is an episode that failed and gets no reward."""
+    episode = rollout.completion.episode
+    return episode is not None and bool(episode["failure"])
 
 
 def as_json(value: Any) -> bytes:
@@ -201,6 +220,7 @@ def check_all_failed(rollouts: list[Rollout]) -> None:
 
     The error names the function and shows the first completion.
     """
+    rollouts = [rollout for rollout in rollouts if not is_lost(rollout)]
     if not rollouts:
         return
     for name, failure in rollouts[0].failures.items():

@@ -1,6 +1,6 @@
 """Completions -> rollouts with rewards: what training and evaluation share. On rank 0."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +17,9 @@ from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
 from grpo.text import printable
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers.programs import check_programs
+
+# By what name an episode is lost that has functions as tools and no class
+TOOLS = "environment.tools"
 
 
 def check_version(completions: list[Completion], version: int) -> None:
@@ -41,17 +44,21 @@ def check_lost(rollouts: list[Rollout]) -> None:
 def with_value(
     rollout: Rollout,
     name: str,
-    weight: float,
+    weights: Mapping[str, float],
     value: float | None,
     failure: str,
 ) -> Rollout:
-    """Add a value that is not a reward function's, or the reason why there is none."""
+    """Add a value that is not a reward function's, or the reason why there is none.
+
+    weights: of all parts of the reward. A weight of 0 only measures, unless all are 0, as in `weighted_sum`.
+    """
     failures = dict(rollout.failures)
     if failure:
         failures[name] = failure
     reward = rollout.reward
-    if value is not None:
-        reward = weight * value + (reward or 0.0)
+    counts = weights[name] or not any(weights.values())
+    if value is not None and counts:
+        reward = weights[name] * value + (reward or 0.0)
     if failures:
         reward = None
     rewards = {name: value} | rollout.rewards
@@ -102,6 +109,7 @@ class Scorer:
         reward = config.reward
         generator = config.generator
         self.environment = config.environment
+        self.weights = config.reward_weights
         self.tokenizer = tokenizer
         if "code_reward" in reward.functions or "python" in self.environment.tools:
             print(check_programs(reward.allow_without_landlock))
@@ -157,12 +165,11 @@ class Scorer:
         if self.reward_model:
             model_scores = self._ask_reward_model()  # while worker processes score
         rollouts = [self._with_environment(rollout) for rollout in self.pool.collect()]
-        weight = self.pool.config.model_weight
         for place, (score, failure) in enumerate(model_scores):
             rollouts[place] = with_value(
                 rollouts[place],
                 REWARD_MODEL,
-                weight,
+                self.weights,
                 score,
                 failure,
             )
@@ -188,12 +195,17 @@ class Scorer:
     def _with_environment(self, rollout: Rollout) -> Rollout:
         """Add the environment's value to the reward. An episode that was lost has no reward."""
         episode = rollout.completion.episode
-        if episode is None or not self.environment.all_classes:
+        if episode is None:
             return rollout
+        if not self.environment.all_classes:
+            if not episode["failure"]:
+                return rollout
+            failures = {**rollout.failures, TOOLS: episode["failure"]}
+            return replace(rollout, reward=None, failures=failures)
         return with_value(
             rollout,
             self.environment.reward_name,
-            self.environment.weight,
+            self.weights,
             episode["reward"],
             episode["failure"],
         )

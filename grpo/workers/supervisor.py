@@ -41,8 +41,9 @@ LOOK_SECONDS = 0.05
 CLOSED_SECONDS = 1.0
 # Seconds for killed processes to be gone when the supervisor ends
 END_SECONDS = 5.0
-# A worker that writes more than this before a line ends is not the one that writes
-LINE_BYTES = 2**18
+# A worker that writes more than this before a line ends is not the one that writes. The longest answer of a tool has
+# 32,000 characters, each of which JSON may write as two escapes of six bytes.
+LINE_BYTES = 2**19
 CLOSED = "the process closed its connection to its parent"
 INTRUDED = "the process wrote into its connection to its parent"
 

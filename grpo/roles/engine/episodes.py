@@ -15,7 +15,7 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.rows import environment_of
 from grpo.environments.calls import style_of
 from grpo.environments.host import EnvironmentHost
-from grpo.environments.play import Decision, Episode, Player, play
+from grpo.environments.play import Decision, Episode, Player, num_at_once, play
 from grpo.environments.suffix import Turns
 from grpo.environments.tools import Toolbox, load_toolboxes
 from grpo.roles.engine import vllm_engine
@@ -50,13 +50,14 @@ class Episodes:
         self.data = data
         self.roles = roles
         self.turns_earn = turns_earn
+        self.num_processes = config.num_processes or most_at_once
         self.player = None
         if roles.rank in roles.heads:
             tokenizer = load_tokenizer(folder, data)
             toolboxes = load_toolboxes(config)
             turns = turns_of(tokenizer, config, data, stop_token_ids, toolboxes)
             style = call_style(tokenizer, config, toolboxes)
-            host = EnvironmentHost(config, style, config.num_processes or most_at_once, variables)
+            host = EnvironmentHost(config, style, self.num_processes, variables)
             self.player = Player(config, host, turns, tokenizer, data.max_prompt_tokens)
 
     def play_rollouts(
@@ -73,14 +74,15 @@ class Episodes:
 
         max_tokens: limit on what follows a prompt, answers included. add: see `play`.
         """
+        first = num_at_once(self.config, len(rollouts), self.num_processes)
         if self.player:
             episodes = []
             for prompt, place in rollouts:
                 seed = environment_seed(run_seed, prompt, held_out)
                 environment = environment_of(prompt.columns, self.data, self.player.turns)
                 episodes.append(Episode(prompt, place, seed, version, environment))
-            self.player.begin(episodes, max_tokens, self.turns_earn and not held_out)
-        play(self.config, loop, len(rollouts), add, self.player, self._send)
+            self.player.begin(episodes, max_tokens, self.turns_earn and not held_out, first)
+        play(self.config, loop, len(rollouts), add, self.player, self._send, first)
         return self.player.finish() if self.player else []
 
     def _send(self, decisions: list[Decision] | None) -> list[Decision]:

@@ -1,5 +1,6 @@
 """Environments in processes of their own: what they say, and what each way of failing comes to."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -9,7 +10,8 @@ import textwrap
 import pytest
 
 from grpo.config import EnvironmentConfig
-from grpo.environments.host import EnvironmentHost
+from grpo.environments.host import MAX_CHARACTERS, EnvironmentHost
+from grpo.workers.supervisor import LINE_BYTES
 
 ROOM = """
     import errno, os, pathlib, subprocess, time
@@ -20,6 +22,7 @@ ROOM = """
             if fails == "always" or (fails == "once" and not pathlib.Path("failed").exists()):
                 pathlib.Path("failed").touch()
                 raise RuntimeError("no room is free")
+            if fails == "memory": self.all = bytearray(2**34)
             return f"Room {seed}, bed {rollout}."
 
         def add(self, number: int) -> str:
@@ -44,6 +47,7 @@ ROOM = """
             if what == "die": os._exit(3)
             if what == "eat": self.all = bytearray(2**34)
             if what == "flood": return "x" * 10**7
+            if what == "smile": return "\U0001f600" * 10**5
             if what == "raise": raise KeyError("attic")
             if what == "file": open("/no/such/file")
             if what == "net": raise ConnectionRefusedError("nobody listens")
@@ -117,6 +121,14 @@ def test_an_episode_from_reset_to_reward(host):
     assert say(room, 8, "finish")["reward"] == 0.0
 
 
+def test_calls_after_the_end_are_not_carried_out(host):
+    room = host()
+    say(room, 0, "reset", {}, 0, 0)
+    reply = say(room, 0, "turn", call("add", number=6) * 4)
+    assert reply["answers"] == ["6", "12"] and reply["ended"] and reply["counts"]["calls"] == 2
+    assert say(room, 0, "finish")["info"] == {"count": 12}
+
+
 def test_half_a_character_is_a_question_mark_wherever_it_comes_from(host, tmp_path):
     """The policy can write one as an escape of JSON; no tokenizer and no file takes it."""
     (tmp_path / "half.py").write_text(
@@ -175,8 +187,10 @@ def test_what_the_policy_causes_is_told_to_it(host):
     ):
         reply = say(room, 0, "turn", text)
         assert len(reply["answers"]) == 1 and not reply["ended"] and reply["counts"][kind] == 1, text
-    reply = say(room, 0, "turn", call("do", what="flood"))
-    assert 1000 < len(reply["answers"][0]) < 50_000  # cut before it fills a socket
+    for what in ("flood", "smile"):
+        reply = say(room, 0, "turn", call("do", what=what))
+        assert 1000 < len(reply["answers"][0]) < 50_000  # cut before it fills a socket
+    assert len(json.dumps("\U0001f600" * MAX_CHARACTERS)) < 0.9 * LINE_BYTES  # else the process may be ended for it
     assert say(room, 0, "finish")["reward"] == 0.0
 
 
@@ -231,7 +245,8 @@ def test_a_call_that_loops_is_told_from_one_that_waits_where_a_core_has_other_wo
 def test_a_reset_is_tried_once_more(host):
     room = host()
     assert "failed" not in say(room, 0, "reset", {"fails": "once"}, 0, 0)
-    assert say(room, 1, "reset", {"fails": "always"}, 0, 0)["kind"] == "lost"
+    for fails in ("always", "memory"):  # the policy has done nothing yet
+        assert say(room, 1, "reset", {"fails": fails}, 0, 0)["kind"] == "lost"
 
 
 def test_a_reward_that_is_no_number_is_lost(host):

@@ -12,7 +12,7 @@ import torch
 from grpo.config import DataConfig, EnvironmentConfig
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.toy import trained_tokenizer
-from grpo.environments.play import Episode, Player, play
+from grpo.environments.play import Episode, Player, num_at_once, play
 from grpo.environments.suffix import Turns
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.roles.engine.episodes import completion_of, environment_seed
@@ -62,6 +62,34 @@ class MadeHost:
         pass
 
 
+class FewProcesses(MadeHost):
+    """An episode keeps one of five processes until it ends, and the others wait for one."""
+
+    NUM = 5
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.held, self.queue = set(), []
+
+    def ask(self, episode, do, *arguments):
+        if do == "reset" and len(self.held) == self.NUM:
+            self.queue.append((episode, do, *arguments))
+            return
+        self.held.add(episode)
+        super().ask(episode, do, *arguments)
+        if do == "finish":
+            self.drop(episode)
+
+    def drop(self, episode):
+        self.held.discard(episode)
+        if self.queue and len(self.held) < self.NUM:
+            self.ask(*self.queue.pop(0))
+
+    def poll(self, seconds=0.0):
+        assert self.waiting or not seconds, "all wait for each other"
+        return super().poll(seconds)
+
+
 class MadeLoop:
     """Samples 2 to 9 tokens that follow from the ids before, and the stop token, or `length` at the limit."""
 
@@ -89,22 +117,22 @@ class MadeLoop:
         return ended
 
 
-def run(config, delay=lambda: 0.0, max_tokens=200, fails=(), fails_at="turn"):
+def run(config, delay=lambda: 0.0, max_tokens=200, fails=(), fails_at="turn", host=MadeHost, first=None):
     """Play NUM episodes; returns them, what the engine was given, and the decisions that other ranks would hear."""
     eos = tokenizer().eos_token_id
     turns = Turns(tokenizer(), DataConfig(system_prompt=""), [eos], [], has_reply=True)
-    player = Player(config, MadeHost(delay, fails, fails_at), {"": turns}, tokenizer(), 100)
-    player.begin([Episode(Prompt(n, [11, 12]), 0, n, 3) for n in range(NUM)], max_tokens)
+    player = Player(config, host(delay, fails, fails_at), {"": turns}, tokenizer(), 100)
+    player.begin([Episode(Prompt(n, [11, 12]), 0, n, 3) for n in range(NUM)], max_tokens, num_first=first)
     loop, told = MadeLoop(), []
 
     def tell(decisions):
         told.append(pickle.loads(pickle.dumps(decisions)))
         return decisions
 
-    play(config, loop, NUM, loop.add, player, tell)
+    play(config, loop, NUM, loop.add, player, tell, first)
     follower = MadeLoop()  # a rank that only hears
     heard = iter(told)
-    play(config, follower, NUM, follower.add, None, lambda _: next(heard))
+    play(config, follower, NUM, follower.add, None, lambda _: next(heard), first)
     assert follower.log == loop.log
     return player.finish(), loop.log
 
@@ -139,6 +167,24 @@ def test_an_answer_joins_by_counts_whatever_the_clock_says():
         for seed in (0, 1, 2):
             logs.append(run(config, functools.partial(random.Random(seed).uniform, 0, 0.01))[1])
         assert logs[0] == logs[1] == logs[2]
+
+
+@pytest.mark.parametrize("when", [{"answer_steps": 3}, {"rounds": True}, {}])
+def test_more_episodes_than_processes_are_all_played_and_by_counts(when):
+    config = dataclasses.replace(CONFIG, **when)
+    first = num_at_once(config, NUM, FewProcesses.NUM)
+    assert first == (FewProcesses.NUM if when else NUM)
+    assert num_at_once(dataclasses.replace(config, name="", tools=("calculator",)), NUM, FewProcesses.NUM) == NUM
+    free, _ = run(CONFIG)
+    logs = []
+    for seed in (0, 1):
+        delay = functools.partial(random.Random(seed).uniform, 0, 0.01)
+        episodes, log = run(config, delay, fails={2: "lost"}, fails_at="reset", host=FewProcesses, first=first)
+        logs.append(log)
+        for number, (episode, alone) in enumerate(zip(episodes, free, strict=True)):
+            assert bool(episode.failure) == (number == 2)
+            assert number == 2 or (episode.ids, episode.reward) == (alone.ids, alone.reward)
+    assert logs[0] == logs[1] or not when
 
 
 def test_as_soon_as_it_is_there_samples_the_same():

@@ -174,6 +174,11 @@ def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
         ("TimeoutError('no answer')", True),
         (f"OSError({errno.ENOSPC}, 'disk full')", True),
         (f"OSError({errno.ENETUNREACH}, 'no network')", True),
+        ("socket.gaierror(socket.EAI_AGAIN, 'no name server')", True),
+        ("OSError('Multiple exceptions: [Errno 111] Connect call failed, [Errno 111] Connect call failed')", True),
+        ("ExceptionGroup('all addresses', [ConnectionRefusedError(), ConnectionRefusedError()])", True),
+        ("ExceptionGroup('all tasks', [ValueError(), KeyError()])", False),
+        ("socket.gaierror(socket.EAI_NONAME, 'no such host')", False),
         ("FileNotFoundError('what the model named')", False),
         ("PermissionError()", False),
         ("RuntimeError('x')", False),
@@ -181,7 +186,7 @@ def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
 )
 def test_what_the_policy_cannot_have_caused(tmp_path, error, is_lost):
     """Also behind another error, which a client's library raises in its place."""
-    body = f"def f():\n    'F.'\n    raise {error}\n"
+    body = f"import socket\ndef f():\n    'F.'\n    raise {error}\n"
     body += "def g():\n    'G.'\n    try:\n        f()\n    except Exception:\n        raise ValueError('x')\n"
     toolbox = toolbox_of(tmp_path, body, tools=("{here}:f", "{here}:g"))
     for name in "fg":

@@ -184,7 +184,7 @@ def test_a_class_with_async_tools_and_its_reward_functions(folder):
     finally:
         host.close()
 
-    episode = {"opening": begun["text"], "turns": [], "reward": told["reward"], "info": told["info"]}
+    episode = {"opening": begun["text"], "turns": [], "reward": told["reward"], "info": told["info"], "failure": ""}
     completion = Completion.of(torch.tensor([1]), torch.tensor([-1.0]), truncated=False, episode=episode)
     rollout = Rollout(Prompt(0, [1], content="Open it."), completion, "")
     reward = RewardConfig(functions={"vault.py:reward_func": 1.0, "vault.py:tries": 1.0}, num_workers=1)

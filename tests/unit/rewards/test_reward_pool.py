@@ -200,6 +200,10 @@ def act_on_group(completions, **columns):
     return [float(len(completions))] * len(completions)
 
 @group_level
+def last_turns(completions, turns, environments, **columns):
+    return [100 * len(completions) + len(texts[-1]) + e.score for texts, e in zip(turns, environments)]
+
+@group_level
 def slow_group(completions, **columns):
     time.sleep(3.5)
     return [1.0] * len(completions)
@@ -491,6 +495,33 @@ def test_weighted_sums_leave_none_out(open_pool, tmp_path):
     ]
     assert [r.reward for r in scored] == [1.0, 20.0, 22.5]
     assert rollouts[0].rewards == {} and rollouts[0].reward is None
+
+
+def test_a_weight_of_0_measures_and_makes_no_reward(open_pool, tmp_path):
+    """Else what is measured beside a judge would be a 0 wherever the judge gives nothing."""
+    pool = open_pool({"length": 0.0, "some": 2.0})
+    scored = score(pool, [rollout("ab"), rollout("ab cd")], group_size=1)
+    assert [r.rewards[mine(tmp_path, "length")] for r in scored] == [2.0, 5.0]
+    assert [r.reward for r in scored] == [None, 20.0]
+    pool = open_pool({"length": 0.0})  # only a teacher counts
+    assert score(pool, [rollout("ab")], group_size=1)[0].reward == 0.0
+
+
+def test_a_lost_episode_takes_no_other_along(open_pool, tmp_path):
+    pool = open_pool({"last_turns": 1.0, "length": 1.0})
+    note = {"opening": None, "info": {"score": 2.0}, "turns": [{"text": "ab", "answers": []}], "failure": ""}
+    lost = note | {"info": {}, "turns": [], "failure": "the server is gone"}
+    notes = [note, lost, note, note, lost, lost]
+    rollouts = []
+    for place, episode in enumerate(notes):
+        of_text = rollout("ab", place // 3)
+        rollouts.append(replace(of_text, completion=replace(of_text.completion, episode=episode)))
+    scored = score(pool, rollouts, group_size=3)
+    assert [r.reward for r in scored] == [206.0, None, 206.0, 106.0, None, None]
+    assert not any(r.failures for r in scored)
+    broken = [replace(r, failures={} if r.completion.episode is lost else {"f": "it is wrong"}) for r in rollouts]
+    with pytest.raises(RewardError, match="it is wrong"):
+        check_all_failed(broken)
 
 
 def test_a_column_that_json_does_not_have_is_refused(open_pool):

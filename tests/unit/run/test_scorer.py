@@ -1,8 +1,14 @@
-"""What the start says about completions."""
+"""What the start says about completions, and what the environment adds to a reward."""
 
-from grpo.config import DataConfig
+from dataclasses import replace
+
+import pytest
+
+from grpo.config import DataConfig, GRPOConfig
+from grpo.config.recipes import change
 from grpo.data import toy
-from grpo.run.scorer import passed_end_line
+from grpo.run.scorer import Scorer, passed_end_line
+from grpo.types import Completion, Piece, Prompt, Rollout
 
 
 def test_a_turn_whose_end_is_no_stop_is_said():
@@ -17,3 +23,43 @@ def test_a_turn_whose_end_is_no_stop_is_said():
     assert passed_end_line(tokenizer, data, [tokenizer.eos_token_id], ["<|im_end|>"]) == ""
     text = DataConfig(prompt_template="Q: {question} A:")
     assert passed_end_line(tokenizer, text, [tokenizer.eos_token_id], []) == ""
+
+
+@pytest.mark.parametrize(
+    ("weights", "of_functions", "value", "reward"),
+    [
+        ((2.0, 0.5), 0.5, 3.0, 6.5),
+        ((2.0, 0.5), 0.5, None, 0.5),
+        ((2.0, 0.5), None, 3.0, 6.0),
+        ((2.0, 0.5), None, None, None),
+        ((0.0, 0.5), 0.5, 3.0, 0.5),
+        ((0.0, 0.5), None, 3.0, None),  # what only measures is no reward
+        ((0.0, 0.0), 0.0, 3.0, 0.0),
+    ],
+)
+def test_the_reward_of_an_episode(weights, of_functions, value, reward):
+    fields = {"environment.weight": weights[0], "reward.functions": {"math_reward": weights[1]}}
+    scorer, rollout = of_episode({"environment.name": "a.py:Game"} | fields)
+    rollout.completion.episode["reward"] = value
+    scored = scorer._with_environment(replace(rollout, reward=of_functions))
+    assert scored.reward == reward and scored.rewards == {"Game": value, "math_reward": 1.0}
+
+
+@pytest.mark.parametrize("field", [{"environment.name": "a.py:Game"}, {"environment.tools": ("calculator",)}])
+def test_an_episode_that_was_lost_has_no_reward_with_a_class_or_without(field):
+    """Functions would give 0 for a conversation that an outage ended."""
+    scorer, rollout = of_episode(field)
+    assert scorer._with_environment(rollout).reward is not None
+    rollout.completion.episode["failure"] = "turn: look: ConnectionResetError"
+    lost = scorer._with_environment(rollout)
+    assert lost.reward is None and list(lost.failures.values()) == ["turn: look: ConnectionResetError"]
+
+
+def of_episode(fields: dict) -> tuple[Scorer, Rollout]:
+    """Return what scores an episode by these fields, without its processes, and an episode with the pool's reward."""
+    config = change(GRPOConfig(), fields)
+    scorer = Scorer.__new__(Scorer)
+    scorer.environment = config.environment
+    scorer.weights = config.reward_weights
+    completion = replace(Completion((Piece.nothing(),), False), episode={"reward": 1.0, "failure": ""})
+    return scorer, Rollout(Prompt(0, [5]), completion, "text", rewards={"math_reward": 1.0}, reward=0.5)
