@@ -84,7 +84,8 @@ def test_code_reward(text, tests, reward):
     ],
 )
 def test_success_cannot_be_had_by_leaving_early(code):
-    assert code_reward([program(code)], tests=["assert False"], timeout_seconds=SECONDS) == [0.0]
+    seconds = 2.0 if "/proc/self/fd" in code else SECONDS  # it waits for what nobody writes
+    assert code_reward([program(code)], tests=["assert False"], timeout_seconds=seconds) == [0.0]
 
 
 def test_success_is_a_marker_that_is_drawn_anew(monkeypatch):
