@@ -145,13 +145,14 @@ def weighted_sum(
     values: Mapping[str, float | None],
     weights: Mapping[str, float],
 ) -> float | None:
-    """Return the weighted sum of the values that are not None. None if there are none.
-
-    A weight of 0 only measures, so such a value alone makes no reward, unless all weights are 0.
-    """
-    counting = [name for name, weight in weights.items() if weight] or list(weights)
-    weighted = [weights[name] * values[name] for name in counting if values.get(name) is not None]
+    """Return the weighted sum of the parts that count and have a value. None if there are none."""
+    weighted = [weights[name] * values[name] for name in counting_parts(weights) if values.get(name) is not None]
     return sum(weighted) if weighted else None
+
+
+def counting_parts(weights: Mapping[str, float]) -> list[str]:
+    """Return the parts of a reward that count: a part of weight 0 only measures, unless all weights are 0."""
+    return [name for name, weight in weights.items() if weight] or list(weights)
 
 
 def is_lost(rollout: Rollout) -> bool:

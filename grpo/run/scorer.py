@@ -12,7 +12,7 @@ from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
 from grpo.report.samples import failure_lines, finite_or_none, no_answer_line, unread_calls_line
 from grpo.rewards.loading import answer_format_of
-from grpo.rewards.pool import RewardError, RewardPool
+from grpo.rewards.pool import RewardError, RewardPool, counting_parts
 from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
 from grpo.text import printable
 from grpo.types import Completion, Prompt, Rollout
@@ -50,14 +50,13 @@ def with_value(
 ) -> Rollout:
     """Add a value that is not a reward function's, or the reason why there is none.
 
-    weights: of all parts of the reward. A weight of 0 only measures, unless all are 0, as in `weighted_sum`.
+    weights: of all parts of the reward. Only `counting_parts` change it.
     """
     failures = dict(rollout.failures)
     if failure:
         failures[name] = failure
     reward = rollout.reward
-    counts = weights[name] or not any(weights.values())
-    if value is not None and counts:
+    if value is not None and name in counting_parts(weights):
         reward = weights[name] * value + (reward or 0.0)
     if failures:
         reward = None
