@@ -198,7 +198,8 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Each reward function's unweighted value; None if it gives no reward here."""
     reward: float | None = None
-    """Weighted sum. None if all that count gave None or one failed; then it is in no loss and no statistic."""
+    """Weighted sum. None if no part with a weight gave a value, or if a part failed; then the rollout is in no loss and
+    no statistic."""
     failures: dict[str, str] = field(default_factory=dict)
     """Why a reward function failed (it took too long, crashed, raised), by its name."""
     advantage: float | None = None

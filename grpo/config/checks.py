@@ -412,9 +412,6 @@ def cautions(config: Config) -> list[str]:
     return warnings
 
 
-# ---- Who runs where
-
-
 def check_model_path(path: str) -> None:
     """Raise FileNotFoundError if `path` is a folder without config.json, or neither a folder nor a hub name.
 
@@ -432,6 +429,9 @@ def check_model_path(path: str) -> None:
     is_run = path.startswith("runs/") and pathlib.Path("runs").is_dir()
     if path.startswith((".", "/", "~")) or path.count("/") != 1 or is_run:
         raise FileNotFoundError(f"model folder {folder.absolute()} does not exist")
+
+
+# ---- Who runs where
 
 
 def num_processes() -> int:
