@@ -133,7 +133,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             session.save(step + 1, trainer, driver.state)
     else:  # not stopped
         session.export(trainer)
-    session.end(generator)
+    session.end()
 
 
 def sample(

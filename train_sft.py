@@ -79,7 +79,7 @@ def train(config: SFTConfig, session: Session) -> None:
         session.save(step, trainer, driver.state)
     else:
         session.export(trainer)
-    session.end(generator)
+    session.end()
 
 
 def label_objective(

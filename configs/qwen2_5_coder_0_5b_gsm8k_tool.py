@@ -8,11 +8,11 @@ As qwen2_5_coder_0_5b_gsm8k.py. The chat template asks for calls in <tool_call> 
 Only a right answer after a call is rewarded. With plain rewards this model drops the tool within 20 steps, because it
 is right more often in words (configs/RESULTS.md).
 
-What to expect, weights from a 5-bit file: 0.07 of the held-out questions are right after a call before training
-(greedy); the mean reward of samples is 0.26 in steps 31 to 40 and 0.29 in steps 51 to 60, with 1.1 calls a
-conversation. Accuracy after 100 steps is not measured yet. Two other system prompts failed on the same model: "step by
-step, leave every calculation to the tool" gave no call in 12 conversations, and "reply with the call alone" gave calls
-in nearly all and no right answer in 48.
+What to expect, weights from a 5-bit file, one seed: 0.07 of the 1,319 held-out questions are right after a call before
+training (greedy), 0.25 after 25 steps, 0.26 after 50, 0.29 after 75 and 0.27 after 100 (standard error 0.012), with 1.1
+calls a conversation. In words alone the same model comes to 0.40. 13 minutes on an H200 beside two other runs, 6 s a
+step. Two other system prompts failed on the same model: "step by step, leave every calculation to the tool" gave no
+call in 12 conversations, and "reply with the call alone" gave calls in nearly all and no right answer in 48.
 """
 
 from grpo import config as c

@@ -8,7 +8,10 @@ far. Each is run on its tests, locked down (see `code_reward`).
 
 What to expect, weights from a 5-bit file: of the held-out half, before training, 0.54 greedy, pass@1 0.42 and pass@8
 0.71 of 8 samples; of all 164 problems 0.58 greedy (standard error 0.04). On the half that is trained on, the mean
-reward of samples rises from 0.40 to 0.69 within 20 steps. What that does to the held-out half is not measured yet.
+reward of samples rises from 0.40 to 0.91 in 60 steps. The held-out half stays at 0.54, 0.50 and 0.56 greedy after 20,
+40 and 60 steps (standard error 0.055). Its pass@1 rises to 0.53 in 20 steps and stays near it, and its pass@8 rises to
+0.76 and falls to 0.66: 20 steps are enough for so few problems. 17 minutes on an H200 beside two other runs, 13 s a
+step.
 """
 
 from grpo import config as c

@@ -3,15 +3,16 @@
     pip install reasoning-gym
     torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_reasoning_gym.py
 
-Each task's own verifier is the reward. For other tasks change `TASKS` and the functions in
+Full marks of each task's own verifier are the reward. For other tasks change `TASKS` and the functions in
 configs/examples/reasoning_gym_rows.py.
 
-What to expect, weights from a 5-bit file: before training 0.16, 0.05 and 0.05 of 200 held-out prompts each are right
-(greedy). Many answers stand in a box in place of the tag, others are wrong. The mean reward of samples rises from 0.10
-in steps 1 to 5 to 0.53 in steps 21 to 30 (0.76, 0.29 and 0.50 by task) and is 0.54 in steps 51 to 60. A step takes 5 s
-on an H200 beside three other runs. Accuracy after 100 steps is not measured yet. Many of the hundred tasks are too hard
-for this model: within 160 tokens none of 16 was right of letter_counting, gcd, number_filtering, family_relationships
-and spell_backward.
+What to expect, weights from a 5-bit file, one seed: before training 0.16, 0.05 and 0.05 of 200 held-out prompts each
+are right (greedy). Many answers stand in a box in place of the tag, others are wrong. After 20 steps 0.80, 0.26 and
+0.43 are right, after 40 steps 0.89, 0.42 and 0.57, and after 100 steps 0.83, 0.43 and 0.53 (standard error 0.03): 40
+steps are enough. That run also paid the parts of marks that verifiers give to some wrong answers, which 0 to 2.8 % of a
+recorded step's completions got; right are full marks alone. 10 minutes on an H200 beside two to four other runs, 4.5 s
+a step. Many of the hundred tasks are too hard for this model: within 160 tokens none of 16 was right of
+letter_counting, gcd, number_filtering, family_relationships and spell_backward.
 """
 
 from grpo import config as c

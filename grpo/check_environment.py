@@ -6,8 +6,9 @@
 
 It plays three episodes with random calls, within the limits of a run, and shows each conversation as its token ids have
 it, what the model writes in green, with the reward, how it ended and the seconds of each turn. Then it plays the first
-one once more in a fresh process, where the texts must be the same. Chat template and rows are the recipe's, if its
-model is a folder here; else a plain template and an empty row. Exit code 1 if an episode is lost or differs.
+one once more, in the same process and in a fresh one, where the texts must be the same. Chat template and rows are the
+recipe's, if its model is a folder here; else a plain template and an empty row. Exit code 1 if an episode is lost or
+differs.
 """
 
 import inspect
@@ -44,7 +45,7 @@ from grpo.types import Prompt
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_EPISODES = 3
-NUM_ROWS = 1000  # among which there should be some of each environment
+NUM_ROWS = 1000  # of each source, among which there should be some of each environment
 WORDS = ["attic", "box", "cellar", "door", "east", "find", "go", "7", "42"]
 NUMBERS = range(1, 17)
 VALUES = {  # by JSON's types
@@ -110,10 +111,10 @@ def set_stage(
     toolboxes = load_toolboxes(config.environment)
     examples = {name: [] for name in toolboxes}
     if has_recipe:
-        source = load_sources(config.data)[0]
-        for example in itertools.islice(source.examples(), NUM_ROWS):
-            environment = environment_of(example.columns, config.data, examples)
-            examples[environment].append(example)
+        for source in load_sources(config.data):
+            for example in itertools.islice(source.examples(), NUM_ROWS):
+                environment = environment_of(example.columns, config.data, examples)
+                examples[environment].append(example)
     else:
         for toolbox in toolboxes.values():
             toolbox.check_columns([])
@@ -154,21 +155,26 @@ def check(name: str, stage: Stage) -> bool:
     if stage.has_stand_in:
         note = f"a plain chat template stands in for that of {stage.config.model.path}, which is not a folder here"
     console.print(f"{name or toolbox.name}: tools {tools}{note and f'; {note}'}")
-    console.print_json(data=toolbox.schemas)
-    num_episodes = 1 if stage.by_hand else NUM_EPISODES
+    if toolbox.schemas:
+        console.print_json(data=toolbox.schemas)
+    seeds = [0] if stage.by_hand else [*range(NUM_EPISODES), 0]
     episodes = []
-    for episode in play_episodes(name, range(num_episodes), stage):
-        show(console, episode, stage.tokenizer)
+    for episode in play_episodes(name, seeds, stage):
+        if len(episodes) < NUM_EPISODES:
+            show(console, episode, stage.tokenizer)
         episodes.append(episode)
     is_lost = any(episode.failure for episode in episodes)
     if is_lost or stage.by_hand:
         return not is_lost
-    (repeated,) = play_episodes(name, [0], stage)
+    (fresh,) = play_episodes(name, [0], stage)
     first = (episodes[0].opening, episodes[0].turns)
-    again = (repeated.opening, repeated.turns)
-    verdict = "the same texts" if first == again else f"OTHER TEXTS: {first} and {again}"
-    console.print(f"seed 0 once more, in a fresh process: {verdict}")
-    return first == again
+    are_equal = True
+    for place, episode in {"the same process": episodes[-1], "a fresh process": fresh}.items():
+        again = (episode.opening, episode.turns)
+        verdict = "the same texts" if first == again else f"OTHER TEXTS: {first} and {again}"
+        console.print(f"seed 0 once more, in {place}: {verdict}")
+        are_equal &= first == again
+    return are_equal
 
 
 def play_episodes(
@@ -282,8 +288,9 @@ def show(console: Console, episode: Episode, tokenizer: Any) -> None:
     num_turns = len(episode.turns)
     seconds = episode.waited / max(1, num_turns)
     reward = f"lost: {episode.failure}" if episode.failure else f"reward {episode.reward}"
-    counts = ", ".join(f"{name} {count}" for name, count in episode.counts.items() if count)
-    outcome = f"{reward}; ended by {episode.ended_by} after {num_turns} turns of {seconds:.4f} s; {counts}"
+    ending = f"ended by {episode.ended_by} after {num_turns} turns, each answered in {seconds:.4f} s"
+    counts = [f"{name} {count}" for name, count in episode.counts.items() if count]
+    outcome = "; ".join([reward, ending, *counts])
     console.print(Text(printable(outcome), "bold"))
 
 

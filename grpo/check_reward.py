@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from grpo.config import RewardConfig
+from grpo.data.encode import as_json
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example, as_messages
 from grpo.rewards import loading
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.pool import as_json, call_columns
+from grpo.rewards.pool import call_columns
 from grpo.run.command_line import subject_of, tool_config
 from grpo.text import one_line, printable, shorten
 from grpo.types import Completion, Prompt, Rollout
@@ -67,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         functions = loading.load_functions(reward, column_names, max_tokens)
         for example in examples:
             loading.try_built_ins(functions, example.columns)
+            as_json([example.prompt, example.columns])
         if name == "code_reward":
             print(check_programs(reward.allow_without_landlock))
         is_confined = loading.is_confined(name)
@@ -124,6 +126,12 @@ def show(
         if printed:
             beginning = shorten(printed, loading.PRINTED_CHARACTERS)
             print(f"  prints: {printable(beginning).strip()}")
+        if takes_one and len(values) == len(completions):
+            texts = list(completions.values())
+            columns = call_columns(rollouts_of(example, texts), STEP, needs_ids)
+            together = call(workers, name, texts, columns, reward.timeout_seconds).get("values")
+            if together is not None and together != list(values.values()):
+                print("  note: it returns other values for all of these in one call, which @group_level asks for")
         if "wrong" in values and values["wrong"] == values.get("reference", ""):
             print("  note: the reference earns what a wrong answer earns")
     return exit_code
@@ -173,7 +181,7 @@ def call(
     timeout_seconds: float,
 ) -> dict[str, Any]:
     """Call the function in its process. Return its outcome, see `loading.load_observed`."""
-    arguments = b"[%s, %s, %s]" % (as_json(name), as_json(completions), as_json(columns))
+    arguments = as_json([name, completions, columns]).encode()
     seconds = timeout_seconds * len(completions)
     start = time.perf_counter()
     workers.submit([Call(0, arguments, seconds)])

@@ -32,7 +32,7 @@ def main() -> None:
         config = load_config(model, words, num_ranks)
         check_folder_early(config, "grpo.evaluate")
     # no rank trains, and rank 0 is the driver all the same
-    layout = RolesConfig(num_trainers=0, num_references=0, num_generators=num_ranks)
+    layout = RolesConfig(num_trainers=0, num_generators=num_ranks)
     run(config, "grpo.evaluate", read, evaluate, layout)
 
 
@@ -61,7 +61,7 @@ def load_config(model: str, words: list[str], num_ranks: int) -> Config:
         if isinstance(config, SFTConfig):
             changes["num_trainers"] = num_ranks
         else:
-            changes["roles"] = RolesConfig(num_trainers=1, num_references=0, num_generators=num_ranks)
+            changes["roles"] = RolesConfig(num_trainers=1, num_generators=num_ranks)
         if not has_run_dir:
             changes["run_dir"] = new_folder(model)
         return change(config, changes)
@@ -87,7 +87,7 @@ def new_folder(model: str) -> str:
         folder = RUNS / f"{name}-{number}"
 
 
-def read(config: Config, script: str, build_dir: str = "") -> Inputs:
+def read(config: Config, script: str, build_dir: str) -> Inputs:
     """Check the rewards, the model and the held-out rows. On rank 0."""
     check_functions(config)
     paths = [source.path for source in config.evaluation.held_out(config.data)]
@@ -96,10 +96,10 @@ def read(config: Config, script: str, build_dir: str = "") -> Inputs:
 
 def evaluate(config: Config, session: Session) -> None:
     """Start the engines, complete the held-out prompts, score and log. Every rank calls it."""
-    _, _, generator = session.start_up()  # evaluates once everything is there
+    session.start_up()  # evaluates once everything is there
     num_prompts = len(session.inputs.eval_prompts)
     session.last_line = f"{num_prompts} prompts; every completion is in {config.run_dir}/evaluation.jsonl"
-    session.end(generator)
+    session.end()
 
 
 if __name__ == "__main__":

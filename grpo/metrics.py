@@ -35,8 +35,7 @@ class StepMetrics:
         """Reset what this rank has added, which stays on the device."""
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
-        self._loss: Tensor | float = 0.0
-        self._num_tokens: Tensor | float = 0.0
+        self._loss_and_tokens: Tensor | float = 0.0
         self._sequence_S2: Tensor | None = None
 
     def add(
@@ -64,8 +63,7 @@ class StepMetrics:
                 self._sums[name] = self._sums.get(name, 0) + total_and_number
             if name == PER_SEQUENCE:
                 self._add_per_sequence(micro, values_BT)
-        self._loss = self._loss + loss.double()
-        self._num_tokens = self._num_tokens + num_tokens
+        self._loss_and_tokens = self._loss_and_tokens + torch.stack([loss.double(), num_tokens])
 
     def _add_per_sequence(self, micro: MicroBatch, values_BT: Tensor) -> None:
         """Add values, which are 0 where no token counts, to the sums and numbers of their sequences."""
@@ -79,8 +77,7 @@ class StepMetrics:
 
     def reduce(self, group: ProcessGroup | None) -> None:
         """End an update: join sums and maxima of the data-parallel ranks. Collective over them; None: there is one."""
-        loss_and_tokens = torch.stack([self._loss, self._num_tokens])
-        sums = torch.cat([loss_and_tokens, *self._sums.values()])
+        sums = torch.cat([self._loss_and_tokens, *self._sums.values()])
         maxima = sums.new_zeros(0)
         if self._maxima:
             maxima = torch.stack(list(self._maxima.values()))

@@ -67,7 +67,7 @@ def main() -> None:
     recorded, flags = subject_of(__doc__)
     end_with_launcher()
     num_trainers = num_processes()
-    layout = RolesConfig(num_trainers=num_trainers, num_references=0, num_generators=0)
+    layout = RolesConfig(num_trainers=num_trainers, num_generators=0)
     with refuse_bad_input():
         parser = argparse.ArgumentParser("python -m grpo.replay RUN", add_help=False, allow_abbrev=False)
         parser.add_argument("--methods", nargs="+", metavar="LOSS")
@@ -120,7 +120,7 @@ def read(
     recorded: str,
     config: GRPOConfig,
     script: str,
-    build_dir: str = "",
+    build_dir: str,
 ) -> Inputs:
     """Check the loss, the recorded batches and the model. On rank 0."""
     algorithm = config.algorithm
@@ -159,7 +159,7 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
             session.save(step + 1, trainer)
     else:  # not stopped
         session.export(trainer)
-    session.end(None)
+    session.end()
 
 
 def train_on(
@@ -282,7 +282,7 @@ def compare(
         if config.checkpoint.export:
             model_dir = pathlib.Path(config.run_dir, name, "model")
             export_hf(trainers[name].model, model_dir, first.dtype)
-    session.end(None)
+    session.end()
 
 
 def take_step(

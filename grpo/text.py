@@ -7,14 +7,18 @@ A text in a file is replaced as a whole.
 import math
 import pathlib
 import re
+from typing import Any
 
 # Ranges of code points. Line breaks and tabs stay.
 CONTROLS = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029"  # C0 with ESC and carriage return, DEL, C1, line separators
 BIDI = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # they show text in another order than it is in
 SURROGATES = r"\ud800-\udfff"  # half of a character; no UTF-8 can hold one
 REASON_CHARACTERS = 300
+# How names end whose texts are secret, such as api_key
+SECRET = "(?:key|token|secret|password)"
 _ACTING = re.compile(f"[{CONTROLS}{BIDI}{SURROGATES}]")
 _SURROGATE = re.compile(f"[{SURROGATES}]")
+_SECRET_NAME = re.compile(rf".*{SECRET}", re.IGNORECASE | re.DOTALL)
 
 
 def printable(text: str) -> str:
@@ -29,6 +33,19 @@ def without_surrogates(text: str) -> str:
 
 def has_surrogates(text: str) -> bool:
     return not text.isascii() and _SURROGATE.search(text) is not None
+
+
+def without_secrets(options: Any) -> Any:
+    """Return options, a table of whatever JSON can say, with '...' for each text whose name says that it is secret."""
+    if isinstance(options, list | tuple):
+        return [without_secrets(option) for option in options]
+    if not isinstance(options, dict):
+        return options
+    clean = {}
+    for name, option in options.items():
+        is_secret = isinstance(option, str) and option and _SECRET_NAME.fullmatch(str(name))
+        clean[name] = "..." if is_secret else without_secrets(option)
+    return clean
 
 
 def shorten(text: str, limit: int) -> str:

@@ -95,7 +95,8 @@ class Completion:
     pieces: tuple[Piece, ...]
     """At least one."""
     truncated: bool
-    """It did not end by itself: it ran out of tokens, or vLLM cut it off (`repetition_detection`)."""
+    """It did not end by itself. It ran out of tokens, or as a conversation of turns or seconds, or vLLM cut it off
+    (`repetition_detection`)."""
     temperature: float = 1.0
     """What it was sampled with; 0 is greedy."""
     index: int = 0
@@ -123,6 +124,13 @@ class Completion:
     def ids_T(self) -> Tensor:
         """Token ids, int64, with the EOS that ended it."""
         return torch.cat([piece.ids_T for piece in self.pieces])
+
+    @property
+    def limit(self) -> str:
+        """What it ran out of: tokens, turns or seconds. Empty if it ended by itself."""
+        if not self.truncated:
+            return ""
+        return self.episode["ended_by"] if self.episode else "tokens"
 
     @cached_property
     def loss_mask_T(self) -> Tensor:

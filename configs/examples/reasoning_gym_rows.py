@@ -38,10 +38,15 @@ def rows(task: str, split: str, **options) -> list[dict[str, str]]:
 
 
 def verified(completions: list[str], entry: list[str], **columns: list) -> list[float]:
-    """Ask the task's verifier about the text in the last <answer> tag: 1 for right; some give a part for nearly."""
+    """Ask the task's verifier about the text in the last <answer> tag: 1 for full marks, 0 for anything less.
+
+    Many verifiers give a part to a text that holds the right answer, such as 0.75 to -367 for 367. A policy would learn
+    to write such texts. Held-out accuracy counts full marks in any case (`reward.pass_value`).
+    """
     scores = []
     for completion, text in zip(completions, entry, strict=True):
         row = json.loads(text)
         verify = reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])
-        scores.append(float(verify(extract_answer(completion), row)))
+        marks = verify(extract_answer(completion), row)
+        scores.append(float(marks == 1))
     return scores

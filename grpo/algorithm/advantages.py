@@ -75,9 +75,6 @@ class AdvantageInputs:
         return advantages_N.where(self.has_PG.flatten()[owner_N], 0).float()
 
 
-Advantages = Callable[[AdvantageInputs], Tensor]
-
-
 def by_group(rewards_S: Tensor, has_reward_S: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Return the rewards as float64 [P, G], 0 where a completion has none, and bool [P, G]: it has one.
 
@@ -196,7 +193,7 @@ def none(x: AdvantageInputs) -> Tensor:
     return x.rewards_PG
 
 
-ADVANTAGES: dict[str, Advantages] = {
+ADVANTAGES = {
     "group_mean": group_mean,
     "batch_std": batch_std,
     "rloo": rloo,
@@ -207,7 +204,7 @@ ADVANTAGES: dict[str, Advantages] = {
 }
 
 
-def named_advantages(name: str) -> Advantages:
+def named_advantages(name: str) -> Callable[[AdvantageInputs], Tensor]:
     """Return the advantages of that name, or the user's `path/file.py:function`; raises what `load_function` does.
 
     The user's function raises ValueError when it is called, unless it returns finite numbers [P, G] or [N].

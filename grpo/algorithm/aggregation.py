@@ -39,9 +39,6 @@ class UpdateTotals:
         return cls(max(num_tokens, 1), max(num_sequences, 1), max_completion_tokens)
 
 
-Aggregation = Callable[[Tensor, LossInputs, UpdateTotals], Tensor]
-
-
 def token_mean(loss_BT: Tensor, x: LossInputs, totals: UpdateTotals) -> Tensor:
     """Return this micro-batch's part of the mean over the update's tokens (DAPO, arXiv:2503.14476)."""
     return loss_BT.sum() / totals.num_tokens
@@ -55,9 +52,9 @@ def fixed_horizon(loss_BT: Tensor, x: LossInputs, totals: UpdateTotals) -> Tenso
     return loss_BT.sum() / (totals.num_sequences * totals.max_completion_tokens)
 
 
-AGGREGATIONS: dict[str, Aggregation] = {"token_mean": token_mean, "fixed_horizon": fixed_horizon}
+AGGREGATIONS = {"token_mean": token_mean, "fixed_horizon": fixed_horizon}
 
 
-def named_aggregation(name: str) -> Aggregation:
+def named_aggregation(name: str) -> Callable[[Tensor, LossInputs, UpdateTotals], Tensor]:
     """Return the aggregation of that name, or the user's `path/file.py:function`; raises what `load_function` does."""
     return AGGREGATIONS.get(name) or load_function(name, "aggregation")

@@ -3,13 +3,14 @@
 from dataclasses import dataclass, fields
 
 import torch
+from torch import Tensor
 
 from grpo.types import MicroBatch
 
 # exp(20) = 4.9e8: far beyond any ratio that means something, and its sum over a step is still far from overflowing.
 MAX_LOG_RATIO = 20.0
 
-Metrics = dict[str, torch.Tensor]
+Metrics = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,41 +24,41 @@ class LossInputs:
     backward), so a loss needs no mask. Inside nothing is repaired: a NaN there gives a NaN loss.
     """
 
-    logprobs_BT: torch.Tensor
+    logprobs_BT: Tensor
     """Natural log-probs of the tokens by the policy as it is now, with gradient."""
-    old_logprobs_BT: torch.Tensor
+    old_logprobs_BT: Tensor
     """By the policy at the start of the step, detached; with `algorithm.old_logprobs` generator by the generator."""
-    generator_logprobs_BT: torch.Tensor
+    generator_logprobs_BT: Tensor
     """By the generator, at sampling time."""
-    ref_logprobs_BT: torch.Tensor | None
+    ref_logprobs_BT: Tensor | None
     """By the reference or teacher; None if the run has none."""
-    advantages_BT: torch.Tensor
-    entropy_BT: torch.Tensor
+    advantages_BT: Tensor
+    entropy_BT: Tensor
     """Entropy of the policy as it is now at that position, nats, with gradient."""
-    loss_mask_BT: torch.Tensor
+    loss_mask_BT: Tensor
     """bool: the tokens that count in the loss."""
-    sequence_BT: torch.Tensor
+    sequence_BT: Tensor
     """int64: index of the sequence of each position, -1 on padding. A row may hold several sequences; a sequence is
     never split over rows or micro-batches."""
-    num_loss_tokens_BT: torch.Tensor
+    num_loss_tokens_BT: Tensor
     """int64: loss tokens of this position's sequence; at least 1, also where the mask is False."""
     num_sequences: int
     """Every index in `sequence_BT` is below it."""
 
     @classmethod
-    def of(cls, micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> "LossInputs":
+    def of(cls, micro: MicroBatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> "LossInputs":
         """Return a micro-batch with the policy's log-probs, which are the old ones too where the batch has none."""
         old_BT = logprobs_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
         computed = {"logprobs_BT": logprobs_BT, "old_logprobs_BT": old_BT, "entropy_BT": entropy_BT}
         names = (field.name for field in fields(cls) if field.name not in computed)
         values = computed | {name: getattr(micro, name) for name in names}
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if isinstance(value, Tensor) and value.is_floating_point():
                 values[name] = value.where(micro.loss_mask_BT, 0)
         return cls(**values)
 
 
-def sequence_means(values_BT: torch.Tensor, x: LossInputs) -> torch.Tensor:
+def sequence_means(values_BT: Tensor, x: LossInputs) -> Tensor:
     """Return at each loss token the mean of the values over its sequence's loss tokens; [B, T], 0 outside the mask.
 
     The mean is over sequences, never over rows, which may hold several of them.
@@ -70,6 +71,6 @@ def sequence_means(values_BT: torch.Tensor, x: LossInputs) -> torch.Tensor:
     return means_BT.to(values_BT.dtype).where(x.loss_mask_BT, 0)
 
 
-def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
+def clamped(log_ratio: Tensor) -> Tensor:
     """Return it within +-MAX_LOG_RATIO; beyond it there is no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

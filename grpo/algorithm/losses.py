@@ -16,12 +16,12 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from grpo.algorithm.inputs import MAX_LOG_RATIO, LossInputs, Metrics, clamped, sequence_means
 from grpo.config import AlgorithmConfig
 from grpo.config.user_files import check_options, load_function
 
-PolicyLoss = Callable[[LossInputs, AlgorithmConfig], tuple[torch.Tensor, Metrics]]
 # The losses that are the clipped surrogate of train_grpo.py: PPO's (Schulman et al. 2017, arXiv:1707.06347, eq. 7),
 # taken over by GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 3), Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) and, with
 # clip_high above clip_low, DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 8). They differ in clips, advantages and
@@ -32,7 +32,7 @@ DPPO_THRESHOLDS = {"tv": 0.15, "kl": 0.05}  # by divergence, the paper's
 HELD_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
 
 
-def clip_metrics(ratio_BT: torch.Tensor, x: LossInputs, config: AlgorithmConfig) -> Metrics:
+def clip_metrics(ratio_BT: Tensor, x: LossInputs, config: AlgorithmConfig) -> Metrics:
     """Return the clipped surrogate's metrics of each token. The ratio is the token's, or its whole sequence's.
 
     `clip_low_frac` (ratio below 1 - clip_low and A < 0: the gradient is cut), `clip_high_frac` (ratio above
@@ -42,6 +42,11 @@ def clip_metrics(ratio_BT: torch.Tensor, x: LossInputs, config: AlgorithmConfig)
     ratio_BT = ratio_BT.detach()
     low_BT = (ratio_BT < 1 - config.clip_low) & (x.advantages_BT < 0)
     high_BT = (ratio_BT > 1 + config.clip_high) & (x.advantages_BT > 0)
+    return _cut_metrics(ratio_BT, x, low_BT, high_BT)
+
+
+def _cut_metrics(ratio_BT: Tensor, x: LossInputs, low_BT: Tensor, high_BT: Tensor) -> Metrics:
+    """Return the metrics of a ratio without gradient whose tokens are cut where `low_BT` or `high_BT` is True."""
     cut_BT = low_BT | high_BT
     return {
         "clip_low_frac": low_BT,
@@ -53,7 +58,7 @@ def clip_metrics(ratio_BT: torch.Tensor, x: LossInputs, config: AlgorithmConfig)
     }
 
 
-def gspo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
+def gspo(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Compute GSPO: the surrogate with one ratio per sequence, exp(mean of log policy / old over its loss tokens).
 
     Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7, in its token form (GSPO-token): the ratio at a token is
@@ -70,7 +75,7 @@ def gspo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]
     return loss_BT, clip_metrics(ratio_BT, x, config)
 
 
-def cispo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
+def cispo(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Compute CISPO: -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] * A * logp; sg stops the gradient.
 
     MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5. The weight is clipped, not the surrogate, so every token
@@ -84,14 +89,9 @@ def cispo(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, Metrics
     weights_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
     low_BT = ratio_BT < 1 - config.clip_low
     high_BT = ratio_BT > 1 + config.clip_high
-    return -weights_BT * x.advantages_BT * x.logprobs_BT, {
-        "clip_low_frac": low_BT,
-        "clip_high_frac": high_BT,
-        "clip_frac": low_BT | high_BT,
-        "ratio_mean": ratio_BT,
-        "ratio_max": ratio_BT,
-        "active_frac": (x.advantages_BT != 0) & (weights_BT != 0),
-    }
+    metrics = _cut_metrics(ratio_BT, x, low_BT, high_BT)
+    metrics["active_frac"] = (x.advantages_BT != 0) & (weights_BT != 0)
+    return -weights_BT * x.advantages_BT * x.logprobs_BT, metrics
 
 
 def sapo(
@@ -100,7 +100,7 @@ def sapo(
     *,
     temperature_positive: float = 1.0,
     temperature_negative: float = 1.05,
-) -> tuple[torch.Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:
     """Compute SAPO: -f(ratio) * A with the soft gate f = 4 / tau * p, p = sigmoid(tau * (ratio - 1)).
 
     Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347. tau is temperature_positive where
@@ -129,9 +129,7 @@ def sapo(
     }
 
 
-def reinforce(
-    x: LossInputs, config: AlgorithmConfig, *, max_importance_weight: float = 0.0
-) -> tuple[torch.Tensor, Metrics]:
+def reinforce(x: LossInputs, config: AlgorithmConfig, *, max_importance_weight: float = 0.0) -> tuple[Tensor, Metrics]:
     """Compute the plain policy gradient: -w * A * logp, w = 1 (Williams 1992, "Simple statistical gradient-following").
 
     With max_importance_weight above 0, w is the ratio policy / old without gradient, at most that weight (truncated
@@ -153,7 +151,7 @@ def reinforce(
 
 def dppo(
     x: LossInputs, config: AlgorithmConfig, *, divergence: str = "tv", threshold: float | None = None
-) -> tuple[torch.Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:
     """Compute DPPO: -ratio * A, without the tokens that would take the policy further out of its trust region.
 
     Qi et al. 2026, arXiv:2602.04879. The ratio is policy / old, and old is the sampler (`old_logprobs` generator). A
@@ -184,21 +182,11 @@ def dppo(
     far_BT = divergence_BT > threshold
     low_BT = far_BT & (log_ratio_BT.detach() < 0) & (x.advantages_BT < 0)
     high_BT = far_BT & (log_ratio_BT.detach() > 0) & (x.advantages_BT > 0)
-    cut_BT = low_BT | high_BT
-    loss_BT = (-ratio_BT * x.advantages_BT).where(~cut_BT, 0)
-    ratio_BT = ratio_BT.detach()
-    return loss_BT, {
-        "clip_low_frac": low_BT,
-        "clip_high_frac": high_BT,
-        "clip_frac": cut_BT,
-        "divergence_mean": divergence_BT,
-        "ratio_mean": ratio_BT,
-        "ratio_max": ratio_BT,
-        "active_frac": (x.advantages_BT != 0) & ~cut_BT & ~is_held(ratio_BT),
-    }
+    loss_BT = (-ratio_BT * x.advantages_BT).where(~(low_BT | high_BT), 0)
+    return loss_BT, {"divergence_mean": divergence_BT} | _cut_metrics(ratio_BT.detach(), x, low_BT, high_BT)
 
 
-LOSSES: dict[str, PolicyLoss] = {
+LOSSES = {
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
@@ -207,7 +195,7 @@ LOSSES: dict[str, PolicyLoss] = {
 }
 
 
-def named_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[torch.Tensor, Metrics]]:
+def named_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[Tensor, Metrics]]:
     """Return the loss that the config names, with its options bound.
 
     Raises what `load_function` and `check_options` raise.
@@ -218,6 +206,6 @@ def named_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[torch.Te
     return lambda x: function(x, config, **options)
 
 
-def is_held(ratio_BT: torch.Tensor) -> torch.Tensor:
+def is_held(ratio_BT: Tensor) -> Tensor:
     """Return bool [B, T]: the log-ratio was clamped, so its token has no gradient."""
     return (ratio_BT > HELD_RATIO) | (ratio_BT < 1 / HELD_RATIO)

@@ -10,7 +10,7 @@ from grpo.config.engine_options import (
     RESHAPING_ENGINE,
     check_engine_options,
     inexact_options,
-    needing_texts,
+    needs_texts,
 )
 from grpo.config.fields import (
     PAPER_DEFAULTS,
@@ -45,6 +45,8 @@ READ_WITH = {
     "algorithm.reference_interval": "algorithm.kl_coef algorithm.distill_coef",
     "algorithm.reference_mixture": "algorithm.reference_interval",
 }
+# Adapters need about ten times the learning rate of all weights, which is 1e-6 to 3e-6 in GRPO
+LEAST_LORA_RATE = 5e-6
 OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
 # Fields -> those that are read in their place
 REPLACED_BY = {
@@ -152,7 +154,7 @@ def _check_features(config: GRPOConfig) -> None:
     in_reward = algorithm.kl_in == "reward"
     scores = config.needs_reference or config.reward.model
     # options for which vLLM reads more of a completion than its next token
-    reads_text = config.generator.stop or needing_texts(config.generator.sampling)
+    reads_text = needs_texts(config.generator)
     text_options = "generator.stop, or generator.sampling other than top_p, top_k and min_p,"
     refused = [
         (
@@ -385,6 +387,13 @@ def cautions(config: Config) -> list[str]:
     data = config.data
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
         warnings.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
+    trainer = config.trainer
+    if trainer.lora_rank and 0 < trainer.learning_rate < LEAST_LORA_RATE:
+        warnings.append(
+            f"trainer.learning_rate={trainer.learning_rate:g} hardly moves adapters, which need about ten times the "
+            "rate of all weights, and bfloat16 rounds most of so small a change away; set --trainer.learning-rate 1e-5 "
+            "or more"
+        )
     if isinstance(config, SFTConfig):
         return warnings
     algorithm = config.algorithm.resolved
@@ -422,8 +431,11 @@ def check_model_path(path: str) -> None:
         return
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            has_model = (folder / "model" / "config.json").is_file()
-            way_out = f"name {folder / 'model'}, its model" if has_model else "it must be a Hugging Face folder"
+            way_out = "it must be a Hugging Face folder"
+            if (folder / "model" / "config.json").is_file():
+                way_out = f"name {folder / 'model'}, its model"
+            elif (folder / "adapter_config.json").is_file():
+                way_out = "it is an adapter of PEFT: merge it into its base (merge_and_unload) and name that folder"
             raise FileNotFoundError(f"model folder {folder.resolve()} has no config.json; {way_out}")
         return
     is_run = path.startswith("runs/") and pathlib.Path("runs").is_dir()

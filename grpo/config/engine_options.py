@@ -104,9 +104,9 @@ def check_engine_options(generator: GeneratorConfig) -> None:
         )
 
 
-def needing_texts(sampling: Table) -> list[str]:
-    """Return the names in `generator.sampling` for which vLLM may need a tokenizer or the whole completion."""
-    return [name for name in sampling if name not in TRUNCATING]
+def needs_texts(generator: GeneratorConfig) -> bool:
+    """Return whether vLLM needs a tokenizer or the whole completion: for stop texts, options such as bad_words."""
+    return bool(generator.stop) or not {*generator.sampling} <= {*TRUNCATING}
 
 
 def reshaping_options(sampling: Table) -> list[str]:

@@ -23,7 +23,7 @@ Count = Annotated[int, AtLeast(0)]
 Positive = Annotated[int, AtLeast(1)]
 NotNegative = Annotated[float, AtLeast(0)]
 AboveZero = Annotated[float, Above(0)]
-Temperature = Annotated[AboveZero, Below(math.inf)]
+Temperature = Annotated[float, AtLeast(0.01), Below(math.inf)]  # vLLM takes 0.01 for what is lower, without a word
 Interval = Count  # every so many steps; 0 is never
 
 SHARED_GPU = 0.35  # share of a GPU's memory for an engine that has a trainer next to it
@@ -39,7 +39,7 @@ class ModelConfig:
     """The policy: a checkpoint of any size, of a family in configs/DATA.md."""
 
     path: str = "Qwen/Qwen3-1.7B"
-    """Hugging Face folder or hub name (config.json, safetensors, tokenizer); or your own
+    """Hugging Face folder (config.json, safetensors, tokenizer) or hub name, NAME[@REVISION]; or your own
     `path/file.py:function` that writes such a folder, see configs/examples/toys.py."""
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
@@ -47,7 +47,7 @@ class ModelConfig:
     """Precision of compute, frozen weights and export in any role; trained weights are float32."""
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], ResumeSafe] = "auto"
     """How the sequences of a packed row are kept apart. flash: FlashAttention 4 (H100 or B200, bfloat16);
-    flex: flex_attention, on any GPU; documents: one call for each sequence; auto: the first that runs here."""
+    flex: flex_attention, on any GPU; documents: plain torch, not compiled; auto: the first that runs here."""
 
     @property
     def is_built(self) -> bool:
@@ -410,7 +410,8 @@ class SamplingConfig:
     """Which prompts and groups a step is made of."""
 
     dynamic: bool = False
-    """Drop groups whose rewards are all equal and sample other prompts until the step is full (DAPO)."""
+    """Drop groups whose rewards are all equal, or differ by `overlong_penalty` alone. Sample other prompts until the
+    step is full (DAPO)."""
     max_rounds: Positive = 4
     """Most rounds of a step with `dynamic`. Then the step goes on with the groups whose rewards differ, or with the
     others if there is none."""
@@ -473,7 +474,8 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
     mask_truncated: bool = False
-    """Exclude truncated completions from the loss (DAPO's overlong filtering); the group still compares with them."""
+    """Exclude truncated completions from the loss (DAPO's overlong filtering); the group still compares with them.
+    A conversation that runs out of turns or seconds is truncated, too."""
     num_mini_batches: Positive = 1
     """Mini-batches into which a step's groups are split, each one optimizer update."""
     num_epochs: Positive = 1
@@ -761,7 +763,7 @@ class SFTConfig(RunConfig):
     def roles(self) -> RolesConfig:
         """Layout of an SFT run: every rank trains, and generates too if prompts are completed between steps."""
         evaluates = self.evaluation.interval > 0
-        return RolesConfig(colocated=evaluates, num_trainers=self.num_trainers, num_references=0, num_generators=0)
+        return RolesConfig(colocated=evaluates, num_trainers=self.num_trainers, num_generators=0)
 
 
 Config = TypeVar("Config", GRPOConfig, SFTConfig)

@@ -17,6 +17,7 @@ from grpo.config.fields import OWN_LOSS_DEFAULTS, SHARED_GPU, AlgorithmConfig, C
 from grpo.config.user_files import cause_and_line, near_miss, run_file
 from grpo.config.values import ResumeSafe, check_fields, field_paths, settings
 
+SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 # Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
 FOR_ONE_START: dict[str, Any] = {
     "resume": False,
@@ -33,6 +34,7 @@ FIELDS_OF_FLAGS = {
     "--num-generations": "group_size",
     "--output-dir": "run_dir",
     "--model-name-or-path": "model.path",
+    "--model-revision": "model.path",
     "--dataset-name": "data.path",
     "--max-prompt-length": "data.max_prompt_tokens",
     "--max-completion-length": "generator.max_completion_tokens",
@@ -63,8 +65,6 @@ def load(
     fit: a function of the config as written and the recipe's, which returns the config that will run. Raises ValueError
     if the recipe, a flag or the config cannot be used, and SystemExit for `--help`, which tyro prints.
     """
-    import tyro  # not needed by code that gets its config as an object
-
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     recipe = default_recipe
     first = (arguments or ["-"])[0]
@@ -73,36 +73,9 @@ def load(
     if not isinstance(config_type, tuple):
         config_type = (config_type,)
     default: Any = load_recipe(recipe, *config_type)
-    for word in arguments:
-        flag, _, _ = word.replace("_", "-").partition("=")
-        field = FIELDS_OF_FLAGS.get(flag)
-        if field in field_paths(default):
-            raise ValueError(f"there is no flag {word}; write --{field.replace('_', '-')} VALUE")
-        if word.endswith(".py") and os.path.isfile(word):  # which a flag of many words would take for one of them
-            raise ValueError(f"{word}: a recipe stands before the first flag, and there is only one")
-    is_first = os.environ.get("RANK", "0") == "0"  # help is printed once, not once per rank
-    help_text = sys.stdout if is_first else io.StringIO()
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(help_text):
-            written: Any = tyro.cli(
-                type(default),
-                default=default,
-                args=arguments,
-                registry=_value_parsers(),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        _title, _, text = complaint.getvalue().partition("\n")
-        text = re.sub("[\u2500-\u257f]+|-{3,}", " ", text)  # without frame and rulers
-        message, _, _ = " ".join(text.split()).partition(" For full helptext")
-        way_out = "write --field VALUE, for a switch --field or --no-field"
-        if message.startswith("Unrecognized options: --"):
-            way_out = OF_OTHER_TOOLS
-        elif "key-value pairs" in message:
-            way_out = "write --field NAME VALUE NAME VALUE ..."
-        raise ValueError(f"{message}; {way_out}") from None
+    is_first = os.environ.get("RANK", "0") == "0"
+    flags = [_checked_flag(word, default) for word in arguments]
+    written: Any = _apply_flags(flags, default, prints_help=is_first)
     config: Any = fit(written, default) if fit else written
     validate(config)
     check_effects(config, default)
@@ -112,6 +85,66 @@ def load(
         for warning in cautions(config):
             print(f"warning: {warning}")
     return config
+
+
+def _checked_flag(word: str, default: Config) -> str:
+    """Return a word of the command line, a flag with dashes for underscores.
+
+    Raises ValueError with what to write for a flag of another tool, for a switch that is misspelled, and for a recipe.
+    """
+    flag, sign, value = word.partition("=")
+    flag = flag.replace("_", "-")
+    field = FIELDS_OF_FLAGS.get(flag)
+    if field in field_paths(default):
+        raise ValueError(f"there is no flag {word}; write --{field.replace('_', '-')} VALUE")
+    of_section = re.sub(r"^--no-(.*\.)", r"--\1no-", flag)
+    if of_section != flag:
+        raise ValueError(f"there is no flag {word}; write {of_section}")
+    if word.endswith(".py") and os.path.isfile(word):  # which a flag of many words would take for one of them
+        raise ValueError(f"{word}: a recipe stands before the first flag, and there is only one")
+    if flag.startswith("--"):  # tyro takes either spelling, but looks for a near name only among dashes
+        return flag + sign + value
+    return word
+
+
+def _apply_flags(flags: list[str], default: Config, *, prints_help: bool) -> Config:
+    """Return the recipe's config with the values of the flags.
+
+    prints_help: true on one rank, so that `--help` is not printed by each. Raises ValueError if tyro does not take the
+    flags, and SystemExit after help.
+    """
+    import tyro  # not needed by code that gets its config as an object
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                type(default),
+                default=default,
+                args=flags,
+                console_outputs=prints_help,
+                registry=_value_parsers(),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ValueError(_in_one_line(complaint.getvalue(), default)) from None
+
+
+def _in_one_line(complaint: str, default: Config) -> str:
+    """Return what tyro complains about, without its frame and title, and what to write instead."""
+    _title, _, text = complaint.partition("\n")
+    text = re.sub("[\u2500-\u257f]+|-{3,}", " ", text)  # without frame and rulers
+    message, _, _ = " ".join(text.split()).partition(" For full helptext")
+    way_out = "write --field VALUE, for a switch --field or --no-field"
+    unknown = message.removeprefix("Unrecognized options: ")
+    name, sign, _ = unknown.partition("=")
+    is_setting = sign and name not in field_paths(default)  # verl's way to write one
+    if unknown != message and (unknown.startswith("--") or is_setting):
+        way_out = OF_OTHER_TOOLS
+    elif "key-value pairs" in message:
+        way_out = "write --field NAME VALUE NAME VALUE ..."
+    return f"{message.removesuffix('.')}; {way_out}"
 
 
 def as_json(word: str) -> Json:
@@ -160,7 +193,7 @@ def load_recipe(path: str, *config_types: type) -> Any:
         raise ValueError(f"{path} binds no `config`, which makes a Python file a recipe; see configs/README.md")
     if not isinstance(config, config_types):
         names = " or ".join(config_type.__name__ for config_type in config_types)
-        script = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}.get(type(config))
+        script = SCRIPTS.get(type(config))
         message = f"{path} must bind `config` to a {names}, it binds {type(config).__name__}"
         if script:
             message += f", which is for {script}"

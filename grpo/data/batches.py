@@ -115,10 +115,7 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
     if rest:
         raise ValueError(f"{batch.num_sequences} sequences are not whole groups of {group_size}")
     num_parts = min(num_parts, num_groups)
-    edges = []
-    for part in range(num_parts + 1):
-        first_group = part * num_groups // num_parts
-        edges.append(group_size * first_group)
+    edges = [part * num_groups // num_parts * group_size for part in range(num_parts + 1)]
     starts = [*batch.starts_S.tolist(), batch.num_tokens]
     parts = []
     for start, end in itertools.pairwise(edges):
@@ -191,9 +188,7 @@ def build_micro_batch(
             documents.append(Document(-1, 0, start, end))
 
     # what belongs to a token goes to the position that predicts it, what belongs to a sequence to all its positions
-    per_token = {}
-    for name, values_N in batch.per_token.items():
-        per_token[name.replace("_N", "_BT")] = _at(token_BT, values_N)
+    per_token = {name.replace("_N", "_BT"): _at(token_BT, values_N) for name, values_N in batch.per_token.items()}
     targets_BT = per_token.pop("ids_BT")
     scored_M = _scored_places(per_token["loss_mask_BT"].flatten(), multiple)
     owner_BT = _at(own_BT, batch.owner_N, -1)

@@ -6,6 +6,7 @@ deadline and a limit of memory (`template_bounds`), and the template is tried on
 """
 
 import contextlib
+import datetime
 import re
 import resource
 import secrets
@@ -15,14 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
-from grpo.data.rows import BadRow, Message, as_messages
-from grpo.text import reason_of
+from grpo.data.rows import BadRow, Messages, Tools, as_messages
+from grpo.text import printable, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # First and past-the-end place among the characters of a text.
 Span = tuple[int, int]
+# A text of messages, and its spans inside the template's generation markers, None without any
+Rendered = tuple[str, list[Span] | None]
 
 # Deadline of one rendering, in the CPU's time; a rendering takes about a millisecond
 TEMPLATE_SECONDS = 10
@@ -31,10 +34,15 @@ TEMPLATE_BYTES = 2**30
 # Characters that a template may write around a short message. Templates of current models write fewer than 10,000, even
 # with their advice on tools.
 TEMPLATE_CHARACTERS = 1_000_000
+# The day of all templates that write the date, so that a run repeats: the one that Llama 3's write without a clock
+TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
 # What the operators of a template raise when a row is not what they expect
 OPERATOR_ERRORS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError)
 HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SYSTEM_ROLES = ("system", "developer")
+WORDS = re.compile(r"\w+")
+# Arguments that transformers reads itself
+OF_LIBRARY = ("chat_template", "continue_final_message")
 
 
 class Refused(BadRow):
@@ -101,7 +109,7 @@ def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]])
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def prompt_messages(data: DataConfig, prompt: str | list[Message]) -> list[Message]:
+def prompt_messages(data: DataConfig, prompt: str | Messages) -> Messages:
     """Return a prompt as messages, with `data.system_prompt` in front unless they bring a system message."""
     messages = as_messages(prompt)
     if not data.system_prompt or messages[0]["role"] in SYSTEM_ROLES:
@@ -112,11 +120,11 @@ def prompt_messages(data: DataConfig, prompt: str | list[Message]) -> list[Messa
 def render(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
-    messages: list[Message],
+    messages: Messages,
     opening: bool,
-    tools: list[Any] | None = None,
-) -> tuple[str, list[Span] | None]:
-    """Write messages with the template; return the text and the spans inside its generation markers, None without any.
+    tools: Tools | None = None,
+) -> Rendered:
+    """Write messages with the template.
 
     opening: add what begins an answer. A template that is a text writes the last question and nothing after it.
     Raises Refused if the template does not take the messages.
@@ -133,6 +141,7 @@ def render(
         # the question last, so that nothing within it is taken for a placeholder
         return text.replace("{question}", question), None
     arguments = dict(tokenizer.special_tokens_map)
+    arguments["strftime_now"] = TEMPLATE_DAY.strftime
     if data.prompt_template:
         arguments["question"] = question
     arguments |= data.chat_template_kwargs
@@ -146,10 +155,17 @@ def render(
     return texts[0], spans[0] if has_markers else None
 
 
+def short_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str:
+    """Write a prompt of one character, with the opening of the answer."""
+    prompt = prompt_messages(data, "?")
+    text, _ = render(tokenizer, data, prompt, opening=True)
+    return text
+
+
 def check_one_question(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
-    messages: list[Message],
+    messages: Messages,
 ) -> None:
     """Raise Refused for anything else than one question, perhaps with its answer."""
     roles = [message["role"] for message in messages if message["role"] not in SYSTEM_ROLES]
@@ -175,8 +191,9 @@ def check_template(
 ) -> None:
     """Try the chat template on a short random message. Call it in the main thread, see `template_bounds`.
 
-    answered: the message has an answer, which must be written too. Raises ValueError if the template needs more than
-    TEMPLATE_SECONDS, TEMPLATE_BYTES or TEMPLATE_CHARACTERS, raises an error, or leaves the message out.
+    answered: the message has an answer, which must be written too. Prints what would surprise a user. Raises ValueError
+    if the template needs more than TEMPLATE_SECONDS, TEMPLATE_BYTES or TEMPLATE_CHARACTERS, raises an error, or leaves
+    the message out.
     """
     if data.is_text_template:  # nothing is run
         return
@@ -198,6 +215,38 @@ def check_template(
         raise ValueError(f"{name} leaves the prompt out; write it as the content of `messages`{as_variable}")
     if messages[-1]["content"] not in text:
         raise ValueError(f"{name} leaves the assistant's answer out; {way_out}")
+    for note in _notes_on_template(tokenizer, data, text):
+        print(printable(note), flush=True)
+
+
+def _notes_on_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    text: str,
+) -> list[str]:
+    """Write what of a template would surprise a user. text: what it made of a short message."""
+    name = template_name(tokenizer, data)
+    notes = []
+    if "strftime_now" in str(tokenizer.chat_template):
+        notes.append(
+            f"where {name} writes the date, it is {TEMPLATE_DAY:%d %b %Y}, so that a run repeats; some templates take "
+            "another one as date_string in data.chat_template_kwargs"
+        )
+    template = tokenizer.get_chat_template(data.chat_template_kwargs.get("chat_template"))
+    read = {*WORDS.findall(template), *OF_LIBRARY}
+    unread = [argument for argument in data.chat_template_kwargs if argument not in read]
+    if unread:
+        notes.append(
+            f"{name} does not read {', '.join(unread)} of data.chat_template_kwargs, so it changes nothing; correct "
+            "the name, or leave it out"
+        )
+    adds_bos = tokenizer.bos_token and tokenizer("?")["input_ids"][0] == tokenizer.bos_token_id
+    if data.prompt_template and adds_bos and not text.startswith(tokenizer.bos_token):
+        notes.append(
+            f"warning: {name} does not begin with {tokenizer.bos_token}, which the tokenizer puts before plain text; "
+            "begin it with {{ bos_token }}, since many models fail without it"
+        )
+    return notes
 
 
 def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tuple[str, list[str]]:
@@ -205,7 +254,7 @@ def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tu
 
     Completions of a prompt that ends with `<think>` begin inside their thoughts.
     """
-    text, _ = render(tokenizer, data, prompt_messages(data, "?"), opening=True)
+    text = short_prompt(tokenizer, data)
     notes = []
     ending = re.search(r"<think>\s*\Z", text)
     opened = ending[0] if ending else ""

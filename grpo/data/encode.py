@@ -5,17 +5,20 @@ rows. Its name is a fingerprint of everything that it follows from, so that the 
 is made at each start, because nobody can see what a user's function depends on.
 """
 
-import dataclasses
 import enum
 import functools
 import hashlib
 import itertools
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from grpo.config import DataConfig, SFTConfig, TrainOn
 from grpo.config.values import Source
@@ -48,6 +51,8 @@ MAX_PROCESSES = 16
 COUNTED_TOKENS = 4096
 # Libraries whose version is a part of the fingerprint
 LIBRARIES = ("datasets", "jinja2", "tokenizers", "transformers")
+# Rows from which it is found out whether a resumed run has the same data, evenly spread over all
+CHECKED_ROWS = 1000
 # The variable that says whether tokenizers use all cores; the library turns it off for its processes.
 PARALLEL = "TOKENIZERS_PARALLELISM"
 
@@ -65,7 +70,7 @@ class RowStatus(enum.IntEnum):
     """No token is a label."""
 
 
-@dataclasses.dataclass
+@dataclass
 class Encoded:
     """One row as tokens, or the reason why it has none."""
 
@@ -75,16 +80,16 @@ class Encoded:
     num_tokens: int = 0
     """Tokens of the whole row, even if it is cut off; a lower bound if it is very long. If a teacher reads another
     prompt, those of the longer one."""
-    ids: list[int] = dataclasses.field(default_factory=list)
-    teacher_ids: list[int] = dataclasses.field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    teacher_ids: list[int] = field(default_factory=list)
     """The prompt that a teacher reads in place of it (`algorithm.teacher_template`), or empty."""
-    mask: list[bool] = dataclasses.field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
     """For each token whether it is a label; empty for prompts."""
     values: str = ""
     """JSON: [the prompt as the data has it, the columns that rewards get]; empty for chats."""
     kinds: str = ""
     """Names and kinds of the columns that rewards get, see `kinds_of`; empty for chats."""
-    notes: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     """Warnings, which are printed with the number of rows that have them."""
 
     @property
@@ -111,7 +116,7 @@ def features() -> "datasets.Features":
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Encoder:
     """What makes tokens of rows: prompts with the columns that rewards get (GRPO), or examples with labels (SFT)."""
 
@@ -124,7 +129,7 @@ class Encoder:
     """Cut longer rows off instead of leaving them out."""
     sft_columns: tuple[str, ...] = ()
     """Row format and completion column, which the fingerprint needs."""
-    tools: Mapping[str, Tools] = dataclasses.field(default_factory=dict)
+    tools: Mapping[str, Tools] | None = None
     """JSON schemas of each environment by its name, for prompts whose rows bring none."""
     teacher_template: str = ""
     """The text that a teacher reads in place of the user's message; empty: the same message."""
@@ -134,8 +139,8 @@ class Encoder:
     @property
     def limit(self) -> str:
         """Limit with its field, as messages name it."""
-        field = "max_sequence_tokens" if self.train_on else "data.max_prompt_tokens"
-        return f"{field}={self.max_tokens}"
+        name = "max_sequence_tokens" if self.train_on else "data.max_prompt_tokens"
+        return f"{name}={self.max_tokens}"
 
     def encode(self, rows: Sequence[Row], read: RowReader) -> list[Encoded]:
         """Read each row with `read`, write it with the template and tokenize it.
@@ -182,7 +187,7 @@ class Encoder:
         return [text._replace(text=text.text[:max_characters]) for text in texts]
 
     def _write_prompts(self, example: Example, encoded: Encoded) -> list[Written]:
-        encoded.values = _as_json([example.prompt, example.columns])
+        encoded.values = as_json([example.prompt, example.columns])
         encoded.kinds = kinds_of(example.columns)
         tools = None
         if self.tools:
@@ -190,17 +195,7 @@ class Encoder:
         prompts = [example.prompt]
         if self.teacher_template:
             prompts.append(teacher_prompt(example, self.teacher_template))
-        texts = []
-        for prompt in prompts:
-            text = write_prompt(
-                self.tokenizer,
-                self.data,
-                prompt,
-                example.tools,
-                tools,
-            )
-            texts.append(text)
-        return texts
+        return [write_prompt(self.tokenizer, self.data, prompt, example.tools, tools) for prompt in prompts]
 
     def _keep(self, encoded: Encoded, tokens: list[Tokens]) -> None:
         """Fill `encoded` with the tokens of a row, and of its teacher's prompt, or with why they cannot be used."""
@@ -231,30 +226,12 @@ class Encoder:
             encoded.mask = mask if self.train_on else []
 
 
-def _as_json(values: list) -> str:
-    """Write values as JSON. Raises BadRow for one that JSON cannot hold."""
+def as_json(value: Any) -> str:
+    """Write a value as JSON. Raises BadRow if JSON cannot hold it."""
     try:
-        return json.dumps(values)
+        return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRow(f"a column for rewards holds what JSON cannot ({error}); make text of it in data.row") from error
-
-
-def prompt_encoder(
-    tokenizer: "PreTrainedTokenizerBase",
-    data: DataConfig,
-    tools: Mapping[str, Tools] | None = None,
-    teacher_template: str = "",
-    vocab_size: int | None = None,
-) -> Encoder:
-    """Make the encoder of GRPO's rows. tools: the JSON schemas of each environment, by its name."""
-    return Encoder(
-        tokenizer,
-        data,
-        data.max_prompt_tokens,
-        tools=tools or {},
-        teacher_template=teacher_template,
-        vocab_size=vocab_size,
-    )
 
 
 def chat_encoder(
@@ -304,7 +281,7 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
     datasets.disable_progress_bars()
     try:
         return table.map(
-            functools.partial(_encode_batch, dataclasses.replace(rows, table=None), encoder),
+            functools.partial(_encode_batch, replace(rows, table=None, whole_table=None), encoder),
             batched=True,
             batch_size=BATCH_ROWS,
             with_indices=True,
@@ -338,7 +315,7 @@ def _encode_batch(
 def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     """Return a name for everything that the encoded rows follow from."""
     tokenizer = encoder.tokenizer
-    data = dataclasses.replace(
+    data = replace(
         encoder.data,
         path="",
         sources={},
@@ -349,7 +326,7 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     facts = [
         rows.table._fingerprint,
         rows.source.text,
-        dataclasses.replace(encoder, tokenizer=None, data=data),
+        replace(encoder, tokenizer=None, data=data),
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.name_or_path,
         tokenizer.chat_template,
@@ -368,7 +345,7 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class EncodedRows:
     """The rows of a source as tokens, and which of them can be drawn."""
 
@@ -377,15 +354,30 @@ class EncodedRows:
     """An Encoded for each row."""
     usable: Sequence[int]
     """The rows that are drawn, in the order of the source."""
-    left_out: str
-    """Why rows are left out, and how many."""
+
+    @functools.cached_property
+    def checksum(self) -> str:
+        """Checksum of some CHECKED_ROWS of the rows, so that other rows under the same name are noticed."""
+        places = self.usable[:: math.ceil(len(self.usable) / CHECKED_ROWS)]
+        columns = self.table.select_columns(["ids", "mask", "values"])
+        content = repr(columns[list(places)])
+        return hashlib.sha256(content.encode()).hexdigest()[:8]
+
+    def ids_of_lengths(self, lengths: Collection[int]) -> Iterator[bytes]:
+        """Yield the token ids, as the bytes of int32, of all rows with one of these numbers of tokens."""
+        for chunk in self.table.data.column("ids").chunks:
+            ids = chunk.values.to_numpy()
+            bounds = chunk.offsets.to_numpy()
+            has_length = np.isin(np.diff(bounds), list(lengths))
+            for place in np.flatnonzero(has_length):
+                yield ids[bounds[place] : bounds[place + 1]].tobytes()
 
     def get(self, row: int) -> Encoded:
         """Return the encoded row with this index in the table."""
         return Encoded(**self.table[row])
 
-
-def as_prompt(encoded: Encoded, index: int, row: int, label: str) -> Prompt:
-    """Make the prompt that GRPO samples. label: the name of its source or held-out set."""
-    content, columns = json.loads(encoded.values)
-    return Prompt(index, encoded.ids, columns, row, label, content, encoded.teacher_ids)
+    def prompt(self, row: int, index: int) -> Prompt:
+        """Return the row with this index in the table as the prompt that GRPO samples. index: its place in the run."""
+        encoded = self.get(row)
+        content, columns = json.loads(encoded.values)
+        return Prompt(index, encoded.ids, columns, row, self.source.label, content, encoded.teacher_ids)

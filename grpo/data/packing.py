@@ -7,15 +7,14 @@ sequences are never cut, and nothing here knows about devices or process groups.
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo.data.batches import build_micro_batch
-from grpo.data.shared_prompts import RepeatedPrompts, repeated_prompts, row_tokens
+from grpo.data.shared_prompts import Indices, Lengths, RepeatedPrompts, repeated_prompts, row_tokens
 from grpo.types import MicroBatch, Scalars, TrainBatch
 
-# Indices of the sequences in a row, in order
-Indices = list[int]
+PackedRows = list[Indices]
 # Heights of rows that are tried at most, if sequences share prompts
 NUM_HEIGHTS = 32
 
@@ -25,7 +24,7 @@ class Packing:
     """The micro-batches of a batch, of all ranks. The same on every rank, so nothing is communicated."""
 
     batch: TrainBatch
-    rows: list[list[Indices]]
+    rows: list[PackedRows]
     """rows[rank][micro_batch]. All ranks have the same number, at least one; a row without sequences is padding."""
     row_length: int
     """Positions T of every row: one length for all, so that compiled code sees few shapes."""
@@ -80,12 +79,12 @@ def pack(
 
 
 def plan_rows(
-    lengths: Sequence[int],
+    lengths: Lengths,
     num_ranks: int,
     max_tokens: int,
     multiple: int = 1,
     prompts: RepeatedPrompts | None = None,
-) -> list[list[Indices]]:
+) -> list[PackedRows]:
     """Decide which sequences share a row: rows[rank][micro_batch]. Every sequence appears once.
 
     All ranks get the same number of rows, at least one, because their collectives (FSDP gathers each block in every
@@ -109,7 +108,7 @@ def plan_rows(
         by_group = _pack_groups(longest_first, lengths, prompts, num_ranks, max_tokens, multiple)
         by_length = [sorted(row) for row in rows]
 
-        def num_positions(rows: list[Indices]) -> int:
+        def num_positions(rows: PackedRows) -> int:
             """Count the positions of rows that are as long as the longest."""
             return len(rows) * max(row_tokens(row, lengths, prompts) for row in rows)
 
@@ -119,15 +118,11 @@ def plan_rows(
 
 def _pack_rows(
     longest_first: Indices,
-    lengths: Sequence[int],
+    lengths: Lengths,
     num_ranks: int,
     max_tokens: int,
-) -> list[Indices]:
+) -> PackedRows:
     """Fill num_ranks x k rows, k as small as it goes; the rows come back fullest first."""
-
-    def num_tokens(row: Indices) -> int:
-        return sum(lengths[index] for index in row)
-
     num_full_rows = math.ceil(sum(lengths) / max_tokens)
     # no two sequences of more than half a row fit together
     num_long = sum(2 * length > max_tokens for length in lengths)
@@ -137,18 +132,18 @@ def _pack_rows(
         for best_fit in (False, True):
             rows = _fill(longest_first, lengths, num_rows, max_tokens, best_fit=best_fit)
             if rows:
-                return sorted(rows, key=num_tokens, reverse=True)
+                return sorted(rows, key=lambda row: -row_tokens(row, lengths, None))
         num_rows += num_ranks
 
 
 def _fill(
     longest_first: Indices,
-    lengths: Sequence[int],
+    lengths: Lengths,
     num_rows: int,
     max_tokens: int,
     *,
     best_fit: bool,
-) -> list[Indices] | None:
+) -> PackedRows | None:
     """Put each sequence into the emptiest row, or with `best_fit` into the fullest one that has room.
 
     Of rows with equal room take the first. Return None if a sequence fits nowhere.
@@ -171,12 +166,12 @@ def _fill(
 
 def _pack_groups(
     longest_first: Indices,
-    lengths: Sequence[int],
+    lengths: Lengths,
     prompts: RepeatedPrompts,
     num_ranks: int,
     max_tokens: int,
     multiple: int,
-) -> list[Indices]:
+) -> PackedRows:
     """Fill num_ranks x k rows, k as small as it goes, and keep sequences with the same prompt together; fullest first.
 
     A prompt is laid out again only where a row ends in the middle of its sequences. Rows are filled one after the
@@ -201,11 +196,11 @@ def _pack_groups(
 
 def _fill_in_turn(
     groups: dict[int, Indices],
-    lengths: Sequence[int],
+    lengths: Lengths,
     prompts: RepeatedPrompts,
     num_rows: int,
     height: int,
-) -> list[Indices] | None:
+) -> PackedRows | None:
     """Put one group after the other into one row after the other; None if there are too few rows.
 
     The longest sequence that fits comes next. If none fits, a new row begins.
@@ -232,7 +227,7 @@ def _fill_in_turn(
     return rows + [[] for _ in range(num_rows - len(rows))]
 
 
-def _zigzag(largest_first: list[Indices], num_ranks: int) -> list[list[Indices]]:
+def _zigzag(largest_first: PackedRows, num_ranks: int) -> list[PackedRows]:
     """Deal rows to ranks 0, 1, .., 1, 0, 0, 1, .., so that no rank always gets the larger one."""
     parts = [[] for _ in range(num_ranks)]
     for i, row in enumerate(largest_first):

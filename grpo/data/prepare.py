@@ -6,8 +6,9 @@ GRPO is evaluated and SFT validated, go the same way.
 
 import dataclasses
 import itertools
+import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,8 @@ from grpo.data.encode import (
     EncodedRows,
     Encoder,
     RowStatus,
-    as_prompt,
     chat_encoder,
     encode_rows,
-    prompt_encoder,
 )
 from grpo.data.rows import (
     ABSENT,
@@ -36,23 +35,34 @@ from grpo.data.rows import (
     value_at,
 )
 from grpo.data.sources import Rows, load_rows
-from grpo.text import printable
+from grpo.text import printable, shorten
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
+Sources = list[Rows]
+# A part of a split: the split's name, its first row and the row after its last
+Part = tuple[str, int, int]
 # First rows of a source, from which its columns and its format are found out
 LISTED_ROWS = 100
 # Reasons that a message gives, and rows that it lists for each
 SHOWN_ROWS = 5
+# Characters of the names of columns that are not read
+LISTED_CHARACTERS = 300
 # Rows that a split is taken to have where held-out and training parts of it are compared
 MANY_ROWS = 10**9
 # The line about a source is a warning if a larger share of rows is left out.
 WARNED_FRAC = 0.05
 # The run is refused if a smaller share of rows is left.
 MIN_FRAC = 0.01
+# A column of a table is not looked at if these rows all differ in it.
+FIRST_ROWS = 20
+# Rows behind the held-out ones that are looked at, to see whether rows are sorted
+COMPARED_ROWS = 1000
+# Nothing is said of a value that the held-out rows would lack with this probability if the order were random.
+BY_CHANCE = 1e-6
 # The share of rows for which the line about a source says how many tokens they have at most
 LISTED_QUANTILE = 0.95
 
@@ -62,12 +72,12 @@ LISTED_QUANTILE = 0.95
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def load_sources(data: DataConfig) -> list[Rows]:
+def load_sources(data: DataConfig) -> Sources:
     """Load the rows of all sources of `data`. Raises what `load_rows` raises, and ValueError if no row has a column."""
     return [_prompt_rows(source, data) for source in data.all_sources]
 
 
-def load_chat_sources(config: SFTConfig) -> list[Rows]:
+def load_chat_sources(config: SFTConfig) -> Sources:
     """Load the rows of all sources for SFT, see `load_sources`. Raises ValueError if their columns are no format."""
     return [_chat_rows(source, config) for source in config.data.all_sources]
 
@@ -80,6 +90,7 @@ def _prompt_rows(source: Source, data: DataConfig) -> Rows:
         if data.tools_column:
             paths.append(data.tools_column)
         _check_columns(rows, paths)
+        _tell_of_unread(rows, paths)
         rows = rows.narrowed(paths)
     return dataclasses.replace(rows, read=row_reader(data))
 
@@ -100,7 +111,11 @@ def _chat_rows(source: Source, config: SFTConfig) -> Rows:
         if config.data.tools_column:
             paths.append(config.data.tools_column)
         _check_columns(rows, paths)
-        rows = rows.narrowed([*paths, "input", "system", "history", columns.tools])
+        paths.append(columns.tools)
+        if row_format == "alpaca":
+            paths += ["input", "system", "history"]
+        _tell_of_unread(rows, paths)
+        rows = rows.narrowed(paths)
     return dataclasses.replace(rows, read=chat_reader(config, row_format))
 
 
@@ -116,6 +131,22 @@ def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
             )
 
 
+def _tell_of_unread(rows: Rows, paths: Sequence[str]) -> None:
+    """Print the columns with values into which none of `paths` leads; of JSON, those of the first rows."""
+    read = {path for whole in paths for path in (whole, whole.partition(".")[0])}
+    names = {}  # a dict, because a set has no fixed order
+    if rows.is_json:
+        for row in itertools.islice(rows, LISTED_ROWS):
+            names |= {name: None for name, value in row.items() if value is not None}
+    else:  # values are not read: they may be pictures, which would be decoded
+        columns = rows.table.data
+        names |= {name: None for name in columns.column_names if columns.column(name).null_count < len(columns)}
+    unread = [name for name in names if name not in read]
+    if unread:
+        names = shorten(", ".join(unread), LISTED_CHARACTERS)
+        print(printable(f"data: {rows.source.path} has columns that are not read: {names}"))
+
+
 def _names(rows: Rows) -> list[str]:
     """List the columns of the first rows; entries of tables are paths."""
     names = {}  # a dict, because a set has no fixed order
@@ -128,7 +159,7 @@ def _names(rows: Rows) -> list[str]:
     return list(names)
 
 
-def reward_columns(sources: list[Rows]) -> list[str] | None:
+def reward_columns(sources: Sources) -> list[str] | None:
     """Return the columns that rewards get, from the first row of each source; None if no row can be used.
 
     Raises ValueError if sources differ in them, which `data.row` may cause.
@@ -150,7 +181,7 @@ def reward_columns(sources: list[Rows]) -> list[str] | None:
     return columns
 
 
-def texts_of(sources: list[Rows]) -> Iterator[str]:
+def texts_of(sources: Sources) -> Iterator[str]:
     """Yield all texts of all rows that can be used."""
     for rows in sources:
         for example in rows.examples():
@@ -163,7 +194,7 @@ def texts_of(sources: list[Rows]) -> Iterator[str]:
 
 
 def usable_prompts(
-    sources: list[Rows],
+    sources: Sources,
     config: GRPOConfig,
     tokenizer: "PreTrainedTokenizerBase",
     tools: Mapping[str, Tools] | None = None,
@@ -175,12 +206,19 @@ def usable_prompts(
     model has; a row with another one cannot be used. Raises ValueError if rows cannot be used and `data.bad_rows` is
     refuse, or if next to nothing is left.
     """
-    encoder = prompt_encoder(tokenizer, config.data, tools, config.algorithm.teacher_template, vocab_size)
+    encoder = Encoder(
+        tokenizer,
+        config.data,
+        config.data.max_prompt_tokens,
+        tools=tools,
+        teacher_template=config.algorithm.teacher_template,
+        vocab_size=vocab_size,
+    )
     return _training_rows(sources, encoder, config.prompts_per_step)
 
 
 def usable_chats(
-    sources: list[Rows],
+    sources: Sources,
     config: SFTConfig,
     tokenizer: "PreTrainedTokenizerBase",
     vocab_size: int | None = None,
@@ -201,15 +239,20 @@ def load_eval_prompts(
 
     Prompt.index counts from 0 through all sets; Prompt.source is the set's name. Raises what `usable_prompts` raises.
     """
-    encoder = prompt_encoder(tokenizer, data, tools, vocab_size=vocab_size)
+    encoder = Encoder(
+        tokenizer,
+        data,
+        data.max_prompt_tokens,
+        tools=tools,
+        vocab_size=vocab_size,
+    )
     prompts = []
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)
         rows = _prompt_rows(source, data)
         encoded = _encode_usable(rows, encoder, max_rows=evaluation.num_prompts)
         for row in encoded.usable:
-            prompt = as_prompt(encoded.get(row), len(prompts), row, source.label)
-            prompts.append(prompt)
+            prompts.append(encoded.prompt(row, len(prompts)))
     return prompts
 
 
@@ -233,6 +276,21 @@ def load_validation(
     return sets
 
 
+def warn_of_repeated_rows(section: str, held_out: Sequence[Sequence[int]], training: Sequence[EncodedRows]) -> None:
+    """Warn of held-out rows that are trained on under whatever name. held_out: the token ids of each."""
+    keys = [np.array(ids, np.int32).tobytes() for ids in held_out]
+    lengths = {len(ids) for ids in held_out}
+    trained = set()
+    for rows in training:
+        trained |= set(keys).intersection(rows.ids_of_lengths(lengths))
+    num_repeated = sum(key in trained for key in keys)
+    if num_repeated:
+        print(
+            f"warning: {num_repeated:,} of {len(keys):,} held-out rows of {section} are trained on too; leave them out "
+            "of the training data (data.row), or out of what is held out"
+        )
+
+
 def _warn_of_training_data(source: Source, data: DataConfig, section: str) -> None:
     """Warn of held-out rows that are trained on. Parts of a split can be apart, such as train[:90%] and train[90%:]."""
     place = (os.path.realpath(source.path), source.name)
@@ -244,8 +302,8 @@ def _warn_of_training_data(source: Source, data: DataConfig, section: str) -> No
             print(f"warning: {section} uses the training data {source.path}; set {section}.path")
 
 
-def _parts_of(source: Source) -> list[tuple[str, int, int]]:
-    """Return the parts that the source's expression of splits names: split, first row, row after the last.
+def _parts_of(source: Source) -> list[Part]:
+    """Return the parts that the source's expression of splits names.
 
     Each split counts as one of MANY_ROWS, since its size is not known here. A file has one split, without a name here.
     """
@@ -259,15 +317,15 @@ def _parts_of(source: Source) -> list[tuple[str, int, int]]:
     return [("" if source.is_file else part.splitname, part.from_, part.to) for part in parts]
 
 
-def _overlap(part: tuple[str, int, int], other: tuple[str, int, int]) -> bool:
-    """Say whether two parts, see `_parts_of`, have rows in common."""
+def _overlap(part: Part, other: Part) -> bool:
+    """Say whether two parts have rows in common."""
     split, first, past = part
     other_split, other_first, other_past = other
     return split == other_split and max(first, other_first) < min(past, other_past)
 
 
 def _training_rows(
-    sources: list[Rows],
+    sources: Sources,
     encoder: Encoder,
     rows_per_step: int,
 ) -> list[EncodedRows]:
@@ -344,7 +402,55 @@ def _encode_usable(
     num_rows_by_note = Counter(itertools.chain(*notes))
     for note, count in num_rows_by_note.items():
         print(printable(f"warning: {count:,} of {len(usable):,} rows of {source.name_and_text} {note}"))
-    return EncodedRows(source, table, usable[:max_rows], left_out)
+    if max_rows is not None and len(table) == len(rows.table):  # else blank lines have moved the rows
+        _warn_if_sorted(rows, usable[:max_rows], usable[max_rows:])
+    return EncodedRows(source, table, usable[:max_rows])
+
+
+def _warn_if_sorted(rows: Rows, held_out: list[int], others: list[int]) -> None:
+    """Warn if held-out rows lack a value of a column that is common in the other rows: numbers on them are biased.
+
+    held_out, others: the places of rows, of which the held-out ones come first. Of the others some are looked at.
+    """
+    if not others:
+        return
+    others = others[:: math.ceil(len(others) / COMPARED_ROWS)]
+    held_out_values = _values_at(rows, held_out)
+    lacking = {}  # (column, value) -> share of the other rows
+    for name, counts in _values_at(rows, others).items():
+        for value, count in counts.items():
+            share = count / len(others)
+            if value not in held_out_values[name] and (1 - share) ** len(held_out) < BY_CHANCE:
+                lacking[name, value] = share
+    if lacking:
+        (name, value), share = max(lacking.items(), key=lambda item: item[1])
+        there = ", ".join(str(known) for known in held_out_values[name]) or "nothing"
+        print(
+            printable(
+                f"warning: the {len(held_out):,} held-out rows of {rows.source.name_and_text} are its first ones, and "
+                f"its rows are sorted: {name} is never {shorten(str(value), LISTED_CHARACTERS)}, as in {share:.0%} of "
+                f"the others, but {shorten(there, LISTED_CHARACTERS)}. What is measured on them says nothing about the "
+                "others; raise evaluation.num_prompts (validation.num_examples), or bring the rows in a random order"
+            )
+        )
+
+
+def _values_at(rows: Rows, places: list[int]) -> dict[str, Counter]:
+    """Count the texts and whole numbers in each column of these rows. Columns without repetition may be left out."""
+    import datasets
+
+    table = rows.whole_table or rows.table
+    if not rows.is_json:  # other columns may be large, such as pictures and tests
+        names = [name for name, kind in table.features.items() if isinstance(kind, datasets.Value)]
+        first_rows = table.select_columns(names)[:FIRST_ROWS]
+        names = [name for name, values in first_rows.items() if len(set(values)) < len(values)]
+        table = table.select_columns(names)
+    counts = defaultdict(Counter)
+    for row in rows.rows_of(table[places], 0):
+        for name, value in row.items():
+            if isinstance(value, str | int):
+                counts[name][value] += 1
+    return counts
 
 
 def _describe_lengths(lengths: np.ndarray) -> str:

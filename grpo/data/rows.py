@@ -18,10 +18,10 @@ from grpo.text import has_surrogates, reason_of
 Row = Mapping[str, Any]
 # One turn of a chat: role, content and whatever else the chat template reads, such as tool_calls or reasoning_content
 Message = dict[str, Any]
+Messages = list[Message]
 # JSON schemas of functions that the model may call
 Tools = list[dict[str, Any]]
 
-_REQUIRED = object()
 # A default value that no data has
 ABSENT = object()
 # Kinds of values, as messages name them
@@ -36,11 +36,11 @@ class BadRow(ValueError):
 class Example:
     """The content of one row, as far as a run uses it."""
 
-    prompt: str | list[Message] = ""
+    prompt: str | Messages = ""
     """The user's message, or a list of messages with `role` and `content`; for GRPO."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The columns for the reward functions, by the names of their arguments."""
-    chat: list[Message] = field(default_factory=list)
+    chat: Messages = field(default_factory=list)
     """The messages to learn (SFT), in order; empty if plain text is learned."""
     text: str = ""
     """Plain text to learn, without turns."""
@@ -59,7 +59,10 @@ class Example:
 
 RowReader = Callable[[Row], Example | None]
 # The beginning of messages that a column holds as text: JSON, or as Python writes a list
-MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+# Roles, in small letters, and what chat templates call them. A role that is not here may be a template's own.
+ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")
 # A name in braces, in a template that is a text
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -98,11 +101,7 @@ def _read_prompt(
 ) -> Example:
     """Read a prompt, the columns for the rewards (name -> path) and the tools, if `tools_column` is not empty."""
     prompt = column_of(row, prompt_column, str, list)
-    if as_messages(prompt)[-1]["role"] == "assistant":
-        raise BadRow(
-            f"column {prompt_column!r} ends with the assistant's answer, which is not a part of the prompt; take "
-            f"{prompt_column}.:-1"
-        )
+    _check_end(as_messages(prompt), prompt_column)
     values = {}
     for name, path in columns.items():
         values[name] = prompt if path == prompt_column else column_of(row, path)
@@ -110,7 +109,15 @@ def _read_prompt(
     return Example(prompt, values, tools=tools)
 
 
-def teacher_prompt(example: Example, template: str) -> list[Message]:
+def _check_end(prompt: Messages, path: str) -> None:
+    """Raise BadRow for a prompt that ends with the assistant's answer. path: the column that it is from."""
+    if prompt[-1]["role"] == "assistant":
+        raise BadRow(
+            f"column {path!r} ends with the assistant's answer, which is not a part of the prompt; take {path}.:-1"
+        )
+
+
+def teacher_prompt(example: Example, template: str) -> Messages:
     """Return the prompt that the teacher reads: `template` replaces the last message of the user.
 
     {question} in it is that message, and another {name} is the column that rewards get by this name. Raises BadRow for
@@ -222,7 +229,8 @@ def no_format(names: Iterable[str], columns: ChatColumns) -> str:
     choices = ", or ".join(" and ".join(needed) for needed in columns.of_format.values())
     return (
         f"the columns {listed} are no row format; there must be {choices}; rename columns, or name those of "
-        "--row-format prompt_completion with --data.prompt-column and --completion-column"
+        "--row-format prompt_completion with --data.prompt-column and --completion-column, or make other rows of them "
+        "with --data.row"
     )
 
 
@@ -255,11 +263,20 @@ def read_chat(row_format: RowFormat, columns: ChatColumns, row: Row) -> Example:
     else:
         question = column_of(row, columns.prompt, str, list)
         answer = column_of(row, columns.completion, str, list)
-        chat = as_messages(question) + as_messages(answer, "assistant")
+        before = as_messages(question)
+        after = as_messages(answer, "assistant")
+        _check_end(before, columns.prompt)
+        if after[0]["role"] != "assistant":
+            raise BadRow(
+                f"column {columns.completion!r} begins with a message of the {after[0]['role']}, not of the assistant; "
+                f"if it is a whole chat, take {columns.completion}.:-1 as the prompt and "
+                f"{columns.completion}.-1.content as the completion, or make `messages` of it with --data.row"
+            )
+        chat = before + after
     return Example(chat=chat, tools=tools_of(row, columns.tools))
 
 
-def _alpaca_chat(row: Row) -> list[Message]:
+def _alpaca_chat(row: Row) -> Messages:
     """Read an Alpaca row: `system` if there is any, `instruction` with `input` below it, and `output`."""
     if row.get("history"):
         raise BadRow("column 'history' has earlier turns, which are not read; make `messages` of them with --data.row")
@@ -279,12 +296,11 @@ def _alpaca_chat(row: Row) -> list[Message]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def value_at(row: Any, path: str, default: Any = _REQUIRED) -> Any:
-    """Return the value at `path`.
+def value_at(row: Any, path: str, default: Any = None) -> Any:
+    """Return the value at `path`, or `default` if there is none.
 
     `a.b` is entry b of the table in column a. `a.0` is the first entry of a list, `a.-1` the last, and `a.:-1` all
-    except the last. A column with `path` as its whole name comes first. If there is no value, return `default`; without
-    a default, raise BadRow.
+    except the last. A column with `path` as its whole name comes first.
     """
     if path in row:
         return row[path]
@@ -298,11 +314,9 @@ def value_at(row: Any, path: str, default: Any = _REQUIRED) -> Any:
             elif isinstance(value, dict):
                 value = value[part]
             else:
-                raise KeyError(part)
-        except LookupError:
-            if default is not _REQUIRED:
                 return default
-            raise BadRow(f"column {path!r} is missing") from None
+        except LookupError:
+            return default
     return value
 
 
@@ -326,7 +340,7 @@ def column_of(row: Row, path: str, *kinds: type) -> Any:
     return value
 
 
-def as_messages(prompt: str | list[Message], role: str = "user") -> list[Message]:
+def as_messages(prompt: str | Messages, role: str = "user") -> Messages:
     """Return a prompt as messages; a text becomes one message of `role`."""
     if isinstance(prompt, str):
         return [{"role": role, "content": prompt}]
@@ -339,7 +353,7 @@ def tools_of(row: Row, path: str) -> Tools | None:
     They may be JSON text, since a table cannot hold schemas of several shapes. Then nulls are the schemas' own.
     """
     place = f"column {path!r}"
-    value = value_at(row, path, None)
+    value = value_at(row, path)
     is_json = isinstance(value, str) and bool(value.strip())
     if is_json:
         value = _from_json(value, place)
@@ -399,7 +413,13 @@ def _message(message: Any, place: str) -> Message:
     """Return a message as chat templates take it: content is text, and the arguments of tool calls are tables."""
     _check_kind(message, place, dict)
     message = without_none(message)
-    _check_kind(message.get("role"), f"{place}, role", str)
+    if "role" not in message and "from" in message:
+        raise BadRow(f"{place} has ShareGPT's from and value; make role and content of them with --data.row")
+    role = message.get("role")
+    _check_kind(role, f"{place}, role", str)
+    usual_role = ROLES.get(role.lower(), role)
+    if role != usual_role:
+        raise BadRow(f"{place}, role is {role!r}, which chat templates call {usual_role!r}; rename it with --data.row")
     calls = message.get("tool_calls") or []
     _check_kind(calls, f"{place}, tool_calls", list)
     content = message.get("content")
@@ -407,15 +427,18 @@ def _message(message: Any, place: str) -> Message:
         content = ""
     if isinstance(content, list):
         texts = [str(part["text"]) for part in content if isinstance(part, dict) and "text" in part]
-        if len(texts) == len(content):
-            content = "".join(texts)
+        if len(texts) < len(content):
+            raise BadRow(
+                f"{place}, content has {len(content)} parts, {len(content) - len(texts)} of them without `text`, such "
+                "as images, which are not read; make one text of it with --data.row"
+            )
+        content = "".join(texts)
     _check_kind(content, f"{place}, content", str)
     message["content"] = content
     if calls:
-        message["tool_calls"] = []
-    for number, call in enumerate(calls, 1):
-        tool_call = _tool_call(call, f"{place}, tool call {number}")
-        message["tool_calls"].append(tool_call)
+        message["tool_calls"] = [
+            _tool_call(call, f"{place}, tool call {number}") for number, call in enumerate(calls, start=1)
+        ]
     return message
 
 

@@ -15,6 +15,11 @@ import torch
 
 from grpo.types import SharedPrompts, TrainBatch
 
+# Indices of the sequences in a row, in order
+Indices = list[int]
+# Tokens of each sequence
+Lengths = list[int]
+
 
 class RepeatedPrompts(NamedTuple):
     """Which of S sequences have the same prompt."""
@@ -63,8 +68,8 @@ def repeated_prompts(batch: TrainBatch) -> RepeatedPrompts | None:
 
 
 def row_tokens(
-    row: Sequence[int],
-    lengths: Sequence[int],
+    row: Indices,
+    lengths: Lengths,
     prompts: RepeatedPrompts | None,
 ) -> int:
     """Count the positions that a row needs."""
@@ -75,8 +80,8 @@ def row_tokens(
 
 
 def documents_of_row(
-    row: Sequence[int],
-    lengths: Sequence[int],
+    row: Indices,
+    lengths: Lengths,
     prompts: RepeatedPrompts | None,
     place: int,
 ) -> Iterator[Document]:
@@ -93,7 +98,7 @@ def documents_of_row(
             place = end
 
 
-def _neighbours(row: Sequence[int], prompts: RepeatedPrompts | None) -> Iterator[tuple[list[int], int]]:
+def _neighbours(row: Indices, prompts: RepeatedPrompts | None) -> Iterator[tuple[Indices, int]]:
     """Yield neighbours in a row that have the same prompt, and the number of tokens that they share."""
     if prompts is None:
         for index in row:
@@ -110,46 +115,32 @@ def _neighbours(row: Sequence[int], prompts: RepeatedPrompts | None) -> Iterator
 def shared_keys(documents: Sequence[Document]) -> SharedPrompts:
     """Find out which keys each document attends to. `documents` are all of a micro-batch, in order."""
     keys = []
-    own = []
-    uses = {}
+    num_keys = 0
     starts = [0]
     for document in documents:
-        place = starts[-1]
-        if document.prompt:
-            prompt_places = torch.arange(document.prompt.start, document.prompt.end)
-            end_of_prompt = place + len(prompt_places)
-            keys.append(prompt_places)
-            uses[document.prompt].append(torch.arange(place, end_of_prompt))
-            place = end_of_prompt
-        end = place + document.end - document.start
-        own_places = torch.arange(place, end)
-        keys.append(torch.arange(document.start, document.end))
-        own.append(own_places)
-        uses[document] = [own_places]
-        starts.append(end)
+        for stretch in filter(None, (document.prompt, document)):
+            keys.append(torch.arange(stretch.start, stretch.end))
+            num_keys += stretch.end - stretch.start
+        starts.append(num_keys)
+    keys_K = torch.cat(keys)
+    # the keys that each place is, place after place; the first one is for its own document
+    by_place_K = keys_K.argsort(stable=True)
+    num_uses_T = keys_K.bincount()
+    first_T = num_uses_T.cumsum(0) - num_uses_T
 
-    reused_places = []
-    uses_by_document = []
-    for document, places in uses.items():
-        if len(places) > 1:
-            reused_places.append(torch.arange(document.start, document.end))
-            uses_by_document.append(torch.stack(places, 1))
-    own_T = torch.cat(own)
-    if not reused_places:  # never of size 0 or 1, for which torch.compile would make code of its own
-        reused_places.append(torch.arange(2))
-        uses_by_document.append(own_T[:2, None])
-    num_uses = max(2, *(uses_RU.shape[1] for uses_RU in uses_by_document))
-    padded = []
-    for uses_RU in uses_by_document:
-        num_missing = num_uses - uses_RU.shape[1]
-        uses_RU = torch.nn.functional.pad(uses_RU, (0, num_missing), value=-1)
-        padded.append(uses_RU)
+    reused_R = (num_uses_T > 1).nonzero().flatten()
+    if not len(reused_R):  # never of size 0 or 1, for which torch.compile would make code of its own
+        reused_R = torch.arange(2)
+    uses_U = torch.arange(max(2, int(num_uses_T.max())))
+    is_use_RU = uses_U < num_uses_T[reused_R, None]
+    place_RU = first_T[reused_R, None] + uses_U
+    uses_RU = by_place_K[place_RU.where(is_use_RU, 0)]
     key_starts = torch.tensor(starts, dtype=torch.int32)
     return SharedPrompts(
-        keys_K=torch.cat(keys),
+        keys_K=keys_K,
         key_starts=key_starts,
         longest=int(key_starts.diff().max()),
-        own_T=own_T,
-        reused_R=torch.cat(reused_places),
-        uses_RU=torch.cat(padded),
+        own_T=by_place_K[first_T],
+        reused_R=reused_R,
+        uses_RU=uses_RU.where(is_use_RU, -1),
     )

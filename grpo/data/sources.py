@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from grpo.text import printable, reason_of
 if TYPE_CHECKING:
     import datasets
 
+# Paths of files by their split
+Files = dict[str, list[str]]
 # Rows that are read together: one by one takes five times as long.
 READ_ROWS = 1000
 # Rows that a function may give if its source does not say how many to take: it may be one without an end.
@@ -38,6 +41,8 @@ NO_ROWS = ("corresponds to no data", "Please pass `features` or at least one exa
 # How gzip, bzip2, xz, zstd, zip and a file that was not written to its end begin. The library would unpack some of
 # them, and fail in as many ways.
 PACKED_OR_BROKEN = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\0")
+# Bytes at the beginning and at the end of a file by which its cached table is known
+CHECKED_BYTES = 2**20
 # Files that the warning about files without a split names
 SHOWN_FILES = 5
 # A cell may be a whole book; the module csv takes 131,072 by default.
@@ -53,6 +58,8 @@ class Rows:
     is_json: bool = False
     read: RowReader | None = None
     """The function that makes an example of a row; None until it is known."""
+    whole_table: "datasets.Dataset | None" = None
+    """The table with all columns, if `table` has only some."""
 
     def __iter__(self) -> Iterator[Row]:
         for start in range(0, len(self.table), READ_ROWS):
@@ -95,7 +102,7 @@ class Rows:
         columns = [name for name in self.table.column_names if name in names]
         if self.is_json or not columns:
             return self
-        return replace(self, table=self.table.select_columns(columns))
+        return replace(self, table=self.table.select_columns(columns), whole_table=self.table)
 
 
 def load_rows(source: Source) -> Rows:
@@ -105,6 +112,7 @@ def load_rows(source: Source) -> Rows:
         FileNotFoundError: the file does not exist; the message has its absolute path.
         ValueError: it cannot be read, a line is not a JSON object, or there are no rows; one line with the way out.
     """
+    _check_cache()
     if source.kind == "function":
         rows = _call_function(source)
     else:
@@ -116,8 +124,23 @@ def load_rows(source: Source) -> Rows:
             table = _load(source, kind, files)
             rows = Rows(table, source, is_json=kind == "json")
     if next(iter(rows), None) is None:
-        raise _no_rows(source)
+        raise ValueError(f"data set {source.path} (split {source.split!r}) has no rows; give one that has")
     return rows
+
+
+def _check_cache() -> None:
+    """Raise ValueError if the folder for tables cannot be written, as one that several users share."""
+    import datasets
+
+    folder = datasets.config.HF_DATASETS_CACHE
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=folder).cleanup()
+    except OSError as error:
+        raise ValueError(
+            f"tables of rows cannot be written to {folder} ({error.strerror}); set HF_DATASETS_CACHE to a folder of "
+            "your own, models in HF_HOME can stay where they are"
+        ) from error
 
 
 def _in_memory(lines: list[str], source: Source) -> Rows:
@@ -160,16 +183,12 @@ def _call_function(source: Source) -> Rows:
     return _in_memory(lines, replace(source, revision=checksum[:8]))
 
 
-def _no_rows(source: Source) -> ValueError:
-    return ValueError(f"data set {source.path} (split {source.split!r}) has no rows; give one that has")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
+def _files_of(source: Source) -> tuple[str, Files]:
     """Find the files of a source: their kind (json, list, csv or parquet) and their paths by split.
 
     Both are empty for a hub data set, and for a folder with the card of a data set, which names its files. Raises
@@ -200,7 +219,7 @@ def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
     return kinds.pop(), files
 
 
-def _files_in_folder(folder: str) -> dict[str, list[str]]:
+def _files_in_folder(folder: str) -> Files:
     """Find the files of each split by their names; all are of the split train if no name has a split.
 
     Prints a warning if some names have a split and others have none: the library leaves the others out. Raises
@@ -252,7 +271,7 @@ def _kind_of(path: str) -> str:
     return FILE_KINDS.get(Path(path).suffix, "json")
 
 
-def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[Row]:
+def _read_whole(source: Source, kind: str, files: Files) -> list[Row]:
     """Read files of a kind in READERS, and return the rows of the source's split."""
     for path in itertools.chain(*files.values()):
         _check_text(path)
@@ -354,7 +373,19 @@ def _check_text(path: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _load(source: Source, kind: str, files: dict[str, list[str]]) -> "datasets.Dataset":
+def _checksum(paths: Iterable[str]) -> str:
+    """Return a checksum of each file's size, beginning and end, which takes no time however large files are."""
+    checksum = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            beginning = file.read(CHECKED_BYTES)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - CHECKED_BYTES))
+            checksum.update(repr((size, beginning, file.read())).encode())
+    return checksum.hexdigest()[:16]
+
+
+def _load(source: Source, kind: str, files: Files) -> "datasets.Dataset":
     """Load these files, or the hub's data set if there are none, with `datasets.load_dataset`.
 
     Raises ValueError with one line and the way out.
@@ -365,6 +396,8 @@ def _load(source: Source, kind: str, files: dict[str, list[str]]) -> "datasets.D
         # escaped, because the library takes paths for patterns: rows[1].jsonl would be rows1.jsonl
         data_files = {split: [*map(glob.escape, paths)] for split, paths in files.items()}
         arguments = {"path": "text" if kind == "json" else kind, "data_files": data_files}
+        # a name of the cache's: the library knows a file by its path and time, which another content may have too
+        arguments["name"] = _checksum(itertools.chain(*files.values()))
     else:
         arguments = {"path": source.path, "name": source.name or None}
         if source.revision:
@@ -379,7 +412,7 @@ def _load(source: Source, kind: str, files: dict[str, list[str]]) -> "datasets.D
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         if any(text in str(cause) for text in NO_ROWS):
-            raise _no_rows(source) from error
+            return datasets.Dataset.from_dict({})
         if isinstance(cause, UnicodeDecodeError):
             for path in itertools.chain(*files.values()):
                 _check_text(path)

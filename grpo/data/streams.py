@@ -12,11 +12,11 @@ from typing import Any
 from grpo.config import GRPOConfig
 from grpo.config.fields import Config
 from grpo.config.user_files import cause_and_line, load_function
-from grpo.data.encode import Encoded, EncodedRows, as_prompt
+from grpo.data.encode import Encoded, EncodedRows
 from grpo.types import Prompt, check_saved
 
 # Facts about a source that must be equal when a saved place in it is used
-BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle")
+BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle", "checksum")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Seen:
     """Step in which it was seen last, counted as in the log."""
 
 
+# A place in the data, fit for JSON
+State = dict[str, Any]
 Curriculum = Callable[[Seen, int], float]
 """What is known of a row, the step's number -> the row's weight."""
 
@@ -58,6 +60,11 @@ class Order:
         self._epoch = -1
         self._epoch_rows: list[int] = []
 
+    @property
+    def checksum(self) -> str:
+        """Checksum of the rows, see `EncodedRows`."""
+        return self.rows.checksum
+
     def weigh(self, curriculum: Curriculum, step: int) -> None:
         """Give each row its chance of being drawn when its turn comes: its weight divided by the largest weight.
 
@@ -73,13 +80,13 @@ class Order:
         self.chances = {row: weight / largest for row, weight in weights.items()}
         self.unseen_chance = unseen_weight / largest
 
-    def draw(self) -> tuple[int, Encoded]:
-        """Return the place of the next row in the source, and the row."""
+    def draw(self) -> int:
+        """Return the place of the next row in the source."""
         while True:
             row = self._next_row()
             chance = self.chances.get(row, self.unseen_chance)
             if random.Random(f"{self.seed} {self.num_drawn} {self.label} curriculum").random() < chance:
-                return row, self.rows.get(row)
+                return row
 
     def _next_row(self) -> int:
         epoch, position = divmod(self.num_drawn, self.num_rows)
@@ -92,13 +99,13 @@ class Order:
         self.num_drawn += 1
         return self._epoch_rows[position]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the place in the rows, what is known of them, and the facts that it belongs to; fit for JSON."""
         state = {name: getattr(self, name) for name in (*BELONGS_TO, "num_drawn")}
         state["seen"] = [[row, *astuple(seen)] for row, seen in self.seen.items()]
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
         check_saved(f"the place in {self.source}", state, self.state_dict())
         for name in BELONGS_TO:
@@ -153,14 +160,14 @@ class Stream:
         self._owed[name] -= 1
         return self.orders[name]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the place in each source, see Order.state_dict, and the rows owed to each; fit for JSON."""
         return {
             "sources": {label: order.state_dict() for label, order in self.orders.items()},
             "owed": dict(self._owed),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue where `state` was taken. Raises ValueError if it is of other sources."""
         check_saved("the place in the data", state, self.state_dict())
         _check_same("data.sources", list(state["sources"]), list(self.orders))
@@ -208,8 +215,7 @@ class PromptStream(Stream):
         while len(prompts) < count:
             index = self.num_drawn
             order = self.next_order()
-            row, encoded = order.draw()
-            prompt = as_prompt(encoded, index, row, order.label)
+            prompt = order.rows.prompt(order.draw(), index)
             if self.wanted is None or self.wanted(prompt):
                 prompts.append(prompt)
                 num_unwanted = 0
@@ -230,8 +236,8 @@ class ChatStream(Stream):
         """Return the next `count` examples, across epochs where needed."""
         examples = []
         for _ in range(count):
-            _, example = self.next_order().draw()
-            examples.append(example)
+            order = self.next_order()
+            examples.append(order.rows.get(order.draw()))
         return examples
 
 

@@ -12,19 +12,19 @@ import itertools
 import json
 import os.path
 import re
-from collections import Counter
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo.config import DataConfig, TrainOn
-from grpo.data.chat import Refused, Span, check_one_question, prompt_messages, render, template_name
-from grpo.data.rows import Example, Message, as_messages
+from grpo.data.chat import Refused, Rendered, Span, check_one_question, prompt_messages, render, template_name
+from grpo.data.rows import Example, Message, Messages, Tools, as_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Writes the first messages of a chat, with the opening of an answer if asked to; see `render` for the result
-Writer = Callable[..., tuple[str, list[Span] | None]]
+Writer = Callable[..., Rendered]
 # The ids of a text, and for each token whether it is a label
 Tokens = tuple[list[int], list[bool]]
 
@@ -36,7 +36,7 @@ JOINS = ("role", "name", "id", "type", "tool_call_id")
 CALLS = ("tool_calls", "function_call")
 SAID = ("content", *CALLS, "reasoning_content", "reasoning", "thinking")
 # Entries that say with 0 or false that a message is not learned: OpenAI's name, and those of other trainers
-SWITCHES = ("weight", "train", "trainable", "loss_mask")
+SWITCHES = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 THOUGHT_TAGS = re.compile(r"</?think>")
 # Characters that are tokenized together, roughly: each costs 300 bytes of memory.
 TOKENIZED_CHARACTERS = 500_000
@@ -64,9 +64,9 @@ class Written(NamedTuple):
 def write_prompt(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
-    prompt: str | list[Message],
-    tools: list[Any] | None = None,
-    more_tools: list[Any] | None = None,
+    prompt: str | Messages,
+    tools: Tools | None = None,
+    more_tools: Tools | None = None,
 ) -> Written:
     """Write a prompt with the opening of the answer.
 
@@ -74,15 +74,16 @@ def write_prompt(
     if the row has none. Raises Refused if the template does not take it.
     """
     messages = prompt_messages(data, prompt)
-    text, _ = render(tokenizer, data, messages, opening=True, tools=tools or more_tools)
+    shown_tools = tools or more_tools
+    text, _ = render(tokenizer, data, messages, opening=True, tools=shown_tools)
     ignored = []
-    text_without_tools = text
     if tools:
         text_without_tools, _ = render(tokenizer, data, messages, opening=True)
         if text_without_tools == text:
             ignored.append("tools")
     own_messages = as_messages(prompt)
-    unwritten = _unwritten(own_messages, text, text_without_tools)
+    write = functools.partial(render, tokenizer, data, opening=True, tools=shown_tools)
+    unwritten = _unwritten(own_messages, text, text, lambda changed: write(prompt_messages(data, changed)))
     ignored += itertools.chain(*unwritten)
     notes = _notes(tokenizer, data, own_messages, ignored)
     return Written(text, [], bos=_needs_bos(tokenizer, data, text), eos=False, notes=notes)
@@ -128,7 +129,7 @@ def write_example(
         messages = messages[: last_turn + 1]
 
     @functools.cache
-    def write(num_messages: int, *, opening: bool) -> tuple[str, list[Span] | None]:
+    def write(num_messages: int, *, opening: bool) -> Rendered:
         """Write the first messages, see `render`."""
         return render(tokenizer, data, messages[:num_messages], opening, example.tools)
 
@@ -149,6 +150,7 @@ def write_example(
         spans = _marked_spans(text, marked, ends)
         if learned_turns != turns:
             spans = _spans_of_turns(write, spans, learned_turns)
+        spans = _cut_openings(write, text, spans, learned_turns)
     elif ends_with_label and not learns_all:
         spans = _prefix_spans(write, text, learned_turns, len(messages), name)
     if learns_all:
@@ -157,13 +159,15 @@ def write_example(
         spans = [_cut_after_end(text, span, ends) for span in spans]
 
     ignored = []
-    text_without_tools = text
     if example.tools:
         text_without_tools, _ = render(tokenizer, data, messages, opening=False)
         if text_without_tools == whole:
             ignored.append("tools")
+    added = messages[:num_added]
     own_messages = messages[num_added:]
-    unwritten = _unwritten(own_messages, text, text_without_tools)
+    _check_thoughts(messages, learned_turns, text, name, num_added)
+    write_changed = functools.partial(render, tokenizer, data, opening=False, tools=example.tools)
+    unwritten = _unwritten(own_messages, text, whole, lambda changed: write_changed([*added, *changed]))
     for index, entries in enumerate(unwritten, start=num_added):
         labels = [entry for entry in entries if entry in SAID]
         if labels and (learns_all or index in learned_turns):
@@ -183,6 +187,30 @@ def write_example(
         eos=eos,
         notes=notes,
     )
+
+
+def _check_thoughts(
+    messages: Messages,
+    learned_turns: Sequence[int],
+    text: str,
+    name: str,
+    num_added: int,
+) -> None:
+    """Raise Refused for a turn that ends a thought which it does not begin, if the template ends another one before it.
+
+    A completion has no `<think>` where the prompt ends with it. Some templates then take its thought for the answer,
+    and write an empty thought in front of it. num_added: messages before those of the row.
+    """
+    num_ends = sum(message["content"].count("</think>") for message in messages)
+    if text.count("</think>") <= num_ends:
+        return
+    for turn in learned_turns:
+        before, end, _ = messages[turn]["content"].partition("</think>")
+        if end and "<think>" not in before:
+            raise Refused(
+                f"message {turn - num_added + 1} ends a thought that it does not begin, and {name} writes an empty one "
+                "in front of it; begin it with <think>"
+            )
 
 
 def _has_bos(tokenizer: "PreTrainedTokenizerBase", text: str) -> bool:
@@ -212,14 +240,16 @@ def _is_learned(message: Message) -> bool:
 
 
 def _unwritten(
-    messages: list[Message],
+    messages: Messages,
     text: str,
-    text_without_tools: str,
+    rendered: str,
+    write: Callable[[Messages], Rendered],
 ) -> list[list[str]]:
     """List the entries of each message that the template did not write.
 
-    A text may be trimmed, have other blanks, or be written as JSON. The names of called functions must occur as often
-    as they are called, in the text without a list of tools.
+    A text may be trimmed, have other blanks, or be written as JSON. Calls are looked for under names that nothing else
+    has. Any other entry is written if the text changes without it. rendered: what `write` makes of these messages; the
+    answer may follow it in `text`.
     """
     squeezed = _squeeze(text)
 
@@ -228,36 +258,60 @@ def _unwritten(
         as_json = json.dumps(part, ensure_ascii=False)[1:-1]
         return _squeeze(part) in squeezed or _squeeze(as_json) in squeezed
 
-    num_calls = Counter()
-    for message in messages:
-        num_calls.update(_called(message))
-    too_rare = set()
-    for name, count in num_calls.items():
-        as_word = rf"(?<!\w){re.escape(name)}(?!\w)"
-        if len(re.findall(as_word, text_without_tools)) < count:
-            too_rare.add(name)
+    def text_of(changed: Messages) -> str | None:
+        """Write other messages; None if the template does not take them."""
+        try:
+            other_text, _ = write(changed)
+        except Refused:
+            return None
+        return other_text
+
+    renamed = [_rename_calls(message) for message in messages]
+    text_of_calls = None
+    if any(names for _, names in renamed):
+        text_of_calls = text_of([message for message, _ in renamed])
+
+    @functools.cache
+    def is_idle(entry: str) -> bool:
+        """Say whether the text stays the same if all messages lose this entry."""
+        without = [{name: value for name, value in message.items() if name != entry} for message in messages]
+        return text_of(without) == rendered
 
     unwritten = []
-    for message in messages:
+    for message, (_, call_names) in zip(messages, renamed, strict=True):
         entries = []
         for entry, value in message.items():
-            if entry in JOINS or not isinstance(value, str):
+            if entry in (*JOINS, *CALLS, *SWITCHES):
                 continue
-            parts = THOUGHT_TAGS.split(value)
-            if not all(map(is_written, parts)):
+            if not isinstance(value, str):
+                is_lost = is_idle(entry)
+            else:
+                is_lost = not all(map(is_written, THOUGHT_TAGS.split(value)))
+            if is_lost:
                 entries.append(entry)
-        if too_rare.intersection(_called(message)):
+        if text_of_calls is not None and any(name not in text_of_calls for name in call_names):
             entries += [entry for entry in CALLS if entry in message]
         unwritten.append(entries)
     return unwritten
 
 
-def _called(message: Message) -> list[str]:
-    """Return the names of the functions that a message calls."""
-    functions = [call.get("function", call) for call in message.get("tool_calls", ())]
+def _rename_calls(message: Message) -> tuple[Message, list[str]]:
+    """Return a message whose called functions have names that occur nowhere else, and these names."""
+    names = []
+
+    def rename(function: dict[str, Any]) -> dict[str, Any]:
+        names.append(f"f{secrets.token_hex(8)}")
+        return function | {"name": names[-1]}
+
+    renamed = dict(message)
+    if "tool_calls" in message:
+        renamed["tool_calls"] = [
+            call | {"function": rename(call["function"])} if "function" in call else rename(call)
+            for call in message["tool_calls"]
+        ]
     if isinstance(message.get("function_call"), dict):
-        functions.append(message["function_call"])
-    return [str(function.get("name")) for function in functions]
+        renamed["function_call"] = rename(message["function_call"])
+    return renamed, names
 
 
 def _squeeze(text: str) -> str:
@@ -267,7 +321,7 @@ def _squeeze(text: str) -> str:
 def _notes(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
-    messages: list[Message],
+    messages: Messages,
     ignored: list[str],
 ) -> list[str]:
     """Write the warnings about a row's messages. ignored: entries that the template does not write."""
@@ -320,6 +374,24 @@ def _spans_of_turns(write: Writer, spans: list[Span], turns: list[int]) -> list[
     return kept
 
 
+def _cut_openings(
+    write: Writer,
+    text: str,
+    spans: list[Span],
+    turns: list[int],
+) -> list[Span]:
+    """Cut the end of the prompt off the spans of these turns: the model gets it and does not sample it."""
+    for turn in filter(None, turns):
+        try:
+            prompt, _ = write(turn, opening=True)
+        except Refused:  # a template of whole chats only
+            continue
+        if text.startswith(prompt):
+            given = len(prompt)
+            spans = [(given if first < given < past else first, past) for first, past in spans]
+    return spans
+
+
 def _prefix_spans(
     write: Writer,
     text: str,
@@ -347,12 +419,7 @@ def _prefix_spans(
             f"told apart; {other_way}give a template with {{% generation %}} markers as data.prompt_template FILE.jinja"
         )
 
-    spans = []
-    for turn in turns:
-        first = length_of(turn, opening=True)
-        past = length_of(turn + 1)
-        spans.append((first, past))
-    return spans
+    return [(length_of(turn, opening=True), length_of(turn + 1)) for turn in turns]
 
 
 def _cut_after_end(text: str, span: Span, ends: tuple[str, ...]) -> Span:
@@ -390,8 +457,10 @@ def _special_pattern(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern:
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Written]) -> Iterator[Tokens]:
     """Tokenize each text on all cores, and say of each token whether it is a label.
 
-    A token with characters on both sides of a turn's edge belongs to the side of its last character, so a label never
-    reaches into the next turn. The first token is never a label: nothing predicts it.
+    Where a turn begins within a token, the text is cut and its parts are tokenized alone: a generator gets the prompt
+    without the answer. Only a tokenizer that begins each text with a mark of its own keeps such a token. A token across
+    another edge belongs to the side of its last character, so a label never reaches into the next turn. The first token
+    is never a label: nothing predicts it.
     """
     num_characters = 0
 
@@ -409,7 +478,35 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Written]) -> 
             return_offsets_mapping=True,
         )
         for written, ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            ids, offsets = _cut_where_turns_begin(tokenizer, written, ids, offsets)
             yield _labelled(tokenizer, written, ids, offsets)
+
+
+def _cut_where_turns_begin(
+    tokenizer: "PreTrainedTokenizerBase",
+    written: Written,
+    ids: list[int],
+    offsets: list[Span],
+) -> tuple[list[int], list[Span]]:
+    """Tokenize the parts of a text before and behind each begin of a turn within a token, see `tokenize`."""
+    text = written.text
+    ends = {past for _, past in offsets}
+    cuts = [first for first, _ in written.spans if 0 < first < len(text) and first not in ends]
+    if not cuts:
+        return ids, offsets
+    cut_ids = []
+    cut_offsets = []
+    for first, past in itertools.pairwise([0, *cuts, len(text)]):
+        part = tokenizer(
+            text[first:past],
+            add_special_tokens=written.bos and not first,
+            return_offsets_mapping=True,
+        )
+        cut_ids += part["input_ids"]
+        cut_offsets += [(first + start, first + end) for start, end in part["offset_mapping"]]
+    if tokenizer.decode(cut_ids) != tokenizer.decode(ids):
+        return ids, offsets
+    return cut_ids, cut_offsets
 
 
 def _labelled(
@@ -449,7 +546,8 @@ def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
 def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> int | None:
     """Return the special token that ends an assistant's turn as a label; EOS if the template writes none.
 
-    Return None if an ordinary token ends it, or the template does not take one question and its answer.
+    Return None if an ordinary token ends it, if the template marks no label in one question and its answer, or if it
+    does not take these.
     """
     example = Example(chat=[*as_messages("1+1"), *as_messages("2", "assistant")])
     try:
@@ -457,7 +555,7 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> int |
         ((ids, mask),) = tokenize(tokenizer, [written])
     except Refused:
         return None
-    *_, last = itertools.compress(ids, mask)
-    if tokenizer.convert_ids_to_tokens(last) not in _special_texts(tokenizer):
-        return None
-    return last
+    labels = list(itertools.compress(ids, mask))
+    if labels and tokenizer.convert_ids_to_tokens(labels[-1]) in _special_texts(tokenizer):
+        return labels[-1]
+    return None

@@ -14,6 +14,8 @@ from grpo.workers.programs import Limits, run_python
 MAX_CHARACTERS = 500
 # Longest numerator and denominator: 3,000 digits
 MAX_BITS = 10_000
+# Largest power of ten of a number in the expression
+MAX_EXPONENT = 308
 # Significant digits of a number that is not whole
 DIGITS = 12
 # Share of environment.call_seconds, so that the model reads that its program loops before the process is killed
@@ -33,7 +35,7 @@ def calculator(expression: str) -> str:
         raise ValueError(f"the expression has {len(expression)} characters, more than {MAX_CHARACTERS}")
     try:
         source = expression.strip().replace("×", "*").replace("÷", "/")
-        value = _value(ast.parse(source, mode="eval").body)
+        value = _value(ast.parse(source, mode="eval").body, source)
     except SyntaxError as error:
         raise ValueError(f"this is no expression of numbers ({error.msg})") from None
     except ZeroDivisionError:
@@ -87,19 +89,24 @@ OPERATIONS = {
 }
 
 
-def _value(node: ast.expr) -> Fraction:
-    """Calculate a part of an expression."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return Fraction(str(node.value))  # 0.1 as it is written, not the float next to it
+def _value(node: ast.expr, source: str) -> Fraction:
+    """Calculate a part of an expression, which is written in `source`."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.Constant) and type(node.value) is float:
+        number = decimal.Decimal(ast.get_source_segment(source, node))  # as it is written, not the float next to it
+        if abs(number.adjusted()) > MAX_EXPONENT:
+            raise ValueError("the number has too many digits")
+        return Fraction(number)
     operator_node = getattr(node, "op", None)
     operation = OPERATIONS.get(type(operator_node))
     if operation is None:
         raise ValueError("only numbers, + - * / // % ** and parentheses are known")
     if isinstance(node, ast.UnaryOp):
-        value = Fraction(operation(_value(node.operand)))
+        value = Fraction(operation(_value(node.operand, source)))
     else:
-        left = _value(node.left)
-        right = _value(node.right)
+        left = _value(node.left, source)
+        right = _value(node.right, source)
         value = Fraction(operation(left, right))
     if _bits(value) > MAX_BITS:
         raise ValueError("the number has too many digits")

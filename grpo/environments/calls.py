@@ -38,7 +38,15 @@ ANY_TAG = {style: re.compile(f"{opening}|{closing}") for style, (opening, closin
 BLANKS = re.compile(r"\s*")
 BETWEEN_OBJECTS = re.compile(r"[;,\s]*")
 NAME_BEFORE_OBJECT = re.compile(r"\s*([^\s<]+)\s+(?={)")
+# What `other_style` returns for a call in none of the styles, and how such calls begin: those of Qwen3-Coder, of Python
+# (Llama 3.2, Gemma), Mistral and Gemma 4
+UNKNOWN_STYLE = "unknown"
+UNKNOWN_CALL = (
+    r"<function={name}\b|(?:\A|{end}|<\|python_tag\|>|```\w*\n)\s*\[?{name}\(|\[TOOL_CALLS\]|\bcall:{name}\{{"
+)
 DECODER = json.JSONDecoder()
+# The arguments of a call, by name
+Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,12 +54,15 @@ class ToolCall:
     """A call of a tool by the model."""
 
     name: str
-    arguments: dict[str, Any] | str
-    """By name. A text is the first argument of the tool."""
+    arguments: Arguments | str
+    """A text is the first argument of the tool."""
 
 
-def parse(text: str, style: str) -> list[ToolCall | str]:
+def parse(text: str, style: str, tools: Collection[str] = ()) -> list[ToolCall | str]:
     """Read the calls of a turn in order. A text in place of a call says what is wrong with the call.
+
+    tools: names of tools. In the styles without a tag of their own, JSON with a name may be an answer. It is a call if
+    it has arguments or the name of a tool.
 
     Calls inside thoughts do not count, because a model may try things out there. A <think> without an end lasts until
     the end of the turn, and a </think> without a beginning ends a thought that began with the turn. Inside JSON texts
@@ -71,14 +82,14 @@ def parse(text: str, style: str) -> list[ToolCall | str]:
         if mark["call"] is None or in_thought:
             continue
         if style == "llama3_json":
-            new_calls, position = _read_objects(text, position)
+            new_calls, position = _read_objects(text, position, tools)
         else:
-            new_calls, position = _read_tagged(text, position, style)
+            new_calls, position = _read_tagged(text, position, style, tools)
         calls += new_calls
     return calls
 
 
-def written_call(name: str, arguments: dict[str, Any], style: str) -> str:
+def written_call(name: str, arguments: Arguments, style: str) -> str:
     """Write a call as a model does, to try out an environment."""
     if style == "tag":
         return f"<tool>{name} {json.dumps(arguments)}</tool>"
@@ -90,13 +101,19 @@ def written_call(name: str, arguments: dict[str, Any], style: str) -> str:
 
 
 def other_style(text: str, style: str, tools: Collection[str]) -> str:
-    """Return a style other than `style` in which the turn calls one of `tools`; empty if it does not."""
+    """Return a style other than `style` in which the turn calls one of `tools`; empty if it does not.
+
+    It is UNKNOWN_STYLE for a call that looks as other models write it, and that no style reads.
+    """
     for other in STYLES:
         if other == style:
             continue
-        for call in parse(text, other):
+        for call in parse(text, other, tools):
             if isinstance(call, ToolCall) and call.name in tools:
                 return other
+    for name in tools:
+        if re.search(UNKNOWN_CALL.format(name=re.escape(name), end=END_OF_THOUGHT), text):
+            return UNKNOWN_STYLE
     return ""
 
 
@@ -114,7 +131,17 @@ def style_of(template: str) -> str:
     )
 
 
-def _read_objects(text: str, position: int) -> tuple[list[ToolCall | str], int]:
+def _is_call(text: str, tools: Collection[str]) -> bool:
+    """Decide whether JSON, which may be broken, is a call and not an answer."""
+    marks = ['"arguments"', '"parameters"', *map(json.dumps, tools)]
+    return '"name"' in text and any(mark in text for mark in marks)
+
+
+def _read_objects(
+    text: str,
+    position: int,
+    tools: Collection[str],
+) -> tuple[list[ToolCall | str], int]:
     """Read the JSON objects from `position` on. Returns their calls, and the position after them."""
     calls = []
     while text.startswith("{", position):
@@ -126,7 +153,7 @@ def _read_objects(text: str, position: int) -> tuple[list[ToolCall | str], int]:
             call = _complaint(error, "llama3_json")
             if position == start:
                 position = len(text)
-        if '"name"' in text[start:position]:  # an object without a name may be an answer
+        if _is_call(text[start:position], tools):
             calls.append(call)
         position = BETWEEN_OBJECTS.match(text, position).end()
     return calls, position
@@ -136,6 +163,7 @@ def _read_tagged(
     text: str,
     start: int,
     style: str,
+    tools: Collection[str],
 ) -> tuple[list[ToolCall | str], int]:
     """Read the call after an opening tag. Returns it, or nothing for a block that is not a call, and where it ends."""
     closing = TAGS[style][1]
@@ -151,7 +179,7 @@ def _read_tagged(
     except (ValueError, RecursionError) as error:
         problem = error
     tag = ANY_TAG[style].search(text, end)
-    if style == "fence" and '"name"' not in text[start : tag and tag.start()]:
+    if style == "fence" and not _is_call(text[start : tag and tag.start()], tools):
         return [], end
     if tag is None or tag[0] != closing:
         return [_complaint(ValueError(f"it has no {closing}"), style)], end

@@ -8,6 +8,7 @@ What the policy may have caused becomes an answer that it reads. What it cannot 
 gets no reward. Left out: deadlines, which the supervisor keeps.
 """
 
+import contextlib
 import functools
 import json
 import time
@@ -25,16 +26,17 @@ from grpo.workers.worker import Failure, plain_values
 Values = dict[str, Any]  # as JSON has them, by name
 # Limit for all answers to a turn together, and for what `get_info` returns. A flood is cut before it fills a socket.
 MAX_CHARACTERS = 32_000
+# Limit for what `reset` returns, above what prompts have
+MAX_OPENING_CHARACTERS = 500_000
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingCall:
     """A call of an environment that waits for its reply."""
 
     do: str
-    arguments: list[Any]
-    seconds: float
-    is_retry: bool
+    call: Call
+    is_retry: bool = False
 
 
 class EnvironmentHost:
@@ -70,13 +72,11 @@ class EnvironmentHost:
         do: str,
         arguments: list[Any],
         seconds: float,
-        is_retry: bool = False,
     ) -> None:
         """Ask an episode to `reset`, `turn` or `finish` (see `LiveEnvironment`). `poll` returns its reply.
 
         It fails after `seconds`, which begin when a process is free.
         """
-        self._pending[episode] = PendingCall(do, arguments, seconds, is_retry)
         conversation = episode if self.config.all_classes else None
         call = Call(
             number=episode,
@@ -85,6 +85,7 @@ class EnvironmentHost:
             conversation=conversation,
             ends=do == "finish",
         )
+        self._pending[episode] = PendingCall(do, call)
         self.workers.submit([call])
 
     def drop(self, episode: int) -> None:
@@ -112,16 +113,18 @@ class EnvironmentHost:
     def _reply(self, outcome: Values) -> Values | None:
         """Return the reply to a call. A `reset` that failed is tried once more in another process: None."""
         episode = outcome["call"]
-        call = self._pending.pop(episode)
+        pending = self._pending[episode]
         if "value" in outcome:
             return {"episode": episode, **outcome["value"]}
         cause = outcome["cause"]
-        if call.do == "reset" and not call.is_retry:
-            self.ask(episode, call.do, call.arguments, call.seconds, is_retry=True)
+        do = pending.do
+        if do == "reset" and not pending.is_retry:
+            pending.is_retry = True
+            self.workers.submit([pending.call])
             return None
-        is_late = call.do == "turn" and cause in ("late", "busy")
+        is_late = do == "turn" and cause in ("late", "busy")
         if is_late and not self.config.all_classes:
-            answer = f"It took longer than {call.seconds:g} s and was stopped."
+            answer = f"It took longer than {pending.call.seconds:g} s and was stopped."
             return {
                 "episode": episode,
                 "answers": [answer],
@@ -132,10 +135,10 @@ class EnvironmentHost:
         failure = outcome["failed"]
         if cause == "memory":
             failure = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
-        is_hung = (cause == "memory" and call.do != "reset") or (is_late and cause == "busy")
+        is_hung = (cause == "memory" and do != "reset") or (is_late and cause == "busy")
         return {
             "episode": episode,
-            "failed": f"{call.do}: {failure}",
+            "failed": f"{do}: {failure}",
             "kind": "hung" if is_hung else "lost",
         }
 
@@ -154,7 +157,11 @@ def load_environment(config: EnvironmentConfig, style: str) -> Callable[..., Val
     def answer(do: str, *arguments: Any) -> Values:
         if do != "reset" and config.all_classes and environment.object is None:
             raise Lost("its process ended between two turns")
-        return getattr(environment, do)(*arguments)
+        try:
+            return getattr(environment, do)(*arguments)
+        except BaseException:
+            environment.close()  # this process will be killed
+            raise
 
     return answer
 
@@ -192,6 +199,8 @@ class LiveEnvironment:
         text = await_result(self.object.reset(**arguments))
         if not isinstance(text, str | None):
             raise Lost(f"reset returned {type(text).__name__}, not text or None")
+        if text and len(text) > MAX_OPENING_CHARACTERS:
+            raise Lost(f"reset returned {len(text)} characters, more than {MAX_OPENING_CHARACTERS}")
         return {"text": text}
 
     def turn(
@@ -212,7 +221,7 @@ class LiveEnvironment:
         turn = opened_thought + text
         calls = []
         if self.toolbox.tools:
-            calls = parse(turn, self.style)
+            calls = parse(turn, self.style, self.toolbox.tools)
         answers = []
         kinds = []
         for call in calls:
@@ -268,10 +277,15 @@ class LiveEnvironment:
         if not isinstance(info, dict) or len(json.dumps(info)) > MAX_CHARACTERS:
             raise Lost(f"get_info returned no dict of at most {MAX_CHARACTERS} characters as JSON")
         reward = self._reward()
-        if hasattr(self.object, "close"):
-            await_result(self.object.close())
-        self.object = None
+        self.close()
         return {"reward": reward, "info": info}
+
+    def close(self) -> None:
+        """Let the object end what it holds. What that raises says nothing about the episode."""
+        if hasattr(self.object, "close"):
+            with contextlib.suppress(Exception, SystemExit):
+                await_result(self.object.close())
+        self.object = None
 
     def _reward(self) -> float | None:
         """Ask for the reward. Raises Lost if it is not a finite number."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config import EnvironmentConfig
 from grpo.data.rows import as_messages
-from grpo.environments.host import EnvironmentHost
+from grpo.environments.host import EnvironmentHost, Values
 from grpo.environments.suffix import Turns
 from grpo.types import Piece, Prompt
 
@@ -41,10 +41,12 @@ class Decision:
 
     number: int
     """Which rollout."""
-    max_tokens: int
+    max_tokens: int = 0
     """Limit for its next turn; 0 if the rollout has ended."""
-    new_ids: list[int]
+    new_ids: Sequence[int] = ()
     """Ids to append before its next turn."""
+    num_behind_prompt: int = 0
+    """Tokens behind the prompt, with the new ones."""
 
 
 @dataclass(eq=False)
@@ -64,7 +66,7 @@ class Episode:
     ids: list[int] = field(default_factory=list)
     """The prompt and all that followed. Only appended to."""
     pieces: list[Piece] = field(default_factory=list)
-    turns: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[Values] = field(default_factory=list)
     """`text`, `tokens` and `answers` of each turn of the model. `role`: who answered, if it was not a tool. `earned`:
     the reward after it, if it was asked for. `unread`: the style of its calls, if it is not the one that is read."""
     counts: Counter = field(default_factory=Counter)
@@ -74,7 +76,7 @@ class Episode:
     ended_by: str = ""
     """Why no further turn begins: done, tokens, turns, seconds, hung or lost."""
     reward: float | None = None
-    info: dict[str, Any] = field(default_factory=dict)
+    info: Values = field(default_factory=dict)
     failure: str = ""
     began: float = field(default_factory=time.monotonic)
     asked_at: float | None = None
@@ -83,6 +85,11 @@ class Episode:
     """Seconds that its environment has taken."""
     decision: Decision | None = None
     """How it goes on, until the ranks of the replica have received it."""
+
+    @property
+    def num_behind_prompt(self) -> int:
+        """Number of tokens that follow the prompt."""
+        return len(self.ids) - self.num_prompt_tokens
 
     def write(self, ids: list[int]) -> None:
         """Append tokens that were not sampled."""
@@ -94,9 +101,9 @@ class Episode:
     def end(self, ended_by: str) -> None:
         """Let no further turn begin."""
         self.ended_by = ended_by
-        self.decision = Decision(self.number, 0, [])
+        self.decision = Decision(self.number)
 
-    def note(self) -> dict[str, Any]:
+    def note(self) -> Values:
         """Return what the driver learns besides the tokens, as JSON values."""
         return {name: getattr(self, name) for name in NOTED} | {"counts": dict(self.counts)}
 
@@ -246,14 +253,12 @@ class Player:
         else:
             self._next_turn(episode, episode.ids)
 
-    def _answer(self, episode: Episode, reply: dict[str, Any]) -> None:
+    def _answer(self, episode: Episode, reply: Values) -> None:
         """Append the answer to a turn and begin the next turn, or end the episode."""
         config = self.config
         turn = episode.turns[-1]
         episode.counts.update(reply["counts"])
-        answers = []
-        for answer in reply["answers"]:
-            answers.append(self._cut(answer, episode.counts))
+        answers = [self._cut(answer, episode.counts) for answer in reply["answers"]]
         turn["answers"] = answers
         if answers and reply["role"]:
             turn["role"] = reply["role"]
@@ -269,32 +274,36 @@ class Player:
             return self._end(episode, "seconds")
         turns = self.turns[episode.environment]
         suffix = turns.ids(answers, episode.ids[-1], reply["role"])
-        if len(suffix) >= self._room(episode):
+        if episode.num_behind_prompt + len(suffix) >= self.max_tokens:
             return self._end(episode, "tokens")
         episode.write(suffix)
         self._next_turn(episode, suffix)
 
     def _next_turn(self, episode: Episode, new_ids: list[int]) -> None:
-        room = self._room(episode)
+        room = self.max_tokens - episode.num_behind_prompt
         max_tokens = min(room, self.config.max_turn_tokens or room)
-        episode.decision = Decision(episode.number, max_tokens, list(new_ids))
-
-    def _room(self, episode: Episode) -> int:
-        """Return how many tokens may still follow."""
-        num_used = len(episode.ids) - episode.num_prompt_tokens
-        return self.max_tokens - num_used
+        episode.decision = Decision(episode.number, max_tokens, list(new_ids), episode.num_behind_prompt)
 
     def _cut(self, answer: str, counts: Counter) -> str:
         """Cut the middle out of an answer of more than `max_answer_tokens` tokens, and say so in its place."""
-        encoded = self.tokenizer(answer, add_special_tokens=False, split_special_tokens=True)
-        ids = encoded["input_ids"]
-        if len(ids) <= self.config.max_answer_tokens:
+        encoded = self.tokenizer(
+            answer,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_offsets_mapping=True,
+        )
+        places = encoded["offset_mapping"]  # of each token in the text, so that no character is cut in two
+        if len(places) <= self.config.max_answer_tokens:
             return answer
         counts["cut_answers"] += 1
         half = self.config.max_answer_tokens // 2
-        num_left_out = len(ids) - 2 * half
-        first = self.tokenizer.decode(ids[:half])
-        last = self.tokenizer.decode(ids[half + num_left_out :])
+        num_left_out = len(places) - 2 * half
+        first = last = ""
+        if half:
+            _, end_of_first = places[half - 1]
+            start_of_last, _ = places[-half]
+            first = answer[:end_of_first]
+            last = answer[start_of_last:]
         return f"{first}\n[.. {num_left_out} tokens left out ..]\n{last}"
 
     def _end(self, episode: Episode, ended_by: str) -> None:
@@ -350,7 +359,6 @@ def play(
     # rollout that waits for its next turn -> first step at which it may begin
     begins_at = dict.fromkeys(first, 0.0)
     all_ids = [[] for _ in range(num_rollouts)]
-    num_prompt_tokens = [0] * num_rollouts
     step = 0.0
 
     while begins_at or loop.num_running:
@@ -368,12 +376,9 @@ def play(
                 number = decision.number
                 del begins_at[number]
                 ids = all_ids[number]
-                if not ids:
-                    num_prompt_tokens[number] = len(decision.new_ids)
                 ids += decision.new_ids
                 if decision.max_tokens:
-                    num_behind_prompt = len(ids) - num_prompt_tokens[number]
-                    add(number, list(ids), num_behind_prompt, decision.max_tokens)
+                    add(number, list(ids), decision.num_behind_prompt, decision.max_tokens)
                     continue
                 successor = next(later, None)
                 if successor is not None:

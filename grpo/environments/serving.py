@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig
-from grpo.data.chat import Refused, prompt_messages, render
+from grpo.data.chat import Refused, prompt_messages, render, short_prompt
 from grpo.environments.suffix import OPENED_THOUGHT
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def serving_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> 
     # the tags around what is to be learned count characters of the whole text, and mean nothing inside of another
     for tag, plain_tag in {"generation": "if true", "endgeneration": "endif"}.items():
         own = re.sub(rf"(\{{%[-+]?\s*){tag}(\s*[-+]?%\}})", rf"\1{plain_tag}\2", own)
-    thought = OPENED_THOUGHT.search(_opening(tokenizer, data))[0]
+    thought = OPENED_THOUGHT.search(short_prompt(tokenizer, data))[0]
 
     others = set()  # thoughts that the template itself writes in front of earlier turns
     for chat in _chats(tokenizer, data, BEGIN):
@@ -91,19 +91,12 @@ def serving_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> 
 
 def _keeps_turns(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> bool:
     """Check that the template writes earlier turns as they were written, behind the opening at the end of a prompt."""
-    opening = _opening(tokenizer, data)
+    opening = short_prompt(tokenizer, data)
     for chat in _chats(tokenizer, data, PROBE):
         has_both = chat.count(PROBE) == 2
         if not has_both or not chat.startswith(opening + PROBE):
             return False
     return True
-
-
-def _opening(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str:
-    """Return a prompt up to the opening of the model's turn."""
-    prompt = prompt_messages(data, "?")
-    text, _ = render(tokenizer, data, prompt, opening=True)
-    return text
 
 
 def _chats(

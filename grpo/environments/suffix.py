@@ -11,11 +11,11 @@ Left out: templates that need a call as data, with an id or a tool's name, next 
 import os.path
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig
 from grpo.data.chat import Refused, prompt_messages, render, template_name
-from grpo.data.rows import Message, as_messages
+from grpo.data.rows import Messages, Tools, as_messages
 from grpo.text import without_surrogates
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Turns:
         tokenizer: "PreTrainedTokenizerBase",
         data: DataConfig,
         stop_token_ids: Collection[int],
-        schemas: list[dict[str, Any]],
+        schemas: Tools,
         reply_as: str = "tool",
         has_reply: bool = False,
     ):
@@ -81,10 +81,7 @@ class Turns:
         self.special_ids = self._special_ids(scaffold)
         # a turn begins with this thought, although the template and not the model wrote it
         self.opened_thought = OPENED_THOUGHT.search(opened)[0]
-        self.rewrites = {}
-        for role in self.frames:
-            suffix = self._after_turn(role, [ODD])
-            self.rewrites[role] = ODD not in suffix
+        self.rewrites = {role: ODD not in self._after_turn(role, [ODD]) for role in self.frames}
 
     @property
     def line(self) -> str:
@@ -95,14 +92,13 @@ class Turns:
             return ""
         return "the chat template does not show the tools; describe them in data.system_prompt"
 
-    def opening(self, prompt: str | list[Message]) -> list[int]:
+    def opening(self, prompt: str | Messages) -> list[int]:
         """Return the ids of a first prompt: system prompt, tools, the user's messages, the opening of the answer."""
         *earlier, last = as_messages(prompt)
         marked = last | {"content": QUESTION}
         marked_chat = prompt_messages(self.data, [*earlier, marked])
         before, _, after = self._write(marked_chat).partition(QUESTION)
-        chat = prompt_messages(self.data, [*earlier, last])
-        written = self._write(chat)
+        written = self._write(prompt_messages(self.data, prompt))
         question = _between(written, before, after, last["content"])
         ids = self._encode(before)
         ids += self._plain_ids(question)
@@ -184,17 +180,17 @@ class Turns:
 
     def _chat(
         self,
-        history: list[Message],
+        history: Messages,
         text: str,
         role: str,
         answers: list[str],
-    ) -> list[Message]:
+    ) -> Messages:
         """Return messages with a turn of the model and its answers behind them."""
         turn = {"role": "assistant", "content": text}
         answered = [{"role": role, "content": answer} for answer in answers]
         return [*history, turn, *answered]
 
-    def _write(self, messages: list[Message], opening: bool = True) -> str:
+    def _write(self, messages: Messages, opening: bool = True) -> str:
         text, _ = render(self.tokenizer, self.data, messages, opening, self.schemas or None)
         return text
 
@@ -202,7 +198,7 @@ class Turns:
         self,
         role: str,
         answers: list[str],
-        history: list[Message] | None = None,
+        history: Messages | None = None,
     ) -> str:
         """Return what the template writes after a turn that gets these answers."""
         chat = self._chat(history or self.start, TEXT, role, answers)

@@ -22,8 +22,9 @@ from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function, near_miss
 from grpo.config.values import fits
 from grpo.environments.builtin import calculator, python_tool
-from grpo.environments.calls import ToolCall
+from grpo.environments.calls import Arguments, ToolCall
 from grpo.text import one_line
+from grpo.workers import worker
 from grpo.workers.programs import ProgramError
 from grpo.workers.worker import Failure
 
@@ -41,6 +42,7 @@ OUTAGE_NUMBERS = {
     errno.EDQUOT,
     errno.EMFILE,
     errno.ENFILE,
+    errno.EAGAIN,  # no more processes
     errno.EIO,
     errno.ENOMEM,
     errno.ENETUNREACH,
@@ -49,6 +51,18 @@ OUTAGE_NUMBERS = {
     errno.ETIMEDOUT,
     socket.EAI_AGAIN,  # no name server answers
 }
+# Errors of clients for a connection that broke off, without an error of the system behind them: library and class
+BROKEN_OFF = {
+    "aiohttp": ("ServerDisconnectedError", "ClientPayloadError"),
+    "anyio": ("BrokenResourceError", "ClosedResourceError"),  # also of MCP's clients
+    "http": ("IncompleteRead",),
+    "httpcore": ("RemoteProtocolError", "ReadError", "WriteError"),  # a ConnectError may be a host that there is not
+    "httpx": ("RemoteProtocolError", "ReadError", "WriteError"),
+    "urllib3": ("ProtocolError",),
+    "websockets": ("ConnectionClosed",),
+}
+# Answers of a server that is overloaded or behind a proxy that cannot reach it
+OUTAGE_STATUSES = {429, 502, 503, 504}
 # How asyncio begins the text of an OSError without a number: no address of a host took the connection
 OF_SEVERAL_ADDRESSES = "Multiple exceptions: "
 
@@ -76,11 +90,10 @@ class Toolbox:
     @functools.cached_property
     def methods(self) -> dict[str, Callable]:
         """Public methods of the class, which are tools, by name and in TRL's order."""
-        methods = dict(inspect.getmembers(self.kind, inspect.isroutine))
-        reserved = ("reset", *OPTIONAL_METHODS)
-        for name in list(methods):
-            if name in reserved or name.startswith("_"):
-                del methods[name]
+        methods = {}
+        for name, method in inspect.getmembers(self.kind, inspect.isroutine):
+            if name not in ("reset", *OPTIONAL_METHODS) and not name.startswith("_"):
+                methods[name] = method
         return methods
 
     @property
@@ -123,15 +136,12 @@ class Toolbox:
         row: Mapping[str, Any],
         seed: int,
         rollout: int,
-    ) -> dict[str, Any]:
+    ) -> Arguments:
         """Choose what `reset` gets: the columns that it names or, with `**row`, all; `seed` and `rollout` if named."""
         parameters = inspect.signature(self.kind.reset).parameters
         named = list(parameters)[1:]
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        arguments = {}
-        for name, value in row.items():
-            if takes_all or name in named:
-                arguments[name] = value
+        arguments = {name: value for name, value in row.items() if takes_all or name in named}
         if "seed" in named:
             arguments["seed"] = seed
         if "rollout" in named:
@@ -167,9 +177,7 @@ def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
         functions.append(function)
     function_names = [function.__name__ for function in functions]
     by_name = {function.__name__: function for function in functions}
-    toolboxes = {}
-    for name, spec in config.all_classes.items():
-        toolboxes[name] = _load_class(spec, config, by_name)
+    toolboxes = {name: _load_class(spec, config, by_name) for name, spec in config.all_classes.items()}
     if not toolboxes:
         toolboxes[""] = Toolbox(by_name)
     for toolbox in toolboxes.values():
@@ -243,6 +251,11 @@ def run_call(
     first_argument = next(iter(signature.parameters), "")
     hints = typing.get_type_hints(function)
     arguments = _by_name(call.arguments, first_argument, hints)
+    for name, value in list(arguments.items()):  # some models write null for what they leave out
+        parameter = signature.parameters.get(name)
+        has_default = parameter is not None and parameter.default is not parameter.empty
+        if value is None and has_default and not _has_type(value, hints.get(name)):
+            arguments = {key: arguments[key] for key in arguments if key != name}
     try:
         signature.bind(**arguments)
         for name, value in arguments.items():
@@ -263,8 +276,24 @@ def run_call(
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process. All calls share it: a client works only in the loop that opened it."""
+    """Return the event loop of this process. All calls share it: a client works only in the loop that opened it.
+
+    It also runs until the next call comes, because a client has things to do meanwhile, such as to answer pings. It
+    does so on the main thread, where alone signals can be handled.
+    """
+    worker.wait = _wait_in_loop
     return asyncio.new_event_loop()
+
+
+def _wait_in_loop(connection: socket.socket) -> None:
+    """Let the tasks that calls have left go on until there is something to read."""
+    loop = _event_loop()
+    readable = asyncio.Event()
+    # a task of the user may raise SystemExit, or close the loop; whoever reads then waits too
+    with contextlib.suppress(BaseException):
+        loop.add_reader(connection, readable.set)
+        loop.run_until_complete(readable.wait())
+    loop.remove_reader(connection)
 
 
 def await_result(result: Any) -> Any:
@@ -294,12 +323,26 @@ def is_outage(error: BaseException | None) -> bool:
             error.errno in OUTAGE_NUMBERS or str(error).startswith(OF_SEVERAL_ADDRESSES)
         )
         has_one = isinstance(error, BaseExceptionGroup) and any(map(is_outage, error.exceptions))
-        if is_of_machine or has_one or isinstance(error, OUTAGES):
+        if is_of_machine or has_one or isinstance(error, OUTAGES) or _is_broken_off(error):
             return True
         if error.__suppress_context__:
             error = error.__cause__
         else:
             error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_broken_off(error: BaseException) -> bool:
+    """Decide whether a client's library says that its connection broke off or its server cannot serve."""
+    for kind in type(error).__mro__:
+        library, _, _ = kind.__module__.partition(".")
+        if kind.__name__ in BROKEN_OFF.get(library, ()):
+            return True
+    for holder in (getattr(error, "response", None), error):
+        for name in ("status_code", "status", "code"):
+            status = getattr(holder, name, None)
+            if isinstance(status, int) and status in OUTAGE_STATUSES:
+                return not isinstance(error, SystemExit)
     return False
 
 
@@ -311,10 +354,10 @@ def error_for_model(error: BaseException) -> str:
 
 
 def _by_name(
-    arguments: dict[str, Any] | str,
+    arguments: Arguments | str,
     first: str,
     hints: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> Arguments:
     """Return arguments by name. A text goes to the argument `first`, as JSON unless that one is a text.
 
     first: empty for a tool without arguments.

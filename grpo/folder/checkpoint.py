@@ -31,7 +31,7 @@ from grpo.config.recipes import changes_since
 from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, check_run_folder, read_marker, step_folders, step_of
 from grpo.roles.process_groups import make_savers_group
 from grpo.text import reason_of
-from grpo.watch.failures import BadInput
+from grpo.watch.failures import FULL_DISK, BadInput
 
 DRIVER_FILE = "driver.pt"
 METADATA_FILE = ".metadata"
@@ -80,22 +80,21 @@ def open_run_folder(
     they belong to the old one. Raises ValueError if the folder is not for this run (see `check_run_folder`), if the
     checkpoint cannot be used, or if the result would not be that of the run which is resumed.
     """
-    check_run_folder(
-        config.run_dir,
-        script,
-        inputs,
-        resume=config.resume,
-        overwrite=config.overwrite,
-    )
+    check_run_folder(config, script, inputs)
     if not config.resume:
         return None, {}
     checkpoint, state = newest_checkpoint(config.run_dir)
+    if checkpoint is not None and step_of(checkpoint) > config.num_steps:
+        raise ValueError(
+            f"{checkpoint} is beyond num_steps={config.num_steps}; --num-steps {step_of(checkpoint)} exports what it "
+            "has, and a larger number trains it further; remove its folder to go back to the one before"
+        )
     if checkpoint is not None and not is_same_run(config):
         groups = state.get("flight")
         if groups:
             state["flight"] = None
             num_groups = len(groups.get("counts", ()))
-            print(f"{num_groups} groups in flight are left out: they are of the old config", flush=True)
+            print(f"{num_groups} groups in flight are left out: they are of the old config")
     return checkpoint, state
 
 
@@ -115,7 +114,7 @@ def is_same_run(config: Config) -> bool:
         )
     if changes:
         lines = ["resumed with another config than before", *changes]
-        print("\n  ".join(lines), flush=True)
+        print("\n  ".join(lines))
     return not refused
 
 
@@ -159,12 +158,6 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
 
 def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | None:
     """Return the checkpoint with the highest `eval/<metric>`, the newest of equals; None if none has it."""
-    values = _held_out_values(run_dir, metric)
-    return _best_of(step_folders(run_dir), values)
-
-
-def _held_out_values(run_dir: str | pathlib.Path, metric: str) -> dict[int, float]:
-    """Return the metric of the log by step."""
     name = f"eval/{metric.removeprefix('eval/')}"
     values = {}
     with open(pathlib.Path(run_dir) / "metrics.jsonl", encoding="utf-8") as file:
@@ -174,16 +167,9 @@ def _held_out_values(run_dir: str | pathlib.Path, metric: str) -> dict[int, floa
             record = json.loads(line)
             if record.get(name) is not None:
                 values[record["step"]] = record[name]
-    return values
-
-
-def _best_of(folders: list[pathlib.Path], values: dict[int, float]) -> pathlib.Path | None:
-    best = None
-    for folder in folders:
-        value = values.get(step_of(folder))
-        if value is not None and (best is None or value >= values[step_of(best)]):
-            best = folder
-    return best
+    measured = [folder for folder in step_folders(run_dir) if step_of(folder) in values]
+    ranked = sorted(measured, key=lambda folder: values[step_of(folder)])
+    return ranked[-1] if ranked else None
 
 
 # ---- Saving
@@ -197,9 +183,10 @@ class CheckpointSaver:
     """
 
     def __init__(self, config: Config):
-        """Collective over the trainer ranks."""
+        """Collective over the trainer ranks. Raises BadInput if some do not see the run folder that rank 0 opened."""
         self.config = config
         self.group = make_savers_group(config.deadline_minutes)
+        _check_shared(config.run_dir, self.group)
         on_gpu = torch.cuda.is_available()
         options = StagingOptions(
             use_pinned_memory=on_gpu,
@@ -234,6 +221,11 @@ class CheckpointSaver:
         if self.writing is not None and self.writing.done():
             self.finish()
 
+    def explain(self, failure: BaseException) -> None:
+        """Raise what `finish` raises if `failure` is a full disk: the checkpoint that is being written filled it."""
+        if any(sign in str(failure) for sign in FULL_DISK):
+            self.finish()
+
     def finish(self) -> None:
         """Wait until the checkpoint is written, if one is being written. Not collective.
 
@@ -259,6 +251,20 @@ class CheckpointSaver:
             ) from cause
 
 
+def _check_shared(run_dir: str, group: dist.ProcessGroup) -> None:
+    """Raise BadInput on all ranks if some do not see `run.json`: their parts of a checkpoint would lie elsewhere."""
+    num_ranks = dist.get_world_size()
+    if num_ranks == 1:
+        return
+    num_blind = torch.tensor(int(read_marker(run_dir) is None))
+    dist.all_reduce(num_blind, group=group)
+    if num_blind:
+        raise BadInput(
+            f"{num_blind} of {num_ranks} trainer ranks do not see {pathlib.Path(run_dir).absolute()}, which rank 0 has "
+            "opened, so no checkpoint could be whole; name a --run-dir on a file system that all nodes see"
+        )
+
+
 class _Writer(dcp.FileSystemWriter):
     """Writes one checkpoint under a temporary name, and renames it when it is complete."""
 
@@ -274,10 +280,6 @@ class _Writer(dcp.FileSystemWriter):
         self.config = config
         self.driver_file = io.BytesIO()
         torch.save(driver_state, self.driver_file)  # now: the driver goes on
-        best = config.checkpoint.keep_best
-        self.held_out_values = {}
-        if best and driver_state:
-            self.held_out_values = _held_out_values(config.run_dir, best)
 
     def finish(self, metadata: dcp.Metadata, results: list) -> None:
         """Give the folder its name after all ranks have written, and delete what is not kept. On rank 0."""
@@ -288,12 +290,22 @@ class _Writer(dcp.FileSystemWriter):
         _bring_to_disk(partial)
         partial.rename(partial.with_suffix(""))  # atomic: a crash before it leaves the older ones as they are
         _bring_to_disk(partial.parent)
-        folders = step_folders(self.config.run_dir)
-        best = _best_of(folders, self.held_out_values)
-        for old in folders[: -self.config.checkpoint.keep]:
+        options = self.config.checkpoint
+        best = None
+        if options.keep_best:
+            best = best_checkpoint(self.config.run_dir, options.keep_best)
+        for old in step_folders(self.config.run_dir)[: -options.keep]:
             if old != best:
-                partial = old.rename(old.with_suffix(PARTIAL))  # a kill meanwhile leaves no half checkpoint
-                shutil.rmtree(partial)
+                _delete(old)
+
+
+def _delete(checkpoint: pathlib.Path) -> None:
+    """Delete an old checkpoint, or warn: NFS keeps files that another process reads, and the new one is saved."""
+    try:
+        partial = checkpoint.rename(checkpoint.with_suffix(PARTIAL))  # a kill meanwhile leaves no half checkpoint
+        shutil.rmtree(partial)
+    except OSError as error:
+        print(f"warning: {checkpoint} could not be deleted ({error.strerror}); remove what is left of it", flush=True)
 
 
 def _partial_folder(run_dir: str, step: int) -> pathlib.Path:

@@ -8,14 +8,15 @@ import httpx
 from huggingface_hub import HfApi
 
 from grpo.config.fields import RunConfig
-from grpo.text import reason_of
+from grpo.models.hf_folder import name_and_revision
+from grpo.text import SECRET, reason_of
 
 # Weights of an earlier upload. One in other pieces would stay beside the new one, and be loaded in its place.
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 # ValueError for a name or a card that the hub refuses, RuntimeError for a large file that does not arrive
 HUB_ERRORS = (httpx.HTTPError, ValueError, RuntimeError, OSError)
 # A text in an option of a recipe whose name says that it is secret, such as 'api_key': 'sk-123'
-SECRET = re.compile(r"""('\w*(?:key|token|secret|password)': )(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.IGNORECASE)
+SECRET_OPTION = re.compile(rf"""('\w*{SECRET}': )(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.IGNORECASE)
 
 
 def open_repository(name: str) -> str:
@@ -43,7 +44,7 @@ def push(config: RunConfig, repository: str) -> str:
     run_dir = Path(config.run_dir)
     folder = run_dir / "model"
     card = model_card(config, repository, run_dir)
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(card, "utf-8")
     try:
         commit = HfApi().upload_folder(
             repo_id=repository,
@@ -74,8 +75,9 @@ def model_card(config: RunConfig, repository: str, run_dir: Path) -> str:
     facts = ["library_name: transformers", "tags: [plainrl]"]
     base = config.model.path
     if not config.model.is_built and not Path(base).exists():  # the hub refuses a base that it does not know
-        facts.append(f"base_model: {base}")
-    recipe = SECRET.sub(r"\1'...'", (run_dir / "config.py").read_text().strip())
+        name, _ = name_and_revision(base)
+        facts.append(f"base_model: {name}")
+    recipe = SECRET_OPTION.sub(r"\1'...'", (run_dir / "config.py").read_text("utf-8").strip())
     return "\n\n".join(
         [
             "\n".join(["---", *facts, "---"]),

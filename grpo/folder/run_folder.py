@@ -63,20 +63,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def check_run_folder(
-    run_dir: str,
+    config: RunConfig,
     script: str,
     inputs: Iterable[str],
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
 ) -> None:
-    """Refuse a folder that this run must not write into. Changes nothing: a trial folder is made and removed.
+    """Refuse a `run_dir` that this run must not write into. Changes nothing: a trial folder is made and removed.
 
     script: what starts the run, such as train_grpo.py. inputs: paths (or hub names) that the run reads.
     Raises ValueError if it cannot be a folder, if another run uses it, if it has files that are not a run's, if it
     holds an earlier run and neither `resume` nor `overwrite` is set, if `resume` cannot continue that run, or if the
     run would replace or delete one of its inputs.
     """
+    run_dir = config.run_dir
+    if run_dir.startswith("~"):  # as --run-dir=~/x, or in a recipe
+        raise ValueError(f"run_dir {run_dir} would be a folder named ~ in this one; write $HOME, or the whole path")
     folder = Path(run_dir)
     place = folder.absolute()
     while not os.path.lexists(place):
@@ -113,14 +113,14 @@ def check_run_folder(
             )
 
     written = [name for name in RUN_FILES if name in names and name not in WRITTEN_BEFORE_RUN]
-    if written and not (resume or overwrite):
+    if written and not (config.resume or config.overwrite):
         raise ValueError(
             f"{run_dir} holds an earlier run ({', '.join(written)}); continue it with --resume, delete it with "
             "--overwrite, or choose another --run-dir"
         )
-    if written and resume and marker["script"] != script:
+    if written and config.resume and marker["script"] != script:
         raise ValueError(f"{run_dir} holds a run of {marker['script']}, which {script} cannot resume")
-    if resume and not overwrite and "model" in names and not step_folders(folder):
+    if config.resume and not config.overwrite and "model" in names and not step_folders(folder):
         raise ValueError(
             f"{run_dir} holds a finished run without checkpoints, and --resume would begin it again and replace it; go "
             f"on from --model.path {run_dir}/model in another --run-dir, or delete it with --overwrite"

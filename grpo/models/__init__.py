@@ -9,3 +9,9 @@ import torchtitan.tools.utils as titan_utils
 
 if not torch.cuda.is_available():
     titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
+
+
+def own_config(module: type) -> type:
+    """Give a kind of torchtitan's module a `Config` with the fields of its parent's, which builds this kind."""
+    module.Config = type("Config", (module.Config,), {"__slots__": (), "_owner": module})
+    return module

@@ -9,17 +9,18 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 
 from grpo.config import ModelConfig
+from grpo.models import own_config
 from grpo.types import MicroBatch, SharedPrompts
 
 # Major compute capabilities on which flash-attn-4 runs and has a deterministic backward: Hopper and Blackwell
@@ -42,16 +43,6 @@ def choose_attention(model: ModelConfig, device: torch.device) -> str:
     return "flex" if on_gpu else "documents"
 
 
-def attention_config(kind: str) -> Module.Config:
-    """Return torchtitan's config of flash, flex or documents. All of them always add gradients in the same order."""
-    kinds = {
-        "flash": FlashAttention,
-        "flex": FlexAttention,
-        "documents": DocumentAttention,
-    }
-    return kinds[kind].Config()
-
-
 @functools.cache
 def _has_flash_attention() -> bool:
     major, _ = torch.cuda.get_device_capability()
@@ -59,15 +50,12 @@ def _has_flash_attention() -> bool:
     return major in FLASH_CAPABILITIES and all(map(importlib.util.find_spec, packages))
 
 
+@own_config
 class DocumentAttention(VarlenAttention):
     """Packed attention for any device: documents as rows of one padded scaled dot-product attention.
 
     Exact, and quick where documents are short or of similar length; not for long rows on GPUs.
     """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
-        pass
 
     def __init__(self, config):
         Module.__init__(self)  # the parent's constructor asks for GPU kernels
@@ -94,9 +82,9 @@ class DocumentAttention(VarlenAttention):
             visible = {"attn_mask": seen_SQK[:, None]}
         if attention_masks.shared:
             index_SK = attention_masks.shared.keys_K[index_SK]
-        q = q_BLNH.flatten(0, 1)[index_SQ].transpose(1, 2)
-        k = k_BLNH.flatten(0, 1)[index_SK].transpose(1, 2)
-        v = v_BLNH.flatten(0, 1)[index_SK].transpose(1, 2)
+        q = _gathered(q_BLNH, index_SQ)
+        k = _gathered(k_BLNH, index_SK)
+        v = _gathered(v_BLNH, index_SK)
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -106,6 +94,16 @@ class DocumentAttention(VarlenAttention):
             **visible,
         )
         return out.transpose(1, 2)[real_SQ].view(q_BLNH.shape)
+
+
+def _gathered(values_BLNH: Tensor, index_SL: Tensor) -> Tensor:
+    """Return the values of these places as [S, N, L, H]. Gradients of a place are always added in one order.
+
+    With several threads on a CPU, `values[index]` adds them as they come.
+    """
+    num_heads = values_BLNH.shape[2]
+    rows_SLD = F.embedding(index_SL, values_BLNH.flatten(0, 1).flatten(1))
+    return rows_SLD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
 def _as_rows(bounds: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,15 +132,12 @@ def _seen_keys(masks: "DocumentMasks", num_queries: int, num_keys: int) -> Tenso
     return seen_SQK
 
 
+@own_config
 class FlashAttention(DocumentAttention):
     """The package flash-attn-4 (Shah et al. 2024, arXiv:2407.08608): up to 1.6 times as fast as flex on long documents.
 
     torch has a hook for this package, which wants an earlier version of it.
     """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(DocumentAttention.Config):
-        pass
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, **unused):
         """Attend to a document's own keys and those of its shared prompt. Returns [B, L, N, H]."""
@@ -165,6 +160,17 @@ class FlashAttention(DocumentAttention):
             scale,
         )
         return out_TNH.view(q_BLNH.shape)
+
+
+# By `model.attention`. All of them always add gradients in the same order.
+ATTENTIONS = {"flash": FlashAttention, "flex": FlexAttention, "documents": DocumentAttention}
+
+# Outside of compiled blocks torchtitan has torch compile many kernels of flex attention and time them: on Hopper 7 for
+# the forward and 13 for the backward, which in float32 takes minutes. So it compiles the one that it knows to be good.
+FlexAttention._compiled_flex_attn = torch.compile(
+    flex_attention,
+    options=FlexAttention.inductor_configs | {"max_autotune": False, "coordinate_descent_tuning": False},
+)
 
 
 class DocumentMasks(NamedTuple):
@@ -453,12 +459,9 @@ def _backward(ctx, grad_TNH, _):
 flash_attention.register_autograd(_backward, setup_context=_keep)
 
 
+@own_config
 class SelectiveCheckpointing(SelectiveAC):
     """torchtitan's selective checkpointing, which here keeps the output of flash-attn-4 too."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        pass
 
     def get_save_ops(self) -> set:
         """Return the operations whose outputs are kept for the backward."""

@@ -17,13 +17,12 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
+from grpo.models import own_config
 
+
+@own_config
 class OffsetNorm(RMSNorm):
     """RMSNorm that multiplies by 1 + w, in float32."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RMSNorm.Config):
-        pass
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimension."""
@@ -32,12 +31,9 @@ class OffsetNorm(RMSNorm):
         return normed.to(input.dtype)
 
 
+@own_config
 class AllHeadsNorm(RMSNorm):
     """RMSNorm of queries or keys over all heads together."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RMSNorm.Config):
-        pass
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize [B, T, heads, head_dim], of which each rank has all heads."""
@@ -60,12 +56,9 @@ class Multiplier(Module):
         return input * self.factor
 
 
+@own_config
 class GeGLU(FeedForward):
     """A feed-forward layer gated by GELU in its tanh form."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FeedForward.Config):
-        pass
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""

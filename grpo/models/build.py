@@ -13,15 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.utils import set_default_dtype
@@ -31,6 +32,7 @@ from grpo.data.batches import take_out
 from grpo.data.packing import Packing, pack
 from grpo.models.attention import SelectiveCheckpointing, allow_any_length, choose_attention
 from grpo.models.blocks import NormedBlock, set_norm_shardings
+from grpo.models.experts import ExpertsReader, local_part
 from grpo.models.families import Policy, family_of, has_experts, has_states, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
@@ -56,8 +58,10 @@ class ShardedModel:
 
     module: nn.Module
     names: StateDictAdapter
-    """Torchtitan's names of tensors <-> Hugging Face's."""
+    """From torchtitan's names of tensors to Hugging Face's."""
     parallel_dims: ParallelDims
+    trainer: TrainerConfig
+    """How rows are packed."""
     device: torch.device
     folder: str
     """Hugging Face folder the weights came from."""
@@ -81,13 +85,13 @@ class ShardedModel:
             return 0
         return self.parallel_dims.get_mesh("tp").get_local_rank()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds, sharded: all parameters, or with LoRA those of the adapters."""
         state = self.module.state_dict()
         adapters = {name: value for name, value in state.items() if is_adapter(name)}
         return adapters or state
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Undo `state_dict`."""
         self.module.load_state_dict(self.module.state_dict() | state)
 
@@ -96,17 +100,17 @@ class ShardedModel:
         """Make each weight (1 - share) x itself + share x that of the other model, which is sharded alike."""
         pairs = zip(self.module.parameters(), other.module.parameters(), strict=True)
         for weight, new in pairs:
-            _local(weight).lerp_(_local(new), share)
+            local_part(weight).lerp_(local_part(new), share)
 
-    def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
+    def pack(self, batch: TrainBatch) -> Packing:
         """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them.
 
         A model with states shares no prompts.
         """
         num_ranks = self.data_ranks.size() if self.data_ranks else 1
         multiple = ROW_MULTIPLE[self.device.type]
-        shares = trainer.share_prompts and 0 not in self.module.config.windows
-        return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, shares)
+        shares = self.trainer.share_prompts and 0 not in self.module.config.windows
+        return pack(batch, num_ranks, self.trainer.micro_batch_tokens, multiple, shares)
 
     def accumulate(self, is_last: bool) -> None:
         """Say before a micro-batch whether it is the last one before the gradients are used.
@@ -130,37 +134,29 @@ class ShardedModel:
         rank = self.data_ranks.rank() if self.data_ranks else 0
         micro = None
         for following in packing.micro_batches(rank):
-            fields = {name: _on_device(value, self.device) for name, value in vars(following).items()}
+            fields = tree_map_only(Tensor, partial(_on_device, device=self.device), vars(following))
             if micro is not None:
                 yield micro, False
             micro = MicroBatch(**fields)
         yield micro, True
 
-    def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
 
         They are 0 without a gradient at places that are not in the micro-batch's `scored_M`. The micro-batch lies on
         this rank's device. Collective over the role's ranks.
         """
-        return self.module(
-            micro.ids_BT,
-            micro.targets_BT,
-            micro.positions_BT,
-            self.module.masks(micro),
-            micro.temperatures_BT,
-            micro.scored_M,
-            micro.kept,
-        )
+        return self.module(micro)
 
     @torch.no_grad()
-    def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
+    def token_logprobs(self, batch: TrainBatch) -> Tensor:
         """Return log-probs of this rank's part of the tokens: float32 [N] on the CPU, 0 for other ranks' tokens.
 
         The sum over the role's ranks has the whole batch's, once for all tensor-parallel ranks. Tokens that do not
         count in the loss may have 0. Collective over the role's ranks.
         """
         logprobs_N = torch.zeros(batch.num_tokens)
-        packing = self.pack(batch, trainer)
+        packing = self.pack(batch)
         # all forwards are launched before the first result is read, which waits for the device
         results = []
         for micro, _ in self.micro_batches(packing):
@@ -184,19 +180,10 @@ class ShardedModel:
         return float(norm)
 
 
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, tuple):  # SharedPrompts, KeptIds
-        parts = [_on_device(part, device) for part in value]
-        return type(value)(*parts)
-    if not isinstance(value, torch.Tensor):
-        return value
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":  # from memory that may be swapped out, a copy waits for all that was launched before
-        value = value.pin_memory()
-    return value.to(device, non_blocking=True)
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def forget_forwards(module: nn.Module) -> None:
@@ -268,13 +255,15 @@ def build_model(
     # no FSDP, which would hold all weights a second time.
     alone = parallel_dims.get_optional_mesh("batch") is None
     casts = model.dtype != training.dtype
-    module = family_of(hf).parallelize(
+    # The loop over chunks of states has another length in each row, and would be compiled each time. Plain attention
+    # makes tensors of lengths that are in a tensor, which torch cannot compile.
+    compiles_blocks = compiled and not has_states(hf) and attention != "documents"
+    module = parallelize_qwen3(
         module,
         parallel_dims=parallel_dims,
         training=training,
         parallelism=parallelism,
-        # the loop over chunks has another length in each row, and would be compiled each time
-        compile_config=_compile_config(compiled and not has_states(hf), has_experts(hf), model.dtype),
+        compile_config=_compile_config(compiles_blocks, has_experts(hf), model.dtype),
         ac_config=None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing],
         dump_folder="",
         skip_dp=alone and not casts,
@@ -283,15 +272,15 @@ def build_model(
     if holds_copy:  # otherwise each forward and backward would cast all weights again
         module.set_reshard_after_forward(False)
         module.set_reshard_after_backward(False)
-    if compiled and attention == "flash" and not has_states(hf):
+    if compiles_blocks and attention == "flash":
         for block in module.layers.values():
             block.register_forward_pre_hook(allow_any_length)
-    names = family_of(hf).names(config, None)  # torchtitan would want a number in each file's name of the index
+    names = family_of(hf).names(config)
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
     name = folder if model.is_built else model.path
-    return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
+    return ShardedModel(module, names, parallel_dims, trainer, device, folder, name, holds_copy)
 
 
 def _compile_config(compiled: bool, experts: bool, dtype: str) -> CompileConfig:
@@ -340,8 +329,7 @@ def _load_weights(
     with torch.no_grad():
         module.init_weights(buffer_device=None)
     tensors = names.to_hf(module.state_dict())
-    dcp.load(tensors, storage_reader=names.get_hf_storage_reader(folder))
-    module.load_state_dict(names.from_hf(tensors), strict=False)
+    dcp.load(tensors, storage_reader=ExpertsReader(folder))  # into the module's own memory
 
 
 def _cast_moments(dtype: torch.dtype, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -386,4 +374,5 @@ def build_optimizer(
         decay_type="linear" if constant else trainer.schedule,
         min_lr_factor=trainer.min_lr_ratio,
     )
-    return optimizer, schedule.build(optimizers=optimizer, training_steps=num_steps)
+    # in a run that ends before its warm-up does, torchtitan would make that as short as the run
+    return optimizer, schedule.build(optimizers=optimizer, training_steps=max(num_steps, trainer.warmup_steps))

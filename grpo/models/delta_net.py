@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common import Conv1d, Linear, RMSNorm
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.protocols.module import Module
 
+from grpo.models import own_config
 from grpo.types import MicroBatch
 
 CHUNK_TOKENS = 64
@@ -29,9 +30,9 @@ class DocumentChunks(NamedTuple):
     Longer documents come first, so those that have another chunk are always the first ones.
     """
 
-    place_T: torch.Tensor
+    place_T: Tensor
     """int64 [B * T]: where a position lies among the chunks, which have CHUNK_TOKENS places each."""
-    offset_T: torch.Tensor
+    offset_T: Tensor
     """int64 [B * T]: how many positions of its document come before a position."""
     counts: list[int]
     """How many documents have a first chunk, a second one, and so on."""
@@ -55,7 +56,7 @@ def document_chunks(micro: MicroBatch) -> DocumentChunks:
     return DocumentChunks(place_T, offset_T, count_C.tolist())
 
 
-def causal_convolution(x_TD: torch.Tensor, weight_DW: torch.Tensor, offset_T: torch.Tensor) -> torch.Tensor:
+def causal_convolution(x_TD: Tensor, weight_DW: Tensor, offset_T: Tensor) -> Tensor:
     """Weigh each channel of a token and of the W - 1 tokens before it in its document, and add them up: [T, D]."""
     out_TD = x_TD * weight_DW[:, -1]
     for back in range(1, weight_DW.shape[1]):
@@ -66,13 +67,13 @@ def causal_convolution(x_TD: torch.Tensor, weight_DW: torch.Tensor, offset_T: to
 
 
 def gated_delta_rule(
-    q_TNK: torch.Tensor,
-    k_TNK: torch.Tensor,
-    v_TNV: torch.Tensor,
-    g_TN: torch.Tensor,
-    beta_TN: torch.Tensor,
+    q_TNK: Tensor,
+    k_TNK: Tensor,
+    v_TNV: Tensor,
+    g_TN: Tensor,
+    beta_TN: Tensor,
     chunks: DocumentChunks,
-) -> torch.Tensor:
+) -> Tensor:
     """Return what each token reads from its document's states: [T, N, V] for N heads. All inputs are float32."""
     num_places = sum(chunks.counts) * CHUNK_TOKENS
     parts = within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, chunks.place_T, num_places)
@@ -86,7 +87,7 @@ def gated_delta_rule(
     return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, chunks.place_T)
 
 
-def within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, place_T: torch.Tensor, num_places: int) -> list[torch.Tensor]:
+def within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, place_T: Tensor, num_places: int) -> list[Tensor]:
     """Compute for all chunks at once what their states need not be known for, each [C, N, ..].
 
     Of the L = CHUNK_TOKENS places of a chunk: queries that read the state before it, what queries read of the chunk's
@@ -94,7 +95,7 @@ def within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, place_T: torch.Tensor, num
     how much it decays. This is the paper's WY form: tokens write what solves a triangular system.
     """
 
-    def in_chunks(x: torch.Tensor) -> torch.Tensor:
+    def in_chunks(x: Tensor) -> Tensor:
         """Lay [T, N, ..] out as [C, N, L, ..], with 0 in places without a token."""
         places = x.new_zeros(num_places, *x.shape[1:]).index_copy(0, place_T, x)
         return places.unflatten(0, (-1, CHUNK_TOKENS)).transpose(1, 2)
@@ -152,9 +153,7 @@ class GatedDeltaNet(Module):
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
 
-    def forward(
-        self, x_BTD: torch.Tensor, chunks: DocumentChunks, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x_BTD: Tensor, chunks: DocumentChunks, positions: Tensor | None = None) -> Tensor:
         """Apply the layer to packed rows. `positions` is what attention gets too.
 
         What lies between its linear layers is computed again in the backward: the float32 values of the rule would take
@@ -165,7 +164,7 @@ class GatedDeltaNet(Module):
         read_TD = checkpoint(self._read, *inputs, chunks, use_reentrant=False, preserve_rng_state=False)
         return self.out_proj(read_TD).view_as(x_BTD)
 
-    def _read(self, qkv_TD, gate_TD, a_TN, b_TN, chunks: DocumentChunks) -> torch.Tensor:
+    def _read(self, qkv_TD, gate_TD, a_TN, b_TN, chunks: DocumentChunks) -> Tensor:
         """Read from the states, normalize what each head gives and multiply it by its gate."""
         q_TNK, k_TNK, v_TNV, g_TN, beta_TN = self.rule_inputs(qkv_TD, a_TN, b_TN, chunks.offset_T)
         read_TNV = gated_delta_rule(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, chunks)
@@ -173,7 +172,7 @@ class GatedDeltaNet(Module):
         normed_TNV = F.rms_norm(read_TNV, read_TNV.shape[-1:], self.norm.weight.float(), self.norm.eps)
         return (normed_TNV.flatten(1) * F.silu(gate_TD.float())).to(qkv_TD.dtype)
 
-    def rule_inputs(self, qkv_TD, a_TN, b_TN, offset_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def rule_inputs(self, qkv_TD, a_TN, b_TN, offset_T: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys, values, decays as logarithms and betas of all heads, float32 [T, N, ..]."""
         convolved_TD = causal_convolution(qkv_TD.float(), self.conv1d.weight[:, 0].float(), offset_T)
         convolved_TD = F.silu(convolved_TD).to(qkv_TD.dtype).float()  # likewise
@@ -188,17 +187,14 @@ class GatedDeltaNet(Module):
         return q_TNK * q_TNK.shape[-1] ** -0.5, k_TNK, v_TNV, g_TN, b_TN.sigmoid().float()
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def _unit(x: Tensor) -> Tensor:
     """Scale the last dimension to length 1."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
+@own_config
 class GatedAttention(GQAttention):
     """Grouped-query attention with a sigmoid gate on what each head gives. wq has each head's query, then its gate."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(GQAttention.Config):
-        pass
 
     def forward(self, x_BLD, attention_masks, positions=None):
         """Apply the layer. The names of the arguments are torchtitan's."""

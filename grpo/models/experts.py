@@ -8,7 +8,6 @@ names E), R rows that experts compute, one for each token and each of its expert
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,9 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
-from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from transformers import PretrainedConfig
+
+from grpo.models import own_config
 
 
 def settled(hidden_BTD: Tensor) -> Tensor:
@@ -43,12 +44,9 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@own_config
 class Experts(GroupedExperts):
     """SwiGLU experts that compute in the dtype of their weights."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_X: Tensor) -> Tensor:
         """Compute rows that lie expert after expert, `num_tokens_per_expert_X` rows each."""
@@ -61,12 +59,9 @@ class Experts(GroupedExperts):
         return torch._grouped_mm(gate_RF * up_RF, down_XFD, offs=ends_X)
 
 
+@own_config
 class Router(TokenChoiceTopKRouter):
     """The gate, in the dtype of its weights as vLLM's is, then softmax in float32, and the largest scores' experts."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(TokenChoiceTopKRouter.Config):
-        pass
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return each token's experts' scores (float32 [B, T, E]), the experts [B, T, E], and tokens per expert [X]."""
@@ -81,14 +76,11 @@ class Router(TokenChoiceTopKRouter):
         return scores_BTE, experts_BTE, chosen_BTX.sum(dim=(0, 1))
 
 
+@own_config
 class MoELayer(MoE):
     """The router, and for each token the sum of its experts' outputs times their scores."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(MoE.Config):
-        pass
-
-    def __init__(self, config: Config):
+    def __init__(self, config: MoE.Config):
         super().__init__(config)
         del self.tokens_per_expert_E  # for load balancing
 
@@ -101,53 +93,32 @@ class MoELayer(MoE):
         return self.routed_experts(x_BTD, *self.router(x_BTD))
 
 
-class MoEBlock(Qwen3TransformerBlock):
-    """A transformer block with experts in place of its feed-forward layer."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Qwen3TransformerBlock.Config):
-        pass
-
-    def forward(self, x, attention_masks, positions=None):
-        x = x + self.attention(self.attention_norm(x), attention_masks, positions)
-        return x + self.moe(self.ffn_norm(x))
-
-
-def moe_config(
-    hidden_size: int,
-    width: int,
-    num_experts: int,
-    chosen: int,
-    renormalize: bool,
-) -> MoELayer.Config:
-    """Return torchtitan's config of `num_experts` experts of `width`, `chosen` for each token, and their router.
-
-    renormalize: the chosen experts' scores are divided by their sum.
-    """
+def moe_config(hf: PretrainedConfig) -> MoELayer.Config:
+    """Return torchtitan's config of a layer's experts and their router."""
     no_init = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD", "weight"), skip_param_init)
     return MoELayer.Config(
-        num_experts=num_experts,
+        num_experts=hf.num_experts,
         load_balance_coeff=None,
         router=Router.Config(
-            num_experts=num_experts,
-            top_k=chosen,
+            num_experts=hf.num_experts,
+            top_k=hf.num_experts_per_tok,
             score_func="softmax",
-            route_norm=renormalize,
+            route_norm=hf.norm_topk_prob,
             gate=Linear.Config(
-                in_features=hidden_size,
-                out_features=num_experts,
+                in_features=hf.hidden_size,
+                out_features=hf.num_experts,
                 bias=False,
                 param_init=no_init,
             ),
         ),
         routed_experts=RoutedExperts.Config(
             inner_experts=Experts.Config(
-                dim=hidden_size,
-                hidden_dim=width,
-                num_experts=num_experts,
+                dim=hf.hidden_size,
+                hidden_dim=hf.moe_intermediate_size,
+                num_experts=hf.num_experts,
                 param_init=no_init,
             ),
-            token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=chosen),
+            token_dispatcher=LocalTokenDispatcher.Config(num_experts=hf.num_experts, top_k=hf.num_experts_per_tok),
         ),
     )
 

@@ -10,19 +10,26 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo.models.build import ShardedModel
 from grpo.models.experts import by_expert
-from grpo.models.hf_folder import ChatForm, carried_tensors, copied_files, open_tokenizer, stop_token_ids
+from grpo.models.hf_folder import (
+    ChatForm,
+    carried_tensors,
+    copied_files,
+    name_and_revision,
+    open_tokenizer,
+    served_end_ids,
+    stop_token_ids,
+)
 from grpo.models.lora import LoRALinear, adapted_layers, merged_weight
 
 EXPORT_SHARD_BYTES = 4 * 2**30
 
 
-def hf_tensors(
-    model: ShardedModel, dtype: torch.dtype, only_adapters: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_tensors(model: ShardedModel, dtype: torch.dtype, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, full tensor in `dtype`) one by one, so that a rank never holds the whole model.
 
     Each tensor has its own memory. Tied embeddings yield no lm_head.weight. With LoRA a weight comes merged with its
@@ -36,7 +43,7 @@ def hf_tensors(
 
 def stacked_tensors(
     model: ShardedModel, dtype: torch.dtype, only_adapters: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield as `hf_tensors`, but the experts of a layer as one tensor, whose name has a * for an expert's number."""
     for name, weight in _hf_weights(model, only_adapters).items():
         if isinstance(weight, LoRALinear):
@@ -59,7 +66,7 @@ def stacked_shapes(model: ShardedModel, only_adapters: bool = False) -> dict[str
     return {name: (weight.weight if isinstance(weight, LoRALinear) else weight).shape for name, weight in weights}
 
 
-def _hf_weights(model: ShardedModel, only_adapters: bool) -> dict[str, torch.Tensor | LoRALinear]:
+def _hf_weights(model: ShardedModel, only_adapters: bool) -> dict[str, Tensor | LoRALinear]:
     """Return this rank's shards under HF names; for a weight with an adapter the layer, which has both.
 
     only_adapters: A and B of each layer under PEFT's names, and nothing else.
@@ -114,16 +121,19 @@ def export_hf(
 
 
 def write_form(folder: pathlib.Path, form: ChatForm) -> None:
-    """Write the form's template into a model folder, and its ends of answers into its generation_config.json."""
+    """Write the form's template into a model folder, and all ends of answers into its generation_config.json.
+
+    transformers reads the ends there alone: at a tokenizer's EOS that is not among them, answers would go on.
+    """
     if form.template:
         (folder / "chat_template.jinja").write_text(form.template)  # it overrides the one in tokenizer_config.json
     tokenizer = open_tokenizer(str(folder))
-    end_token_ids = set(stop_token_ids(str(folder), tokenizer))
-    if not end_token_ids.issuperset(form.end_token_ids):
+    end_token_ids = {*stop_token_ids(str(folder), tokenizer), *form.end_token_ids}
+    if not served_end_ids(folder).issuperset(end_token_ids):
         path = folder / "generation_config.json"
         options = json.loads(path.read_text()) if path.is_file() else {}
         options.pop("_from_model_config", None)  # it is no longer what config.json says
-        options["eos_token_id"] = sorted(end_token_ids.union(form.end_token_ids))
+        options["eos_token_id"] = sorted(end_token_ids)
         path.write_text(json.dumps(options, indent=2))
 
 
@@ -137,15 +147,17 @@ def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
     tensors = {name: tensor.cpu() for name, tensor in hf_tensors(model, torch.float32, only_adapters=True)}
     if dist.get_rank() != 0:
         return
-    layers = adapted_layers(model.module)
-    rank = len(layers[0].lora_a)
+    layer = adapted_layers(model.module)[0]
+    rank = len(layer.lora_a)
+    base, revision = name_and_revision(model.name)
     targets = {name.split(".")[-3] for name in tensors}  # of `....q_proj.lora_A.weight`
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model.name,
+        "base_model_name_or_path": base,
+        "revision": revision or None,
         "r": rank,
-        "lora_alpha": layers[0].scale * rank,
+        "lora_alpha": layer.scale * rank,
         "target_modules": sorted(targets),
         "bias": "none",
         "lora_dropout": 0.0,

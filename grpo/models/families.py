@@ -1,21 +1,20 @@
 """The families of models that can be trained, an entry of FAMILIES each, and the torchtitan model of a config.json.
 
-An entry says how a family differs: which of its models cannot be trained, its block, its tensors' names, how it is
-sharded, its norm, which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query
-attention, some of it within windows, SwiGLU or a mixture of such experts, RMSNorm, rotary positions. blocks.py and
-delta_net.py have what torchtitan lacks. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets
-and the entropy instead of logits; a reward model has a head of one output instead.
+An entry says how a family differs: which of its models cannot be trained, its block, its tensors' names, its norm,
+which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query attention, some of it
+within windows, SwiGLU or a mixture of such experts, RMSNorm, rotary positions. blocks.py and delta_net.py have what
+torchtitan lacks. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets and the entropy
+instead of logits; a reward model has a head of one output instead.
 Left out: mixtures with shared experts, or with some dense blocks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
 from torchtitan.models.common.attention import (
     FlexAttention,
@@ -26,15 +25,16 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import Identity
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
+from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo.models.attention import (
+    ATTENTIONS,
     FlashAttention,
-    attention_config,
     document_masks,
     for_compiler,
     shared_prompt_mask,
@@ -42,7 +42,7 @@ from grpo.models.attention import (
 )
 from grpo.models.blocks import AllHeadsNorm, GeGLU, Multiplier, NormedBlock, OffsetNorm, ScaledEmbedding
 from grpo.models.delta_net import GatedAttention, GatedDeltaNet, document_chunks
-from grpo.models.experts import ExpertsReader, MoEBlock, moe_config, settled
+from grpo.models.experts import moe_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
 from grpo.types import MicroBatch
 
@@ -64,19 +64,9 @@ _NO_INIT = dict.fromkeys(("weight", "bias", "A_log", "dt_bias"), skip_param_init
 # Dense decoders
 
 
-def dense_block(
-    hf: transformers.PretrainedConfig,
-    rope: Module.Config,
-    inner_attention: Module.Config,
-    *,
-    qk_norm: bool = False,
-    qkv_bias: bool = False,
-) -> Qwen3TransformerBlock.Config:
-    """Return torchtitan's config of a block of grouped-query attention and SwiGLU.
-
-    qk_norm: queries and keys are normalized per head. qkv_bias: the projections to queries, keys and values have a
-    bias.
-    """
+def dense_block(hf: PretrainedConfig, layer: int, kind: str) -> Qwen3TransformerBlock.Config:
+    """Return torchtitan's config of a block of grouped-query attention and SwiGLU. kind: of `ATTENTIONS`."""
+    family = family_of(hf)
     attention = make_gqa_config(
         dim=hf.hidden_size,
         n_heads=hf.num_attention_heads,
@@ -84,12 +74,12 @@ def dense_block(
         head_dim=head_dim_of(hf),
         wqkv_param_init=_NO_INIT,
         wo_param_init=_NO_INIT,
-        inner_attention=inner_attention,
-        rope=rope,
-        qk_norm=_norm(hf, head_dim_of(hf)) if qk_norm else None,
+        inner_attention=ATTENTIONS[kind].Config(),
+        rope=_rope(hf, layer),
+        qk_norm=_norm(hf, head_dim_of(hf)) if family.qk_norm else None,
     )
-    attention.qkv_linear.wq.bias = qkv_bias
-    attention.qkv_linear.wkv.bias = qkv_bias
+    attention.qkv_linear.wq.bias = family.qkv_bias
+    attention.qkv_linear.wkv.bias = family.qkv_bias
     return Qwen3TransformerBlock.Config(
         attention_norm=_norm(hf, hf.hidden_size),
         ffn_norm=_norm(hf, hf.hidden_size),
@@ -103,48 +93,40 @@ def dense_block(
     )
 
 
-def unsupported_in_dense(
-    raw: dict[str, Any],
-    config: transformers.PretrainedConfig,
-    *,
-    other_layers: str = "",
-    partial_rotary: bool = False,
-    activation: str = "silu",
-) -> Iterator[str]:
-    """Yield each reason why a dense model cannot be trained. `raw` is its config.json as it stands.
+def recast(config: Module.Config, kind: type[Module], **others: Any) -> Module.Config:
+    """Return the config of another kind of module, with the fields of `config` except where `others` has them."""
+    values = {part.name: getattr(config, part.name) for part in fields(config)}
+    return kind.Config(**values | others)
 
-    other_layers: the kind that this family's layers may have besides full attention. partial_rotary: they may have
-    rotary positions over a part of the head. activation: the family's only one.
-    """
+
+def unsupported_fields(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
+    """Yield each reason why a model cannot be trained. `raw` is its config.json, or the part of it about text."""
+    family = family_of(config)
     window = getattr(config, "sliding_window", None)
-    if window and other_layers != WINDOWED:
+    if window and family.other_layers != WINDOWED:
         yield (
             f"sliding_window={window} is not supported for model_type {config.model_type}; if no prompt with its "
             f"completion is longer than {window} tokens, nothing differs: set it to null in config.json"
         )
-    yield from _unsupported_layers(config, other_layers)
-    for kind in sorted({*layer_kinds(config)}):
+    kinds = layer_kinds(config)
+    if len(kinds) != config.num_hidden_layers:
+        yield f"layer_types has {len(kinds)} entries for num_hidden_layers={config.num_hidden_layers}"
+    for kind in sorted({*kinds} - {"full_attention", family.other_layers}):
+        yield f"{kind} in layer_types is not supported for model_type {config.model_type}"
+    for kind in sorted({*kinds}):
         rotary = rotary_parameters(config, kind)
         rope_type = rotary.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
         is_partial = rotary.get("partial_rotary_factor", 1.0) != 1.0
-        if is_partial and not partial_rotary or raw.get("use_mrope"):
+        if is_partial and not family.partial_rotary or raw.get("use_mrope"):
             yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
-    wanted = getattr(config, "hidden_activation", None) or config.hidden_act
-    if wanted != activation:
-        yield f"hidden_act {wanted} is not supported, only {activation}"
-
-
-def _unsupported_layers(config: transformers.PretrainedConfig, other_kind: str) -> Iterator[str]:
-    """Yield each reason why a layer does not attend as its family's do here."""
-    kinds = layer_kinds(config)
-    if len(kinds) != config.num_hidden_layers:
-        yield f"layer_types has {len(kinds)} entries for num_hidden_layers={config.num_hidden_layers}"
-    for kind in sorted({*kinds} - {"full_attention", other_kind}):
-        yield f"{kind} in layer_types is not supported for model_type {config.model_type}"
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation != family.activation:
+        yield f"hidden_act {activation} is not supported, only {family.activation}"
+    yield from family.unsupported(raw, config)
 
 
 DENSE_LINEARS = {
@@ -159,13 +141,13 @@ DENSE_LINEARS = {
 
 
 class DenseNames(Qwen3StateDictAdapter):
-    """Torchtitan's names <-> Hugging Face's. The layout of every tensor is the same in both."""
+    """From torchtitan's names to Hugging Face's. The layout of every tensor is the same in both."""
 
-    def __init__(self, model_config: "Policy.Config", hf_assets_path: str | None):
-        super().__init__(model_config, hf_assets_path)
+    def __init__(self, config: "Policy.Config"):
+        super().__init__(config, None)  # of a path, torchtitan would want a number in each file's name of the index
         for name in ("q_proj", "k_proj", "v_proj"):
             self.from_hf_map[f"model.layers.{{}}.self_attn.{name}.bias"] = f"layers.{{}}.{DENSE_LINEARS[name]}.bias"
-        if isinstance(model_config.lm_head, ScoreHead.Config):
+        if isinstance(config.lm_head, ScoreHead.Config):
             self.from_hf_map["score.weight"] = self.from_hf_map.pop("lm_head.weight")
 
 
@@ -173,68 +155,48 @@ class DenseNames(Qwen3StateDictAdapter):
 # Dense decoders with norms behind attention and feed-forward layer
 
 
-def gemma3_block(
-    hf: transformers.PretrainedConfig,
-    rope: Module.Config,
-    inner_attention: Module.Config,
-) -> NormedBlock.Config:
+def gemma3_block(hf: PretrainedConfig, dense: Qwen3TransformerBlock.Config) -> NormedBlock.Config:
     """Return torchtitan's config of a block of Gemma 3, whose layers have a norm before and a norm behind them."""
-    dense = dense_block(hf, rope, inner_attention, qk_norm=True)
-    linears = dense.feed_forward
-    return NormedBlock.Config(
-        attention_norm=dense.attention_norm,
-        attention=dense.attention,
+    return recast(
+        dense,
+        NormedBlock,
         attention_post_norm=_norm(hf, hf.hidden_size),
-        ffn_norm=dense.ffn_norm,
-        feed_forward=GeGLU.Config(w1=linears.w1, w2=linears.w2, w3=linears.w3),
+        feed_forward=recast(dense.feed_forward, GeGLU),
         ffn_post_norm=_norm(hf, hf.hidden_size),
         scale=hf.query_pre_attn_scalar**-0.5,
     )
 
 
-def unsupported_in_gemma3(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
-    """Yield each reason why a Gemma 3 cannot be trained. `raw` is its config.json as it stands."""
-    yield from unsupported_in_dense(raw, config, other_layers=WINDOWED, activation="gelu_pytorch_tanh")
+def unsupported_in_gemma3(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
+    """Yield each further reason why a Gemma 3 cannot be trained."""
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, name):
             yield f"{name} is not supported"
 
 
-def olmo3_block(
-    hf: transformers.PretrainedConfig,
-    rope: Module.Config,
-    inner_attention: Module.Config,
-) -> NormedBlock.Config:
+def olmo3_block(hf: PretrainedConfig, dense: Qwen3TransformerBlock.Config) -> NormedBlock.Config:
     """Return torchtitan's config of a block of OLMo 3, whose layers have no norm before and one behind them."""
-    dense = dense_block(hf, rope, inner_attention)
     head_dim = head_dim_of(hf)
     norm_of = partial(AllHeadsNorm.Config, eps=hf.rms_norm_eps, param_init=_NO_INIT)
     dense.attention.qk_norm = norm_of(normalized_shape=hf.num_attention_heads * head_dim)
-    return NormedBlock.Config(
+    return recast(
+        dense,
+        NormedBlock,
         attention_norm=Identity.Config(),
-        attention=dense.attention,
         attention_post_norm=dense.attention_norm,
         ffn_norm=Identity.Config(),
-        feed_forward=dense.feed_forward,
         ffn_post_norm=dense.ffn_norm,
         key_norm=norm_of(normalized_shape=hf.num_key_value_heads * head_dim),
         scale=head_dim**-0.5,
     )
 
 
-def granite_block(
-    hf: transformers.PretrainedConfig,
-    rope: Module.Config,
-    inner_attention: Module.Config,
-) -> NormedBlock.Config:
+def granite_block(hf: PretrainedConfig, dense: Qwen3TransformerBlock.Config) -> NormedBlock.Config:
     """Return torchtitan's config of a block of Granite, which multiplies what it adds by a number."""
-    dense = dense_block(hf, rope, inner_attention)
-    return NormedBlock.Config(
-        attention_norm=dense.attention_norm,
-        attention=dense.attention,
+    return recast(
+        dense,
+        NormedBlock,
         attention_post_norm=Multiplier.Config(factor=hf.residual_multiplier),
-        ffn_norm=dense.ffn_norm,
-        feed_forward=dense.feed_forward,
         ffn_post_norm=Multiplier.Config(factor=hf.residual_multiplier),
         scale=hf.attention_multiplier,
     )
@@ -243,8 +205,8 @@ def granite_block(
 class NormedNames(DenseNames):
     """Names for models with norms behind attention and feed-forward layer."""
 
-    def __init__(self, model_config: "Policy.Config", hf_assets_path: str | None):
-        super().__init__(model_config, hf_assets_path)
+    def __init__(self, config: "Policy.Config"):
+        super().__init__(config)
         norms = {
             "post_attention_layernorm": "attention_post_norm",
             "pre_feedforward_layernorm": "ffn_norm",
@@ -258,23 +220,16 @@ class NormedNames(DenseNames):
 # Dense decoders with gated delta nets in most layers
 
 
-def qwen3_5_block(
-    hf: transformers.PretrainedConfig, rope: Module.Config | None, inner_attention: Module.Config
-) -> Qwen3TransformerBlock.Config:
-    """Return torchtitan's config of a block of Qwen3.5: with gated attention, or without `rope` a gated delta net."""
-    block = dense_block(hf, rope or HFRoPE.Config(dim=0, max_seq_len=0), inner_attention, qk_norm=True)
-    if rope is None:
-        block.attention = GatedDeltaNet.Config(hf=hf, param_init=_NO_INIT)
-        return block
-    block.attention.qkv_linear.wq.out_features *= 2
-    parts = {part.name: getattr(block.attention, part.name) for part in fields(block.attention)}
-    block.attention = GatedAttention.Config(**parts)
-    return block
+def qwen3_5_block(hf: PretrainedConfig, dense: Qwen3TransformerBlock.Config) -> Qwen3TransformerBlock.Config:
+    """Return torchtitan's config of a block of Qwen3.5: gated attention, or without positions a gated delta net."""
+    if not dense.attention.rope.inv_freq:
+        return replace(dense, attention=GatedDeltaNet.Config(hf=hf, param_init=_NO_INIT))
+    dense.attention.qkv_linear.wq.out_features *= 2
+    return replace(dense, attention=recast(dense.attention, GatedAttention))
 
 
-def unsupported_in_qwen3_5(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
-    """Yield each reason why a Qwen3.5 cannot be trained. `raw` is its config.json, or the part of it about text."""
-    yield from unsupported_in_dense(raw, config, other_layers=LINEAR, partial_rotary=True)
+def unsupported_in_qwen3_5(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
+    """Yield each further reason why a Qwen3.5 cannot be trained."""
     if raw.get("output_gate_type", "silu") not in ("silu", "swish"):
         yield f"output_gate_type {raw['output_gate_type']} is not supported, only silu"
     if not raw.get("attn_output_gate", True):
@@ -288,8 +243,8 @@ def unsupported_in_qwen3_5(raw: dict[str, Any], config: transformers.PretrainedC
 class Qwen3_5Names(DenseNames):
     """Names for models with gated delta nets. A folder may have them below a prefix, beside other parts."""
 
-    def __init__(self, model_config: "Policy.Config", hf_assets_path: str | None, prefix: str = "model."):
-        super().__init__(model_config, hf_assets_path)
+    def __init__(self, config: "Policy.Config", prefix: str = "model."):
+        super().__init__(config)
         parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "conv1d", "norm")
         for part in (*(f"{part}.weight" for part in parts), "A_log", "dt_bias"):
             self.from_hf_map[f"model.layers.{{}}.linear_attn.{part}"] = f"layers.{{}}.attention.{part}"
@@ -300,42 +255,18 @@ class Qwen3_5Names(DenseNames):
         named = super().to_hf(state_dict)
         return {name.replace("model.", self.prefix, 1): value for name, value in named.items()}
 
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Undo `to_hf`."""
-        return super().from_hf({name.replace(self.prefix, "model.", 1): value for name, value in hf_state_dict.items()})
-
-    def _validate_hf_rope_config(self, expected_rope_cls: type) -> None:
-        """Accept layers without rotary positions, which torchtitan's own check does not."""
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Mixtures of experts
 
 
-def moe_block(
-    hf: transformers.PretrainedConfig,
-    rope: Module.Config,
-    inner_attention: Module.Config,
-) -> MoEBlock.Config:
+def moe_block(hf: PretrainedConfig, dense: Qwen3TransformerBlock.Config) -> Qwen3TransformerBlock.Config:
     """Return torchtitan's config of a block of grouped-query attention and experts, as Qwen3 has them."""
-    dense = dense_block(hf, rope, inner_attention, qk_norm=True)
-    return MoEBlock.Config(
-        attention_norm=dense.attention_norm,
-        ffn_norm=dense.ffn_norm,
-        attention=dense.attention,
-        moe=moe_config(
-            hf.hidden_size,
-            hf.moe_intermediate_size,
-            hf.num_experts,
-            hf.num_experts_per_tok,
-            hf.norm_topk_prob,
-        ),
-    )
+    return replace(dense, feed_forward=None, moe=moe_config(hf))
 
 
-def unsupported_in_moe(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
-    """Yield each reason why a mixture of experts cannot be trained. `raw` is its config.json as it stands."""
-    yield from unsupported_in_dense(raw, config)
+def unsupported_in_moe(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
+    """Yield each further reason why a mixture of experts cannot be trained."""
     if config.decoder_sparse_step != 1 or config.mlp_only_layers:
         yield (
             f"decoder_sparse_step={config.decoder_sparse_step} and mlp_only_layers={config.mlp_only_layers} make some "
@@ -364,20 +295,6 @@ class MoENames(DenseNames):
                 named |= super().to_hf({name: value})
         return named
 
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Undo `to_hf`."""
-        kinds = {name: kind for kind, name in self.stacked_names.items()}
-        named = super().from_hf({name: value for name, value in hf_state_dict.items() if "*" not in name})
-        for name, value in hf_state_dict.items():
-            if "*" in name:
-                _, layers, index, _, _, _, kind, _ = name.split(".")
-                named[f"{layers}.{index}.moe.routed_experts.inner_experts.{kinds[kind]}"] = value
-        return named
-
-    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> ExpertsReader:
-        """Return a reader that stacks experts. `from_quantized` is torchtitan's argument."""
-        return ExpertsReader(path)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
@@ -387,17 +304,25 @@ class MoENames(DenseNames):
 class Family:
     """What the code needs to know about a kind of model."""
 
-    block: Callable[..., Module.Config] = dense_block
-    """(Hugging Face's config, rotary positions, inner attention) -> torchtitan's config of a block."""
-    unsupported: Callable[[dict[str, Any], transformers.PretrainedConfig], Iterator[str]] = unsupported_in_dense
-    """(config.json as it stands, as transformers reads it) -> each reason why such a model cannot be trained."""
+    qk_norm: bool = False
+    """Queries and keys are normalized per head."""
+    qkv_bias: bool = False
+    """The projections to queries, keys and values have a bias."""
+    other_layers: str = ""
+    """The kind that layers may have besides full attention."""
+    partial_rotary: bool = False
+    """Rotary positions may be over a part of the head."""
+    activation: str = "silu"
+    """The feed-forward layers' only one."""
+    block: Callable[[PretrainedConfig, Qwen3TransformerBlock.Config], Module.Config] = lambda hf, dense: dense
+    """(Hugging Face's config, torchtitan's of a dense block) -> torchtitan's config of the family's block."""
+    unsupported: Callable[[dict[str, Any], PretrainedConfig], Iterable[str]] = lambda raw, config: ()
+    """As `unsupported_fields`, with reasons that other families do not have."""
     names: Callable[..., Qwen3StateDictAdapter] = DenseNames
-    """Torchtitan's names of tensors <-> Hugging Face's."""
-    parallelize: Callable[..., nn.Module] = parallelize_qwen3
-    """Torchtitan's function that applies tensor parallelism, activation checkpointing, compilation and FSDP."""
+    """From torchtitan's names of tensors to Hugging Face's."""
     norm: type[RMSNorm] = RMSNorm
     """The norm of hidden states, and of queries and keys per head."""
-    embedding_scale: Callable[[transformers.PretrainedConfig], float] | None = None
+    embedding_scale: Callable[[PretrainedConfig], float] | None = None
     """Embeddings are multiplied by it."""
     linears: dict[str, str] = field(default_factory=lambda: DENSE_LINEARS)
     """The linear layers that take adapters, in the order in which a forward meets them: Hugging Face's name -> place in
@@ -407,6 +332,9 @@ class Family:
 
 
 QWEN3_5 = Family(
+    qk_norm=True,
+    other_layers=LINEAR,
+    partial_rotary=True,
     block=qwen3_5_block,
     unsupported=unsupported_in_qwen3_5,
     names=Qwen3_5Names,
@@ -415,23 +343,25 @@ QWEN3_5 = Family(
 )
 # By the model_type of config.json
 FAMILIES = {
-    "qwen3": Family(block=partial(dense_block, qk_norm=True)),
-    "qwen2": Family(block=partial(dense_block, qkv_bias=True)),  # Qwen2, Qwen2.5, R1-Distill-Qwen
+    "qwen3": Family(qk_norm=True),
+    "qwen2": Family(qkv_bias=True),  # Qwen2, Qwen2.5, R1-Distill-Qwen
     "llama": Family(),  # Llama 3, R1-Distill-Llama
     "smollm3": Family(),
-    "mistral": Family(unsupported=partial(unsupported_in_dense, other_layers=WINDOWED)),
+    "mistral": Family(other_layers=WINDOWED),
     "gemma3_text": Family(
+        qk_norm=True,
+        other_layers=WINDOWED,
+        activation="gelu_pytorch_tanh",
         block=gemma3_block,
         unsupported=unsupported_in_gemma3,
         names=NormedNames,
         norm=OffsetNorm,
         embedding_scale=lambda hf: hf.hidden_size**0.5,
     ),
-    "olmo3": Family(
-        block=olmo3_block, unsupported=partial(unsupported_in_dense, other_layers=WINDOWED), names=NormedNames
-    ),
+    "olmo3": Family(other_layers=WINDOWED, block=olmo3_block, names=NormedNames),
     "granite": Family(block=granite_block, embedding_scale=lambda hf: hf.embedding_multiplier),
     "qwen3_moe": Family(
+        qk_norm=True,
         block=moe_block,
         unsupported=unsupported_in_moe,
         names=MoENames,
@@ -442,22 +372,22 @@ FAMILIES = {
 }
 
 
-def family_of(hf: transformers.PretrainedConfig) -> Family:
+def family_of(hf: PretrainedConfig) -> Family:
     """Return the family of a model. `hf_folder.read_hf_config` read its config and refuses unknown families."""
     return FAMILIES[hf.model_type]
 
 
-def gives_scores(hf: transformers.PretrainedConfig) -> bool:
+def gives_scores(hf: PretrainedConfig) -> bool:
     """Say whether a model is a sequence classifier, as reward models are, and not a language model."""
     return any(name.endswith(SCORES) for name in hf.architectures or ())
 
 
-def has_experts(hf: transformers.PretrainedConfig) -> bool:
+def has_experts(hf: PretrainedConfig) -> bool:
     """Say whether a model is a mixture of experts."""
     return family_of(hf).block is moe_block
 
 
-def has_states(hf: transformers.PretrainedConfig) -> bool:
+def has_states(hf: PretrainedConfig) -> bool:
     """Say whether some layers of a model have states in place of attention."""
     return LINEAR in layer_kinds(hf)
 
@@ -490,7 +420,11 @@ class Policy(Qwen3Model):
             masks[0] = document_chunks(micro)
         attention = self.config.first_attention
         if not isinstance(attention.inner_attention, FlexAttention.Config):
-            return masks | {window: document_masks(micro, window) for window in windows}
+            for window in windows:
+                masks[window] = document_masks(micro, window)
+                if isinstance(attention.inner_attention, FlashAttention.Config):
+                    masks[window] = for_compiler(masks[window])
+            return masks
         documents = get_efficient_causal_mask_mod_for_packed_document(micro.positions_BT)
         if micro.shared is not None:
             documents = shared_prompt_mask(micro)
@@ -501,33 +435,21 @@ class Policy(Qwen3Model):
             masks[window] = self._create_flex_attention_mask(micro.positions_BT, attention, parts)
         return masks
 
-    def forward(
-        self,
-        ids_BT,
-        targets_BT,
-        positions_BT,
-        attention_masks,
-        temperatures_BT,
-        scored_M,
-        kept=None,
-    ):
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
-        if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
-            # here, behind FSDP, which moves tensors to the GPU
-            attention_masks = attention_masks | {
-                window: for_compiler(masks) for window, masks in attention_masks.items() if window != 0
-            }
-        h_BTD = settled(self.tok_embeddings(ids_BT))
+        masks = self.masks(micro)  # here, behind FSDP, which moves tensors to the GPU
+        h_BTD = settled(self.tok_embeddings(micro.ids_BT))
         for layer, window in zip(self.layers.values(), self.config.windows, strict=True):
-            h_BTD = layer(h_BTD, attention_masks[window], positions_BT)
+            h_BTD = layer(h_BTD, masks[window], micro.positions_BT)
+        temperatures_BT = micro.temperatures_BT
         if self.config.logits_divisor != 1:
             temperatures_BT = temperatures_BT * self.config.logits_divisor
         return self.lm_head(
             self.norm(h_BTD),
-            targets_BT,
+            micro.targets_BT,
             temperatures_BT,
-            scored_M,
-            kept,
+            micro.scored_M,
+            micro.kept,
         )
 
 
@@ -552,7 +474,7 @@ class HFRoPE(CosSinRoPE):
             super()._init_self_buffers(buffer_device=buffer_device)
             self.is_filled = True
 
-    def _precompute_cache(self) -> torch.Tensor:
+    def _precompute_cache(self) -> Tensor:
         inv_freq = torch.tensor(self.config.inv_freq, dtype=torch.float32)
         positions_T = torch.arange(self.config.max_seq_len, dtype=torch.float32)
         angles = torch.outer(positions_T, inv_freq)
@@ -562,10 +484,10 @@ class HFRoPE(CosSinRoPE):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query: Tensor,
+        key: Tensor,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys by their positions, or the first dimensions that have frequencies."""
         width = 2 * len(self.config.inv_freq)
         if not width:
@@ -580,7 +502,7 @@ class HFRoPE(CosSinRoPE):
 
 
 def titan_config(
-    hf: transformers.PretrainedConfig,
+    hf: PretrainedConfig,
     attention: str,
     chunk_tokens: int,
     compiled: bool = False,
@@ -588,9 +510,12 @@ def titan_config(
 ) -> Policy.Config:
     """Return the torchtitan config of a Hugging Face config, for any size of a family.
 
-    `attention` is a kind that `attention_config` knows, the rest is as in `LogprobHead.Config`.
+    `attention` is a kind in ATTENTIONS, the rest is as in `LogprobHead.Config`.
     """
-    block = family_of(hf).block
+    family = family_of(hf)
+    embedding = Embedding.Config(num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_NO_INIT)
+    if family.embedding_scale is not None:
+        embedding = recast(embedding, ScaledEmbedding, scale=family.embedding_scale(hf))
     head = LogprobHead.Config(
         in_features=hf.hidden_size,
         out_features=hf.vocab_size,
@@ -601,9 +526,7 @@ def titan_config(
     )
     if gives_scores(hf):
         head = ScoreHead.Config(in_features=hf.hidden_size, out_features=1, param_init=_NO_INIT)
-    layers = []
-    for layer in range(hf.num_hidden_layers):
-        layers.append(block(hf, _rope(hf, layer), attention_config(attention)))
+    layers = [family.block(hf, dense_block(hf, layer, attention)) for layer in range(hf.num_hidden_layers)]
     return Policy.Config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
@@ -612,25 +535,25 @@ def titan_config(
         logits_divisor=getattr(hf, "logits_scaling", 1.0),
         layers=layers,
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
-        tok_embeddings=_embedding(hf),
+        tok_embeddings=embedding,
         lm_head=head,
     )
 
 
-def empty_policy(hf: transformers.PretrainedConfig) -> nn.Module:
+def empty_policy(hf: PretrainedConfig) -> nn.Module:
     """Build the model without memory for its weights, on torch's meta device, to count its parts."""
     config = titan_config(hf, "documents", chunk_tokens=1)
     with torch.device("meta"):
         return config.build()
 
 
-def layer_kinds(hf: transformers.PretrainedConfig) -> list[str]:
+def layer_kinds(hf: PretrainedConfig) -> list[str]:
     """Return transformers' word for each layer's attention: sliding_attention with a window, else full_attention."""
     kind = WINDOWED if getattr(hf, "sliding_window", None) else "full_attention"
     return getattr(hf, "layer_types", None) or [kind] * hf.num_hidden_layers
 
 
-def windows_of(hf: transformers.PretrainedConfig) -> list[int | None]:
+def windows_of(hf: PretrainedConfig) -> list[int | None]:
     """Return the window of each layer: how many tokens a token attends to, itself included; None for all before it.
 
     It is 0 for a layer with states in place of attention.
@@ -639,7 +562,7 @@ def windows_of(hf: transformers.PretrainedConfig) -> list[int | None]:
     return [windows.get(kind) for kind in layer_kinds(hf)]
 
 
-def state_values(hf: transformers.PretrainedConfig) -> int:
+def state_values(hf: PretrainedConfig) -> int:
     """Return how many numbers the states of one sequence are, in all layers; 0 for a model without states."""
     num_layers = windows_of(hf).count(0)
     if not num_layers:
@@ -647,40 +570,27 @@ def state_values(hf: transformers.PretrainedConfig) -> int:
     return num_layers * hf.linear_num_value_heads * hf.linear_key_head_dim * hf.linear_value_head_dim
 
 
-def head_dim_of(config: transformers.PretrainedConfig) -> int:
+def head_dim_of(config: PretrainedConfig) -> int:
     """Return the width of one attention head. Where a config leaves it out, it follows from the other numbers."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def rotary_parameters(hf: transformers.PretrainedConfig, kind: str) -> dict[str, Any]:
+def rotary_parameters(hf: PretrainedConfig, kind: str) -> dict[str, Any]:
     """Return the rotary embedding's parameters in layers of a kind. Some models have the same ones in all."""
     return hf.rope_parameters.get(kind, hf.rope_parameters)
 
 
-def _norm(hf: transformers.PretrainedConfig, size: int) -> RMSNorm.Config:
+def _norm(hf: PretrainedConfig, size: int) -> RMSNorm.Config:
     return family_of(hf).norm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
 
 
-def _embedding(hf: transformers.PretrainedConfig) -> Embedding.Config:
-    fields = {"num_embeddings": hf.vocab_size, "embedding_dim": hf.hidden_size, "param_init": _NO_INIT}
-    scale = family_of(hf).embedding_scale
-    if scale is None:
-        return Embedding.Config(**fields)
-    return ScaledEmbedding.Config(**fields, scale=scale(hf))
-
-
-def _rope(hf: transformers.PretrainedConfig, layer: int) -> HFRoPE.Config | None:
-    """Return a layer's rotary embedding, with frequencies and factor as transformers' models compute them.
-
-    None for a layer without attention.
-    """
+def _rope(hf: PretrainedConfig, layer: int) -> HFRoPE.Config:
+    """Return a layer's rotary embedding, with frequencies and factor as transformers' models compute them."""
     head_dim = head_dim_of(hf)
     rotates = getattr(hf, "no_rope_layers", None)  # despite its name: 1 for layers that rotate, 0 for others
-    if rotates and not rotates[layer]:
-        return HFRoPE.Config(dim=head_dim, max_seq_len=hf.max_position_embeddings)
     kind = layer_kinds(hf)[layer]
-    if kind == LINEAR:
-        return None
+    if kind == LINEAR or (rotates and not rotates[layer]):
+        return HFRoPE.Config(dim=head_dim, max_seq_len=hf.max_position_embeddings)
     parameters = rotary_parameters(hf, kind)
     rope_type = parameters.get("rope_type", "default")
     if rope_type == "default":

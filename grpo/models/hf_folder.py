@@ -4,10 +4,11 @@ A broken file is named before it is loaded: a download that was broken off, a pa
 place of a file, impossible numbers in config.json, a tensor that is missing. Left out: the values of the weights.
 """
 
+import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,22 @@ import torch.distributed as dist
 import transformers
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from grpo.config.checks import check_model_path
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
-from grpo.models.families import FAMILIES, SCORES, SEES, WRITES, empty_policy, family_of, gives_scores, has_states
+from grpo.models.families import (
+    FAMILIES,
+    SCORES,
+    SEES,
+    WRITES,
+    empty_policy,
+    family_of,
+    gives_scores,
+    has_states,
+    unsupported_fields,
+)
 from grpo.models.known_fields import misread_fields, unread_fields
 from grpo.text import one_line, printable, shorten
 
@@ -64,6 +76,7 @@ COMPUTED = ".rotary_emb.inv_freq"
 SHOWN_TENSORS = 5
 SHOWN_CHARACTERS = 300  # of a library's message
 WAY_OUT = "copy or download it again"
+CHECKED_BYTES = 4096  # of each tensor, for a checksum
 # Files of a hub model. The unwanted ones are the weights again, in layouts that vLLM would prefer to Hugging Face's.
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 UNWANTED_FILES = ["consolidated*", "params.json", "original/*"]
@@ -88,7 +101,9 @@ def resolve_folder(path: str, scores: bool = False) -> str:
     check_model_path(path)
     folder = pathlib.Path(path)
     if not folder.is_dir():
-        read_hf_config(_download(path, ["config.json"]), scores)
+        config_folder = _download(path, ["config.json", "adapter_config.json"])
+        check_model_path(config_folder)
+        read_hf_config(config_folder, scores)
         return _download(path, WANTED_FILES)
     if not (folder / "tokenizer_config.json").is_file():
         raise FileNotFoundError(
@@ -104,10 +119,24 @@ def has_config_alone(path: str) -> bool:
     return (folder / "config.json").is_file() and not is_whole
 
 
+def name_and_revision(path: str) -> tuple[str, str]:
+    """Split NAME@REVISION of the hub. The revision is empty if there is none, and for the path of a folder."""
+    if pathlib.Path(path).is_dir():
+        return path, ""
+    name, _, revision = path.partition("@")
+    return name, revision
+
+
 def _download(path: str, files: list[str]) -> str:
-    """Download these files of a hub model and return their folder. Raises FileNotFoundError if that fails."""
+    """Download these files of NAME[@REVISION] and return their folder. Raises FileNotFoundError if that fails."""
+    name, revision = name_and_revision(path)
     try:
-        return huggingface_hub.snapshot_download(path, allow_patterns=files, ignore_patterns=UNWANTED_FILES)
+        return huggingface_hub.snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=files,
+            ignore_patterns=UNWANTED_FILES,
+        )
     except (OSError, HFValidationError) as error:
         raise FileNotFoundError(
             f"{path} is neither a local folder nor a hub model that could be downloaded ({type(error).__name__}); "
@@ -208,7 +237,7 @@ def check_vocabulary(
     if unknown:
         raise ValueError(
             f"{folder}/generation_config.json: eos_token_id has {unknown[0]}, beyond the model's vocab_size={rows}; "
-            "correct it"
+            "correct it (without that file, in config.json)"
         )
 
 
@@ -246,26 +275,35 @@ def stop_token_ids(
     tokenizer: transformers.PreTrainedTokenizerBase,
     more: Iterable[int] = (),
 ) -> list[int]:
-    """List the tokens that end a completion: the tokenizer's EOS, those of generation_config.json, and `more`.
+    """List the tokens that end a completion: the tokenizer's EOS, `served_end_ids`, and `more`.
 
-    Raises ValueError if one of `more` is not in the vocabulary, or generation_config.json has something that is no
-    token id.
+    Raises ValueError if one of `more` is not in the vocabulary, and what `served_end_ids` raises.
     """
     unknown = [token for token in more if token >= len(tokenizer)]
     if unknown:
         raise ValueError(f"generator.stop_token_ids: {unknown} are not among the {len(tokenizer)} tokens of {folder}")
-    ids = {tokenizer.eos_token_id, *more}
-    if (pathlib.Path(folder) / "generation_config.json").is_file():
+    return sorted({tokenizer.eos_token_id, *served_end_ids(folder), *more})
+
+
+def served_end_ids(folder: str | pathlib.Path) -> set[int]:
+    """Return the tokens at which transformers ends an answer: those of generation_config.json, else of config.json.
+
+    The tokenizer's EOS is not among them unless the file says so. Raises ValueError for something that is no token id.
+    """
+    file = pathlib.Path(folder) / "generation_config.json"
+    eos = None
+    if file.is_file():
         eos = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
-        named = eos if isinstance(eos, list) else [eos]
-        if eos is None:
-            named = []
-        if not all(type(token) is int for token in named):
-            raise ValueError(
-                f"{folder}/generation_config.json: eos_token_id is {eos!r}, not a token id or a list of them"
-            )
-        ids |= set(named)
-    return sorted(ids)
+    else:
+        file = file.with_name("config.json")
+        if file.is_file():
+            eos = read_table(file).get("eos_token_id")
+    if eos is None:
+        return set()
+    named = eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int for token in named):
+        raise ValueError(f"{file}: eos_token_id is {eos!r}, not a token id or a list of them")
+    return set(named)
 
 
 def read_hf_config(folder: str, scores: bool = False) -> transformers.PretrainedConfig:
@@ -326,7 +364,7 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         raise ValueError(
             f"{folder} has {config.num_labels} outputs (num_labels, id2label); a reward model must have 1, its score"
         )
-    for reason in (*FAMILIES[model_type].unsupported(raw, config), *misread_fields(raw, config)):
+    for reason in (*unsupported_fields(raw, config), *misread_fields(raw, config)):
         raise ValueError(f"{folder}: {reason}")
     return config
 
@@ -350,16 +388,17 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
     """Check that the weights are whole files with all tensors of config.json's model.
 
     Prints which tensors do not belong to that model, except those that an export carries along. Raises
-    FileNotFoundError if there are no weights, ValueError if a tensor is missing, has another shape or begins with NaN,
-    a head differs from the embedding that it is tied to, or a file is broken.
+    FileNotFoundError if there are no weights, ValueError if a tensor is missing, lies in two files, has another shape
+    or begins with NaN, a head differs from the embedding that it is tied to, or a file is broken.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
     expected = tensors_of(config)
     missing = dict(expected)
+    found = {}  # the file of each tensor that is read
     carried = family_of(config).carried
-    unread = {}  # the file of each tensor
+    unread = {}  # the file of each other tensor
     for file in files:
         is_unwanted = any(file.match(pattern) for pattern in UNWANTED_FILES)
         try:
@@ -367,7 +406,13 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
                 for name in tensors.keys():  # noqa: SIM118 it is no dict
                     if name.startswith(carried):
                         continue
+                    if name in found:  # trainer and vLLM would each take one, and not always the same
+                        raise ValueError(
+                            f"{folder} has {name} in {found[name].name} and in {file.name}, as after two saves; remove "
+                            "the files of one (model.safetensors.index.json has the names of its own)"
+                        )
                     if name in missing:
+                        found[name] = file
                         tensor = tensors.get_slice(name)
                         _check_shape(f"{file}: {name}", tensor.get_shape(), missing.pop(name))
                         if not tensor[:1].isfinite().all():
@@ -382,9 +427,9 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
             f"{min(missing)}; {WAY_OUT}"
         )
     if HEAD in unread and not gives_scores(config):  # config.json ties it to the embedding
-        head = next(_read_tensors([unread.pop(HEAD)], HEAD))
+        head = _read_tensors([unread.pop(HEAD)], HEAD)[HEAD]
         embedding = next(name for name in expected if name.endswith(EMBEDDING.removeprefix("model.")))
-        if not torch.equal(head, next(_read_tensors(files, embedding))):
+        if not torch.equal(head, _read_tensors(files, embedding)[embedding]):
             raise ValueError(
                 f"{folder} has an {HEAD} that differs from {embedding}, and config.json ties them; set "
                 "tie_word_embeddings to false in it to train both, or take the head out of the file to train without it"
@@ -397,21 +442,41 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
         print(printable(f"warning: {message}; they are not read, and an export lacks them"), flush=True)
 
 
-def _read_tensors(files: Iterable[pathlib.Path], name: str) -> Iterator[torch.Tensor]:
-    """Yield the tensor of this name from each file that has it."""
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118 it is no dict
-                yield tensors.get_tensor(name)
+def weights_checksum(folder: str) -> str:
+    """Return a checksum of each tensor's name, dtype, shape and CHECKED_BYTES from its middle.
+
+    So other weights under the same name are noticed; a change of a few rows of a tensor may not be. Reading all bytes
+    would take as long as loading. How tensors are spread over files does not matter. The folder must be checked.
+    """
+    facts = {}
+    for path in pathlib.Path(folder).glob("*.safetensors"):
+        with open(path, "rb") as file:  # the format: length of the header, the header as JSON, the tensors
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+            for name, tensor in header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = tensor["data_offsets"]
+                middle = (start + end) // 2
+                file.seek(8 + header_bytes + middle)
+                sample = hashlib.sha256(file.read(min(CHECKED_BYTES, end - middle)))
+                facts[name] = (tensor["dtype"], tensor["shape"], sample.hexdigest())
+    content = repr(sorted(facts.items()))
+    return hashlib.sha256(content.encode()).hexdigest()[:8]
 
 
-def carried_tensors(folder: str) -> dict[str, torch.Tensor]:
+def carried_tensors(folder: str) -> dict[str, Tensor]:
     """Read the tensors of a folder that are not trained, and that an export carries along."""
     carried = family_of(read_hf_config(folder)).carried
+    return _read_tensors(sorted(pathlib.Path(folder).glob("*.safetensors")), carried)
+
+
+def _read_tensors(files: Iterable[pathlib.Path], beginnings: str | tuple[str, ...]) -> dict[str, Tensor]:
+    """Read the tensors whose names begin like one of these."""
     found = {}
-    for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
+    for file in files:
         with safe_open(file, framework="pt") as tensors:
-            names = [name for name in tensors.keys() if name.startswith(carried)]  # noqa: SIM118 it is no dict
+            names = [name for name in tensors.keys() if name.startswith(beginnings)]  # noqa: SIM118 it is no dict
             found |= {name: tensors.get_tensor(name) for name in names}
     return found
 
@@ -419,7 +484,7 @@ def carried_tensors(folder: str) -> dict[str, torch.Tensor]:
 def tensors_of(config: transformers.PretrainedConfig) -> dict[str, torch.Size]:
     """Return name and shape of each tensor that a folder must have, from the model's module without memory."""
     module = empty_policy(config)
-    names = family_of(config).names(module.config, None)
+    names = family_of(config).names(module.config)
     shapes = {}
     for stacked_name, stacked in names.to_hf(module.state_dict()).items():
         for name, part in by_expert(stacked_name, stacked):

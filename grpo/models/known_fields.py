@@ -2,7 +2,7 @@
 
 transformers' class of a family declares the fields that its models read. vLLM's models read some others, where they
 find them. Here every one of them is in a list, which a test compares with both sources, so that another version of
-either shows what is new. Left out: the values of fields that are used; `Family.unsupported` judges those.
+either shows what is new. Left out: the values of fields that are used; `families.unsupported_fields` judges those.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import transformers
+from transformers import PretrainedConfig
 
 # What every family reads, with older names that transformers still takes
 READ = {
@@ -153,7 +153,7 @@ TELLTALE = re.compile(r"attention|attn|window|rope|rotary|norm|bias|scal|multipl
 HARMLESS = re.compile(r"^_|implementation|_dropout$|pdrop$")
 
 
-def misread_fields(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
+def misread_fields(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
     """Yield the reason for each field that some model of this stack reads, and this family's here does not.
 
     `raw` is config.json as it stands, `config` as transformers reads it.
@@ -184,7 +184,7 @@ def misread_fields(raw: dict[str, Any], config: transformers.PretrainedConfig) -
                 yield f"{name}={value} of rotary positions (rope_parameters, rope_scaling) is not supported; {way_out}"
 
 
-def unread_fields(raw: dict[str, Any], config: transformers.PretrainedConfig) -> list[str]:
+def unread_fields(raw: dict[str, Any], config: PretrainedConfig) -> list[str]:
     """Return the names of fields that nothing reads, although they sound as if they changed what a model computes."""
     known = ALL_READ | IRRELEVANT | {field.name for field in dataclasses.fields(type(config))}
     return [

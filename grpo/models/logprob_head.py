@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 
+from grpo.models import own_config
 from grpo.types import KeptIds
 
 # Logit of an id that was not kept: exp makes 0 of it, and 0 times it is 0, unlike 0 times -inf
@@ -38,7 +39,6 @@ class LogprobHead(Linear):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
         self.keep_logits = config.keep_logits
-        self.vocab_size = config.out_features
         self.statistics = chunk_statistics
         self.gradients = chunk_gradients
         self.with_unit_gradients = chunk_with_unit_gradients
@@ -70,7 +70,7 @@ class LogprobHead(Linear):
             group = weight_VD.device_mesh.get_group()
             weight_VD = weight_VD.to_local()
             # DTensor's chunks: ceil(V / ranks) rows each, the last ranks may hold fewer
-            first_row = group.rank() * -(-self.vocab_size // group.size())
+            first_row = group.rank() * -(-self.out_features // group.size())
         hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, scored_M)
         targets_M = targets_BT.flatten()[scored_M]
         temperatures_M = temperatures_BT.flatten()[scored_M]
@@ -110,12 +110,9 @@ class LogprobHead(Linear):
         return logprobs_BT, entropy_BT
 
 
+@own_config
 class ScoreHead(Linear):
     """A reward model's head of one output, called as `LogprobHead` is. Without tensor parallelism."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
 
     def forward(
         self,
@@ -206,11 +203,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
 
-        def backward_of_chunk(
-            product_NV,
-            hidden_ND,
-            *per_token,
-        ):  # when a function ends, its [N, V] are free
+        def backward_of_chunk(index, hidden_ND, *per_token):  # when a function ends, its [N, V] are free
+            product_NV = kept_products[index] if kept_products else ctx.product(index, hidden_ND)
             grad_NV = head.gradients(product_NV, *per_token, ctx.first_row)
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_NV.T, hidden_ND)
@@ -223,12 +217,8 @@ class ChunkedLogprobs(torch.autograd.Function):
             grad_logprobs_N,
             grad_entropy_N,
         )
-        for index, (hidden, *rest) in enumerate(chunks):
-            if kept_products:
-                gradient_ND = backward_of_chunk(kept_products[index], hidden, *rest)
-            else:
-                gradient_ND = backward_of_chunk(ctx.product(index, hidden), hidden, *rest)
-            gradients.append(gradient_ND)
+        for index, chunk in enumerate(chunks):
+            gradients.append(backward_of_chunk(index, *chunk))
         grad_hidden_ND = torch.cat(gradients)
         if ctx.group is not None:  # each rank saw only its rows of the vocabulary
             dist.all_reduce(grad_hidden_ND, group=ctx.group)

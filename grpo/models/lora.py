@@ -20,15 +20,15 @@ import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 
 from grpo.config import TrainerConfig
 from grpo.config.fields import LoRATarget
+from grpo.models.experts import local_part
 from grpo.models.families import family_of, has_experts, has_states
 
 ADAPTERS = ("lora_a", "lora_b")
@@ -62,7 +62,7 @@ class LoRALinear(Linear):
             adapter["lora_b" if is_by_rows else "lora_a"] = states["weight"]
             self._sharding_config = replace(sharding, state_shardings=states | adapter)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Apply the layer with its adapter, or without it where adapters are off."""
         if not self.adapted:
             return super().forward(input)
@@ -76,13 +76,13 @@ class LoRALinear(Linear):
 
 @torch.library.custom_op("grpo::merged_linear", mutates_args=())
 def merged_linear(
-    input: torch.Tensor,
-    weight_OI: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    a_RI: torch.Tensor,
-    b_OR: torch.Tensor,
+    input: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    a_RI: Tensor,
+    b_OR: Tensor,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply input [.., I] by (weight + scale * B A)^T and add the bias. Weight and bias have no gradients.
 
     The merged weight is rounded to the weight's dtype. Except for the rounding of A and B, generators sample with the
@@ -100,13 +100,13 @@ def _(input, weight_OI, bias_O, a_RI, b_OR, scale):
 
 @torch.library.custom_op("grpo::merged_linear_backward", mutates_args=())
 def merged_linear_backward(
-    grad: torch.Tensor,
-    input: torch.Tensor,
-    weight_OI: torch.Tensor,
-    a_RI: torch.Tensor,
-    b_OR: torch.Tensor,
+    grad: Tensor,
+    input: Tensor,
+    weight_OI: Tensor,
+    a_RI: Tensor,
+    b_OR: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of input, A, B: G W', scale * (G B)^T X and scale * G^T (X A^T), with W' the merged weight."""
     grad_NO = grad.flatten(0, -2)
     input_NI = input.flatten(0, -2)
@@ -200,26 +200,26 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merged_weight(layer: LoRALinear, dtype: torch.dtype) -> torch.Tensor:
+def merged_weight(layer: LoRALinear, dtype: torch.dtype) -> Tensor:
     """Return W + alpha / rank * B A in `dtype`, computed in float32, sharded as W. Collective over the role's ranks.
 
     Each rank needs its own rows of B, and all rows of A in the columns that it has of W.
     """
     weight = layer.weight
     a = layer.lora_a
-    if not isinstance(weight, DTensor):
-        merged = torch.addmm(weight.float(), layer.lora_b, a, alpha=layer.scale)
-        return merged.to(dtype)
-    placements = [p if p.is_shard(1) else Replicate() for p in a.placements]
-    a = a.redistribute(placements=placements)
-    local = torch.addmm(
-        weight.to_local().float(),
-        layer.lora_b.to_local(),
-        a.to_local(),
+    if isinstance(a, DTensor):
+        placements = [p if p.is_shard(1) else Replicate() for p in a.placements]
+        a = a.redistribute(placements=placements)
+    merged = torch.addmm(
+        local_part(weight).float(),
+        local_part(layer.lora_b),
+        local_part(a),
         alpha=layer.scale,
-    )
+    ).to(dtype)
+    if not isinstance(weight, DTensor):
+        return merged
     return DTensor.from_local(
-        local.to(dtype),
+        merged,
         weight.device_mesh,
         weight.placements,
         shape=weight.shape,
@@ -228,15 +228,10 @@ def merged_weight(layer: LoRALinear, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def draw_uniform(parameter: torch.Tensor, bound: float, seed: int) -> None:
+def draw_uniform(parameter: Tensor, bound: float, seed: int) -> None:
     """Fill a parameter uniformly within +-bound, as PEFT starts A, with the same numbers for every sharding."""
     generator = torch.Generator().manual_seed(seed)
     whole = torch.rand(parameter.shape, generator=generator) * (2 * bound) - bound
-    if isinstance(parameter, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        places = [slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)]
-        whole = whole[tuple(places)]
-        parameter = parameter.to_local()
+    if isinstance(parameter, DTensor):  # each rank takes its part of its own copy
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(whole)

@@ -10,10 +10,10 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-import transformers
 from torch import nn
+from transformers import PretrainedConfig
 
-from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
+from grpo.config import GRPOConfig, TrainerConfig
 from grpo.config.fields import MAX_NUM_SEQS, MOST_NUM_SEQS, Config
 from grpo.models.families import empty_policy, family_of, has_experts, has_states, state_values, windows_of
 from grpo.models.muon import BLOCK_MATRICES
@@ -43,7 +43,7 @@ CHECKPOINTING = ("none", "logits", "selective", "full")
 class Sizes:
     """How large the parts of a model are. All of its blocks are taken to be alike."""
 
-    hf: transformers.PretrainedConfig
+    hf: PretrainedConfig
     parameters: int
     """All weights; tied embeddings count once."""
     block_parameters: int
@@ -57,7 +57,7 @@ class Sizes:
     reward_model: "Sizes | None" = None
 
 
-def sizes_of(hf: transformers.PretrainedConfig, reward_model: transformers.PretrainedConfig | None = None) -> Sizes:
+def sizes_of(hf: PretrainedConfig, reward_model: PretrainedConfig | None = None) -> Sizes:
     """Count a model's parts on its module, and a reward model's, if there is one."""
     module = empty_policy(hf)
     first = next(layer for layer, window in enumerate(windows_of(hf)) if window != 0)
@@ -118,7 +118,7 @@ def fit_trainer(sizes: Sizes, config: Config, gpu_gib: float | None) -> Config:
     return decided
 
 
-def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> float:
+def trainer_peak(sizes: Sizes, config: Config, gpu_gib: float) -> float:
     """Return the most that a trainer rank's GPU of `gpu_gib` holds at one time, with an engine that shares it; GiB."""
     moments = trainer_moments(sizes, config, gpu_gib)
     return max(sum(parts.values()) for parts in moments.values())
@@ -126,7 +126,7 @@ def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -
 
 def trainer_moments(
     sizes: Sizes,
-    config: GRPOConfig | SFTConfig,
+    config: Config,
     gpu_gib: float,
 ) -> dict[str, dict[str, float]]:
     """Return what a trainer rank's GPU of `gpu_gib` holds while it trains; GiB, by part.
@@ -151,7 +151,7 @@ def trainer_moments(
     return {TRAINS: parts, AWAKE: at_rest | {"an engine": engine}}
 
 
-def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float]:
+def trainer_gib(sizes: Sizes, config: Config) -> dict[str, float]:
     """Return the parts of a trainer rank's peak, GiB."""
     trainer = config.trainer
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
@@ -331,7 +331,7 @@ def _cache_of_a_sequence(sizes: Sizes, config: Config) -> float:
     return (DTYPE_BYTES[config.model.dtype] * values_of_a_token * num_kept + states) / generator.tensor_parallel
 
 
-def _engine_weights(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float]:
+def _engine_weights(sizes: Sizes, config: Config) -> dict[str, float]:
     """Return the bytes of the weights on one rank of an engine, and of adapters beside them, by part.
 
     vLLM has adapters twice, in its layers and as they came. Each rank is taken to have all of them.

@@ -19,7 +19,7 @@ from grpo.config import MetricsConfig
 from grpo.data.recorded import drop_batches_after
 from grpo.report.samples import completion_records, describe, finite_or_none, spread_by_reward
 from grpo.report.warnings import CurveReader
-from grpo.text import compact_duration, compact_number, reason_of
+from grpo.text import compact_duration, compact_number, reason_of, without_secrets
 from grpo.types import Record, Rollout, Scalars
 
 # How the console line shows metrics, padded so that numbers of successive lines mostly line up
@@ -270,7 +270,7 @@ def open_wandb(
             id=id_file.read_text(),
             name=run_dir.name,
             dir=str(run_dir),
-            config=config,
+            config=without_secrets(config),  # many can read a project
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),  # the console line is the log's own
         )

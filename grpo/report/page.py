@@ -23,6 +23,7 @@ from grpo.types import Record, TrainBatch
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DATA = "<!-- data -->"  # where the data go in the template
+INFORMATIVE = "sampling/informative_frac"  # only with dynamic sampling
 CHARACTER_BYTES = 4  # most bytes of a character in UTF-8, and so most tokens
 
 
@@ -37,6 +38,7 @@ def write_page(
     metrics, rollouts: the records of the run's .jsonl files, with rollouts of one step and kind next to each other.
     models: folders or hub names; the first that has a tokenizer gives the tokens their texts.
     """
+    notes = {record["step"]: _note_of(record) for record in metrics if record.get(INFORMATIVE) is not None}
     steps = []
     pieces = []
     spell = functools.cache(lambda: speller(models))  # opens a tokenizer only if there is a batch
@@ -51,6 +53,7 @@ def write_page(
                 "step": step,
                 "kind": kind or "trained on",
                 "rollouts": len(records),
+                "note": "" if kind else notes.get(step, ""),
             }
         )
         pieces.append(_packed(records))
@@ -69,6 +72,11 @@ def write_page(
     path = run_dir / "look.html"
     replace_file(path, page)
     return path
+
+
+def _note_of(record: Record) -> str:
+    """Say which groups a step with dynamic sampling shows; metrics of rewards are of all that were sampled."""
+    return f"of groups that were trained on; {record[INFORMATIVE]:.0%} of the sampled groups had different rewards"
 
 
 def _step_and_kind(record: Record) -> tuple[int, str]:

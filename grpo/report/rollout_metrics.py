@@ -85,7 +85,7 @@ def reward_mean(rollouts: list[Rollout]) -> float:
 
 
 def truncated_frac(rollouts: list[Rollout]) -> float:
-    """Return the share of completions that ran out of tokens."""
+    """Return the share of completions that ran out of tokens, or as conversations of turns or seconds."""
     return _mean(r.completion.truncated for r in rollouts)
 
 
@@ -94,6 +94,19 @@ def are_equal(rollouts: list[Rollout], group_size: int) -> list[bool]:
     rewards_S, has_reward_S = reward_tensors(rollouts)
     rewards_PG, has_reward_PG = by_group(rewards_S, has_reward_S, group_size)
     return equal_rewards(rewards_PG, has_reward_PG).tolist()
+
+
+def differ_by_length_alone(rollouts: list[Rollout], group_size: int) -> list[bool]:
+    """Return for each group whether `overlong_penalty` is the only reward function, of several, whose values differ."""
+    flags = []
+    for start in range(0, len(rollouts), group_size):
+        outcomes = set()
+        for rollout in rollouts[start : start + group_size]:
+            if rollout.reward is not None:
+                others = [value for name, value in rollout.rewards.items() if name != "overlong_penalty"]
+                outcomes.add(tuple(others))
+        flags.append(len(outcomes) == 1 and outcomes != {()})
+    return flags
 
 
 def episode_metrics(rollouts: list[Rollout]) -> Scalars:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from grpo.environments.calls import TAGS
+from grpo.environments.calls import TAGS, UNKNOWN_STYLE
 from grpo.rewards.answers import extract_answer
 from grpo.text import compact_number, one_line, printable, shorten, without_surrogates
 from grpo.types import Record, Rollout
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SAMPLE_CHARACTERS = 600  # of prompts and their columns (an answer, test cases, ...) in samples
 QUOTED_CHARACTERS = 200  # of a quotation in one line
 NUM_REASONS = 3  # most frequent ones of a failed reward function
+FEWEST_CALLS = 10  # of tools, before a warning says that most of them fail
 END_CHARACTERS = 40  # quoted from the end of a completion without an answer
 ANSWER_FORMS = {
     "answer_tag": "<answer>..</answer>",
@@ -37,6 +38,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
     Texts are whole and unchanged (JSON escapes what acts on a terminal), except that JSON takes no lone surrogates.
     `columns` are those that the reward functions got, so that a completion can be scored again. An episode is without
     its seconds, which differ between two equal runs. `earlier` has (version, tokens) of the pieces before the last one.
+    `finish_reason` is length if the completion ran out of tokens, or as an episode of turns or seconds, else stop.
     """
     records = []
     for rollout, prompt in zip(rollouts, prompts, strict=True):
@@ -117,7 +119,9 @@ def describe(
     for name in ("row", "source", "kind"):
         if name in record:
             facts.append(f"{name} {record[name]}")
-    facts.append(f"{record['num_tokens']} tokens, finish reason {record['finish_reason']}")
+    episode = record.get("episode")
+    end = f"ended by {episode['ended_by']}" if episode else f"finish reason {record['finish_reason']}"
+    facts.append(f"{record['num_tokens']} tokens, {end}")
 
     lines = ["--- " + " | ".join(facts)]
     for name, reason in record["failures"].items():
@@ -129,7 +133,6 @@ def describe(
             text = shorten(str(value), SAMPLE_CHARACTERS)
             lines.append(f"{name}: {text}")
 
-    episode = record.get("episode")
     if turns and episode:
         turns = episode["turns"]
         for number, turn in enumerate(turns, start=1):
@@ -138,7 +141,6 @@ def describe(
                 tokens += f", then get_reward {turn['earned']:g}"
             lines.append(f"turn {number} ({tokens}): {turn['text']}")
             lines += [f"  <- {answer}" for answer in turn["answers"]]
-        lines.append(f"ended by {episode['ended_by']}")
     else:
         lines.append(f"completion: {record['completion']}")
     return printable("\n".join(lines))
@@ -163,14 +165,17 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     for form, count in counts.items():
         if count:
             line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})"
-    num_truncated = sum(r.completion.truncated for r in rollouts)
-    if num_truncated:
-        line += f"; {num_truncated} run out of tokens"
+    limits = collections.Counter(r.completion.limit for r in rollouts if r.completion.truncated)
+    for limit, count in limits.items():
+        line += f"; {count} run out of {limit}"
     return line
 
 
 def unread_calls_line(rollouts: list[Rollout]) -> str:
-    """Return a warning if turns call tools in a style that is not read: how many, the style that reads most of them."""
+    """Return a warning if turns call tools in a style that is not read: how many, an example, what to do.
+
+    Another style is proposed only if it reads more turns than calls are read now.
+    """
     num_turns = 0
     num_read = 0
     texts_by_style = collections.defaultdict(list)
@@ -189,15 +194,57 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
     counts = {style: len(texts) for style, texts in texts_by_style.items()}
     style = max(counts, key=counts.get)
     texts = texts_by_style[style]
-    opening, _ = TAGS.get(style, ("{", "}"))
+    opening, _ = TAGS.get(style, ("" if style == UNKNOWN_STYLE else "{", "}"))
     first = texts[0]
     start = first.find(opening)
     example = _one_line(first[start:])
     num_unread = sum(counts.values())
+    advice = "show the model the form that is read, in data.system_prompt"
+    if style != UNKNOWN_STYLE and len(texts) > num_read:
+        advice = f"--environment.calls {style} reads {len(texts)} of them"
     return (
-        f"{num_unread} of {num_turns} turns call a tool in a form that is not read, beside {num_read} calls that "
-        f"are; --environment.calls {style} reads {len(texts)} of them, such as {example!r}"
+        f"{num_unread} of {num_turns} turns call a tool in a form that is not read, such as {example!r}, beside "
+        f"{num_read} calls that are; {advice}"
     )
+
+
+def failing_calls_line(rollouts: list[Rollout]) -> str:
+    """Return a warning if more than half of the calls that can be read raise: how many, and the most frequent error."""
+    num_calls = 0
+    num_errors = 0
+    errors = collections.Counter()
+    for rollout in rollouts:
+        episode = rollout.completion.episode or {"counts": {}, "turns": []}
+        calls = episode["counts"].get("calls", 0) - episode["counts"].get("bad_calls", 0)
+        raised = episode["counts"].get("tool_errors", 0)
+        num_calls += calls
+        num_errors += raised
+        if raised == episode["counts"].get("calls", 0):  # else it is not known which answers are errors
+            errors.update(answer for turn in episode["turns"] for answer in turn["answers"])
+    if num_calls < FEWEST_CALLS or 2 * num_errors <= num_calls:
+        return ""
+    example = f", most often {_one_line(errors.most_common(1)[0][0])!r}" if errors else ""
+    return (
+        f"{num_errors} of {num_calls} calls of tools raise{example}; the policy reads these errors and is trained on "
+        "them, so look whether they are its own or the tool's"
+    )
+
+
+def unequal_openings_line(rollouts: list[Rollout]) -> str:
+    """Return a warning if `reset` gave the episodes of one prompt different texts, with two of them."""
+    first_by_prompt = {}
+    for rollout in rollouts:
+        opening = (rollout.completion.episode or {}).get("opening")
+        if opening is None:
+            continue
+        first = first_by_prompt.setdefault((rollout.prompt.index, rollout.prompt.row), opening)
+        if opening != first:
+            return (
+                f"reset gives the episodes of one prompt different texts, such as {_one_line(first)!r} and "
+                f"{_one_line(opening)!r}: a group then compares luck, and no run repeats; unless that is meant, draw "
+                "from its argument seed"
+            )
+    return ""
 
 
 def failure_lines(rollouts: list[Rollout]) -> list[str]:

@@ -20,6 +20,12 @@ WINDOW = 10  # steps that a mean is over, because a single step is noisy
 EQUAL_REWARD_STEPS = 3
 MIN_ENTROPY = 0.01  # nats
 MAX_TRUNCATED = 0.3  # share of completions
+# What a conversation can run out of -> what to do about it
+LIMITS = {
+    "tokens": "raise generator.max_completion_tokens (and environment.max_turn_tokens, if it is set)",
+    "turns": "raise environment.max_turns, or teach the policy to end in fewer turns",
+    "seconds": "raise environment.rollout_seconds, or make the environment faster",
+}
 ACCURACY_DROP = 0.03
 REWARD_DROP = 0.5  # of the rewards' standard deviation among completions: far more than two steps differ by chance
 MOVE_STEPS = 20
@@ -89,9 +95,11 @@ def collapse(history: History) -> str:
 
 
 def no_rise(history: History) -> str:
-    """Warn that the reward does not rise, although rewards differ within groups."""
+    """Warn that the reward does not rise, although rewards differ within groups and no teacher judges every token."""
     rewards = history["reward/mean"]
-    has_other_reason = not_moved(history) or no_comparison(history) or collapse(history)
+    has_other_reason = (
+        not_moved(history) or no_comparison(history) or collapse(history) or history["distill/reverse_kl"]
+    )
     if len(rewards) < FLAT_STEPS or has_other_reason:
         return ""
     first = rewards[:WINDOW]
@@ -127,6 +135,13 @@ def truncation(history: History) -> str:
     share = _recent(history["completion/truncated_frac"])
     if share is None or share <= MAX_TRUNCATED or collapse(history):
         return ""
+    ends = []
+    for limit, advice in LIMITS.items():
+        share_of_limit = _recent(history[f"environment/ended_by/{limit}_frac"])
+        if share_of_limit and share_of_limit >= MAX_TRUNCATED / len(LIMITS):  # one of them is
+            ends.append(f"{share_of_limit:.0%} of the conversations run out of {limit}: {advice}")
+    if ends:
+        return "; ".join(ends)
     return (
         f"{share:.0%} of the completions run out of tokens: raise generator.max_completion_tokens, or teach the policy "
         "to be short (overlong_penalty)"

@@ -33,17 +33,24 @@ _UNSEEN = re.compile(
     r"\\(?:left|right|displaystyle|q?quad|begin ?\{[a-z]+\*?\})(?![a-zA-Z])|(?<!\\)(?:\\[()\[\],;: ]|\$)"
     r"|(?<!~)~(?!~)|[*#`]|&(?!\s*-?\d)"
 )
+# The first half of a mark such as \), whose second half the limit of tokens cut off
+_HALF_MARK = re.compile(r"(?<!\\)\\\Z")
+_BLANKS = re.compile(r"[^\S\n]+")
 _SENTENCE_END = re.compile(r"[.!?]\s+|\n\s*")
 _TAKEN_BACK = re.compile(
-    r"\b(?:not?|wait|wrong|incorrect|mistaken?|actually|correction|sorry|hmm+)\b|n['’]t\b"
+    r"\b(?:not?|cannot|wait|wrong|incorrect|mistaken?|actually|correction|sorry|hmm+)\b|n['’]t\b"
     r"|\A[\W\d]*\b(?:(?:and|also)\W+)*(?:or|maybe|perhaps)\b|\A[\W\d]*\b(?:(?:and|also)\W+)+\d|\A\s*\\?[,;/&]\W*\d",
     re.IGNORECASE,
 )
 # Words next to a box that change what is in it
 _CHANGING = "or not minus negative plus times twice half double than squared cubed doubled factorial mod dozen hundred"
-_CHANGING += " thousand grand million billion trillion mln bln trn lakh crore"
-_WORD = rf"(?<![\\\w'’])(?!(?i:{_CHANGING.replace(' ', '|')})\b)[^\W\d_]"
+_CHANGING += " thousand grand million billion trillion mln bln trn lakh crore tenth"
+# also millions and hundredths; 万 and the like are parts of words
+_WORD = rf"(?<![\\\w'’])(?!(?i:{_CHANGING.replace(' ', '|')})(?:th)?s?\b|[十百千万萬亿億])[^\W\d_]"
 _ARROW = r"[-=]>|[→⇒∴]|\\(?:implies|iff|therefore|to|in|(?:[Ll]ong)?[Rr]ightarrow)(?![a-zA-Z])"
+# "times" counts how often something happens if one of these is behind it. Otherwise it may be a product.
+_OFTEN = r"\Z|\.|[,\n]\s*[a-zA-Z]{2}|\n\s*\Z|(?:in|on|per|during)\b"
+_OFTEN += r"|(?:an?|each|every)\s(?:second|minute|hour|day|night|week|weekend|month|year|season)\b"
 # What may be before and after a box without changing it. The sign and the unit belong to the answer.
 _BEFORE = re.compile(
     rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|(?<![0-9]),\s|[:.;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}|(?!and\b){_WORD}{{2,}})\s*"
@@ -52,7 +59,8 @@ _BEFORE = re.compile(
 _AFTER = re.compile(
     rf"(?:[ ^{{]*(?P<unit>\\?%|(?:°|\\circ\b)[ }}]*[CF]?\b|(?!in\b){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
     rf"(?:\Z|\n|[.;:?)}}\"”。](?![0-9])|[,，](?!\s*[0-9])|(?<=\s)!|[—\u2600-\u27bf\U0001f300-\U0001faff]"
-    rf"| \([a-zA-Z]{{2}}|<[/|]|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{_WORD}{{2,}})"
+    rf"| \([a-zA-Z]{{2}}|<[/|]|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{_WORD}{{2,}}"
+    rf"|(?i:times)\b(?=\s?(?:{_OFTEN})))"
 )
 
 
@@ -87,20 +95,40 @@ def extract_answer(text: str, answer_format: str) -> str | None:
         if line:
             start, end = line.span(1)
             answer = _last_of([Span(start, end, line[1])], text)
+            boxes = _boxes(answer)
+            if boxes:
+                answer = _in_boxes(boxes, answer, may_differ=False)
     elif boxes and (tags or answer_format == "boxed"):
-        contents = {box.content.strip() for box in boxes}
-        is_choice = tags and len(contents) > 1
-        if not is_choice and _last_of(boxes, text):
-            answer = _with_neighbours(boxes, text)
+        answer = _in_boxes(boxes, text, may_differ=not tags)
     elif answer_format == "answer_tag" and tags:
         answer = _EMPTY_BOX.sub("", text)
     return answer.strip() or None
 
 
+def _in_boxes(boxes: list[Span], text: str, *, may_differ: bool) -> str:
+    """Return the answer in the boxes of a text: the last one with its neighbours. Empty if there is none.
+
+    may_differ: earlier boxes may hold something else than the last one.
+    """
+    contents = {box.content.strip() for box in boxes}
+    if len(contents) > 1 and not may_differ:
+        return ""
+    return _with_neighbours(boxes, text) if _last_of(boxes, text) else ""
+
+
 def last_box(text: str) -> str:
-    """Return the content of the last box in a reference, whatever is around it. Empty without a box."""
+    """Return the content of the last box in a reference, whatever is around it. Empty without a box.
+
+    Boxes that only signs and joining words separate are one list: `1, 2` for `\\boxed{1} and \\boxed{2}`.
+    """
     boxes = _boxes(text)
-    return _unboxed(boxes[-1].content).strip() if boxes else ""
+    joined = boxes[-1:]
+    for box in reversed(boxes[:-1]):
+        if not _JOINED.fullmatch(text[box.end : joined[0].start]):
+            break
+        joined.insert(0, box)
+    contents = [_unboxed(box.content).strip() for box in joined]
+    return ", ".join(dict.fromkeys(contents))
 
 
 def without_thoughts(text: str) -> str:
@@ -193,12 +221,20 @@ def _is_choice(between: str) -> bool:
 def _with_neighbours(boxes: list[Span], text: str) -> str:
     """Return the content of the last box with the sign and unit next to it. Empty if anything else may change it."""
     box = boxes[-1]
-    ends = [box.end for box in boxes[-2:-1]]
-    floor = max(0, box.start - _CHARACTERS_BESIDE, *ends)
-    text_before = _seen(text[floor : box.start])
-    text_after = _seen(text[box.end : box.end + _CHARACTERS_BESIDE])
-    before = _BEFORE.search(text_before[-24:])  # the last word, or its end
-    after = _AFTER.match(text_after)
+    end_of_earlier = boxes[-2].end if len(boxes) > 1 else 0
+    floor = max(end_of_earlier, box.start - _CHARACTERS_BESIDE)
+    ceiling = box.end + _CHARACTERS_BESIDE
+    # an ellipsis where the text goes on: blanks up to there do not begin or end it
+    text_before = text[floor : box.start]
+    if floor > end_of_earlier:
+        text_before = f"…{text_before}"
+    text_after = text[box.end : ceiling]
+    if ceiling < len(text):
+        text_after = f"{text_after}…"
+    else:
+        text_after = _HALF_MARK.sub("", text_after)
+    before = _BEFORE.search(_seen(text_before)[-24:])  # the last word, or its end
+    after = _AFTER.match(_seen(text_after))
     if not before or not after:
         return ""
     unit = after["unit"] or ""
@@ -212,10 +248,11 @@ def _with_neighbours(boxes: list[Span], text: str) -> str:
 
 
 def _seen(text: str) -> str:
-    """Return the text next to an answer without marks of formulas, Markdown, spacing and text."""
+    """Return the text next to an answer without marks of formulas, Markdown, spacing and text; blanks once."""
     text = _EMPTY_BOX.sub("", text)
     text = _UNSEEN.sub(" ", text)
-    return TEXT_COMMAND.sub(r" \1 ", text)
+    text = TEXT_COMMAND.sub(r" \1 ", text)
+    return _BLANKS.sub(" ", text)
 
 
 def _unboxed(content: str) -> str:
@@ -234,9 +271,11 @@ ANSWER_CHARACTERS = 1000
 
 # x, x_1, f(x), \theta. Two letters may be a product.
 _NAME = re.compile(r"(?:(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\w|_\{\w{1,8}\})? ?(?:\([a-zA-Z]\))?)?")
+# What one side alone may have in front of an interval or a set: x \in
+_ELEMENT = re.compile(r"(?:[a-zA-Z]|\\[a-zA-Z]+) ?\\in ?(?=[\[({]|\\[{l(])")
 _EQUALS = re.compile(r" ?= ?|(?<=[^ ]) ?(?=≈|\\approx)")
-# Blanks that say nothing: around signs, and after a factor (5 x)
-_IDLE_BLANK = re.compile(r" ?([^\w\s]) ?|(?<=[0-9]) (?=[a-zA-Z])")
+# Blanks that say nothing: around signs, after a factor (5 x), and between a command and digits (\ne 5)
+_IDLE_BLANK = re.compile(r" ?(\\[a-zA-Z]+) (?=[0-9])| ?([^\w\s]) ?|(?<=[0-9]) (?=[a-zA-Z])")
 # Words whose case does not count: in a tag all except LaTeX's commands. In a box only "no" and words of three letters
 # or more, because other letters are symbols.
 _CASELESS_IN_TAG = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]+")
@@ -254,6 +293,9 @@ def same_answer(answer: str, reference: str, tolerance: float, latex: bool) -> b
     reference = clean_text(reference)
     if not answer or not reference:
         return False
+    if (_ELEMENT.match(answer) is None) != (_ELEMENT.match(reference) is None):
+        answer = _ELEMENT.sub("", answer, count=1)
+        reference = _ELEMENT.sub("", reference, count=1)
     name, answer_value = _split_name(answer)
     reference_name, reference_value = _split_name(reference)
     if name == reference_name or "=" not in answer or "=" not in reference:
@@ -277,7 +319,7 @@ def same_answer(answer: str, reference: str, tolerance: float, latex: bool) -> b
     if expected and expected.has_known_unit:
         return False
     if _comparable(answer, latex) == _comparable(reference, latex):
-        return True
+        return not number  # 1,234 is one number, and 1, 234 a list of two
     return latex and same_expression(answer, reference, tolerance)
 
 
@@ -310,5 +352,5 @@ def _split_name(text: str) -> tuple[str, str]:
 def _comparable(text: str, latex: bool) -> str:
     """Return the text that is compared: without blanks that say nothing, and without the case of words."""
     caseless = _CASELESS_IN_BOX if latex else _CASELESS_IN_TAG
-    text = _IDLE_BLANK.sub(r"\1", text)
+    text = _IDLE_BLANK.sub(r"\1\2", text)
     return caseless.sub(lambda match: match[0].casefold(), text)

@@ -9,6 +9,7 @@ Each built-in function checks its options first, and the start of a run calls it
 None of them imports torch, because worker processes must start fast.
 """
 
+import ast
 import contextlib
 import dataclasses
 import itertools
@@ -16,6 +17,7 @@ import json
 import math
 import secrets
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +25,9 @@ from grpo.rewards.answers import extract_answer, last_box, same_answer
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
 from grpo.rewards.latex import OutOfTime, load_math_verify
 from grpo.workers.programs import Limits, run_python
+from grpo.workers.worker import Rewards
 
-RewardFunction = Callable[..., list[float | None]]
+RewardFunction = Callable[..., Rewards]
 
 
 def group_level(function: RewardFunction) -> RewardFunction:
@@ -45,11 +48,12 @@ def math_reward(
     tolerance: float = 1e-6,
     partial_credit: float = 0.0,
     **columns: list,
-) -> list[float | None]:
+) -> Rewards:
     """Pay 1.0 if the answer in a completion equals the reference in `answer`, else 0.0: the rule of configs/ANSWERS.md.
 
-    A reference with #### (GSM8K's solutions) is what follows the last one, and a reference with boxes is the content of
-    the last box. With answer_format="boxed" expressions are compared, which needs the process's main thread.
+    A reference with #### (GSM8K's solutions) is what follows the last one. A reference with boxes is the content of the
+    last box, or a list if more are joined to it (`last_box`). With answer_format="boxed" expressions are compared,
+    which needs the process's main thread.
 
     Returns `partial_credit` (0 to 1) for a wrong answer in the right form. Returns None if the reference is empty or
     None, or if a comparison takes more than LATEX_SECONDS of CPU time. Raises ValueError for a reference that is
@@ -99,7 +103,7 @@ def code_reward(
     call_timeout_seconds: float = math.inf,
     worker_memory_gib: float = math.inf,
     **columns: list,
-) -> list[float | None]:
+) -> Rewards:
     """Pay 1.0 if the program in a completion passes all of its tests, else 0.0. None if there are no tests.
 
     The program is the last closed block fenced as ```python or, if there is none, without a language. `tests` is one of
@@ -158,35 +162,83 @@ def _read_tests(tests: Any) -> str | list[tuple[str, str]]:
 
     Raises ValueError if `tests` has none of the forms that code_reward describes.
     """
-    if isinstance(tests, str) and tests.lstrip().startswith("["):
+    if isinstance(tests, str) and tests.lstrip().startswith(("[", "{")):
         with contextlib.suppress(ValueError):  # Python that starts with a list
             tests = json.loads(tests)
     if tests is None or isinstance(tests, str):
-        return (tests or "").strip()
+        return _checked_source(tests or "")
     if isinstance(tests, list | tuple):
         if all(isinstance(test, str) for test in tests):
-            return "\n".join(tests).strip()
+            return _checked_source("\n".join(tests))
         tables = [test for test in tests if isinstance(test, dict)]
         pairs = [(test.get("input"), test.get("output")) for test in tables]
         are_texts = [isinstance(text, str) for text in itertools.chain(*pairs)]
-        if len(pairs) == len(tests) and all(are_texts):
+        are_calls = [test.get("fn_name") or test.get("testtype") == "functional" for test in tables]
+        if len(pairs) == len(tests) and all(are_texts) and not any(are_calls):
             return pairs
     raise ValueError(
-        f"cannot read tests of type {type(tests).__name__}: {str(tests)[:200]!r}; give Python source or a "
-        'list (or its JSON) of {"input": text, "output": text}'
+        f"cannot read tests of type {type(tests).__name__}: {str(tests)[:200]!r}; give Python source or a list (or its "
+        'JSON) of {"input": text, "output": text} for stdin and stdout. configs/examples/code_rows.py makes them of '
+        "the forms of public data sets, also of calls of a function"
     )
 
+
+def _checked_source(tests: str) -> str:
+    """Return Python tests without blanks around them. Raises ValueError for those that no program could fail, or pass.
+
+    Some data sets have tests that only define what somebody else calls: HumanEval's `check`, functions for pytest,
+    classes of unittest. Others call what returns the failures, and raises none.
+    """
+    tests = tests.strip()
+    try:
+        with warnings.catch_warnings(action="ignore"):  # such as about "\d"
+            statements = ast.parse(tests).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"cannot read tests: they are no Python ({error}): {tests[:200]!r}") from error
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    at_once = [statement for statement in statements if not isinstance(statement, definitions)]
+    nodes = list(itertools.chain(*map(ast.walk, at_once)))
+    if tests and not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in nodes):
+        raise ValueError(
+            f"tests assert and call nothing, so every program would pass: {tests[:200]!r}; add the calls in data.row, "
+            "such as check(name) for HumanEval's (configs/examples/code_rows.py does it for functions of pytest)"
+        )
+    for node in nodes:
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(module), name)) if f"{module}.{name}" in RETURN_FAILURES:
+                raise ValueError(
+                    f"tests call {module}.{name}, which raises nothing, so every program would pass: {tests[:200]!r}; "
+                    "call the functions themselves in data.row"
+                )
+    return tests
+
+
+# Calls that return how the tests went
+RETURN_FAILURES = ("pytest.main", "doctest.testmod")
 
 # Runs the program and then the tests as one module named __main__, whose namespace has nothing of this harness. The
 # marker comes in through stdin and not in a file, and goes out only after the tests have passed. Whatever is called
 # after the program was looked up before it, so that replacing exec or os.write changes nothing. Leaving by _exit keeps
-# threads and exit handlers out.
+# threads and exit handlers out. unittest.main() exits also after a success, as a program may that leaves early, and a
+# runner of unittest raises nothing after a failure. So main returns, and a run without a test or with one that did not
+# simply pass ends the process: a program could skip its own test.
 _HARNESS = """
 def run(exec=exec):
     import json, os, sys, types
     job = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     out, write, leave = os.dup(1), os.write, os._exit
+    if "unittest" in job["tests"]:
+        import unittest
+        start, run_suite = unittest.main, unittest.TextTestRunner.run
+        def run_all(runner, suite):
+            result = run_suite(runner, suite)
+            not_passed = result.errors + result.failures + result.skipped + result.expectedFailures
+            if not_passed or result.unexpectedSuccesses or not result.testsRun:
+                leave(1)
+            return result
+        unittest.TextTestRunner.run = run_all
+        unittest.main = lambda *words, **options: start(*words, **options | {"exit": False})
     program, tests = (compile(job[name], name, "exec", dont_inherit=True) for name in ("program", "tests"))
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(program, module.__dict__)
@@ -232,7 +284,7 @@ def overlong_penalty(
     tokens: int = 0,
     max_completion_tokens: int,
     **columns: list,
-) -> list[float | None]:
+) -> Rewards:
     """Punish long completions softly, as DAPO does (arXiv:2503.14476, equation 13).
 
     L_max is `max_completion_tokens`, and L_cache is `tokens`, or a quarter of L_max if that is 0. The reward is 0 up to

@@ -8,6 +8,8 @@ import re
 import sys
 import unicodedata
 
+from grpo.workers.worker import Rewards
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Form
 
@@ -17,7 +19,7 @@ def regex_match(
     *,
     pattern: str,
     **columns: list,
-) -> list[float | None]:
+) -> Rewards:
     """Pay 1.0 if the regular expression `pattern` occurs anywhere in the completion (re.search), else 0.0."""
     try:
         compiled = re.compile(pattern)
@@ -38,7 +40,7 @@ _NO_WIDTH = re.compile(
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 
 
-def format_reward(completions: list[str], **columns: list) -> list[float | None]:
+def format_reward(completions: list[str], **columns: list) -> Rewards:
     """Pay 1.0 if the completion is <think>..</think><answer>..</answer> with only blanks around it, else 0.0.
 
     Each tag must occur once and exactly so: `<THINK>`, `< think >` and `<think now="yes">` are malformed tags. Thoughts
@@ -55,7 +57,7 @@ def format_reward(completions: list[str], **columns: list) -> list[float | None]
     return rewards
 
 
-def thinking_reward(completions: list[str], **columns: list) -> list[float | None]:
+def thinking_reward(completions: list[str], **columns: list) -> Rewards:
     """Pay 1.0 for one <think>..</think> block with content before the answer, 0.5 for a broken block, 0.0 for none.
 
     A block is broken if a tag is missing, repeated or malformed (see `format_reward`), if it has no content (see
@@ -135,7 +137,7 @@ def repetition_penalty(
     *,
     ngram: int = 4,
     **columns: list,
-) -> list[float | None]:
+) -> Rewards:
     """Punish repetition by -(1 - distinct / total) of the n-grams of `ngram` words. Fewer words give 0.
 
     Words are split at blanks, and case is ignored. In scripts without blanks (Chinese, Japanese, Thai ..) each
@@ -170,7 +172,7 @@ def language_reward(
     *,
     language: str = "latin",
     **columns: list,
-) -> list[float | None]:
+) -> Rewards:
     """Pay the share of the completion's letters (characters, not words) that are of one script. None without letters.
 
     `language` is the word with which Unicode begins the names of these letters: latin, cyrillic, greek, arabic, cjk ...

@@ -44,10 +44,18 @@ def same_expression(answer: str, reference: str, tolerance: float) -> bool:
     """Decide by math-verify whether two clean LaTeX texts are equal. Numbers must agree within a relative `tolerance`.
 
     A text is equal to nothing if it is no expression, too long, too large or not plain. The two must have the same
-    words, equals signs, brackets around lists and case of symbols. And `answer` must not state the question instead of
-    answering it: it may leave no more work of any kind than the reference, and must be solved for the same symbols.
-    Raises OutOfTime.
+    words, equals signs, brackets around lists and case of symbols. The items of a list without brackets are compared
+    one by one: the library would make a set of them, without order and repetitions. And `answer` must not state the
+    question instead of answering it: it may leave no more work of any kind than the reference, and must be solved for
+    the same symbols. Raises OutOfTime.
     """
+    items = _items(answer)
+    expected_items = _items(reference)
+    if len(items) != len(expected_items):
+        return False
+    if len(items) > 1:
+        pairs = zip(items, expected_items, strict=True)
+        return all(item and same_expression(item, expected, tolerance) for item, expected in pairs)
     if _shape(answer) != _shape(reference) or not _has_one_case(f"{answer} {reference}"):
         return False
     if not _have_same_words(answer, reference):
@@ -72,11 +80,12 @@ def parse_expression(text: str) -> Any | None:
 
     Raises OutOfTime.
     """
-    if len(text) > LATEX_CHARACTERS:
+    if len(text) > LATEX_CHARACTERS or _UNREAD.search(text) or _SLASH_AND_FACTORS.search(text):
         return None
     load_math_verify()
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from math_verify.grader import should_treat_as_complex
+    from sympy import MatrixBase
 
     # the library's own clean-up comes first, so that the text that is checked is the text that is parsed; without its
     # units, because of which "5t" would be 5
@@ -87,13 +96,15 @@ def parse_expression(text: str) -> Any | None:
         nits=True,
         boxed="none",
     )
-    text = normalize_latex(text, cleanup)
+    text = normalize_latex(text, cleanup).replace("\\\\", "\\\\ ")  # a letter behind the end of a row is no command
     if not text or not is_plain(text):
         return None
     options = {"is_real": not should_treat_as_complex(text), "convert_degrees": False, "normalization_config": None}
     expression = _within_seconds(latex2sympy, text, **options)
     if not _is_small(expression):
         return None
+    if isinstance(expression, MatrixBase):
+        return expression.as_immutable()  # the parser's own cannot be an entry of a set
     return expression
 
 
@@ -131,6 +142,15 @@ _FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?(?![a-zA-Z])|\\(
 # The parser reads 7(8) as the mixed number 15, and 7e3 as 21 e.
 _MIXED = re.compile(r"[0-9] ?\)? ?\( ?-?[0-9. /]+\)|[0-9]e[0-9]")
 _MATRIX = re.compile(r"\\(?:begin|end)\{[bp]?matrix\}")
+# What the library drops: primes (f'(2) would be f(2)), dollars, dots, an exponent T, which may be a number. And two
+# signs in a row, which may mean plus or minus, and the zeros in the thousands of 1,000.
+_UNREAD = re.compile(r"(?<![0-9.])0 ?[0-9]|['\"$]|\\ldots|\^ ?(?:T|\{ ?T ?\})|[-+] ?[-+]")
+# What follows a slash belongs below the line or not: 1/2x, \pi/4\sqrt{2}, x/2(x+1). The same for \sin x/2.
+_OPERAND = r"(?:[0-9.]+(?![0-9.])|[a-zA-Z]|\\[a-zA-Z]+(?![a-zA-Z])(?: ?\{[^{}]*\})?|\([^()]*\))(?:\^(?:\w|\{\w+\}))?"
+_SLASH_AND_FACTORS = re.compile(
+    rf"/ ?{_OPERAND} ?(?:[a-zA-Z(]|\\(?!cdot|times|l[et]|g[et]|cup|cap|in(?:fty)?\b|[{{}}\\]|end\b))"
+    r"|\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|ln|exp)h?(?:\^\w)? ?[\w\\ ]+/"
+)
 # Subscripts become part of a name. After a digit they would be the base of a number.
 _PLAIN = re.compile(  # each text matches in one way only, since possessive groups match too little before Python 3.11.4
     r"(?:[0-9a-zA-Z+\-*/^=<>|()\[\]{}.,;& ]|\\[a-zA-Z]+(?![a-zA-Z])|\\[{}\\]"
@@ -180,6 +200,19 @@ def _have_same_words(answer: str, reference: str) -> bool:
     long_words = [word for word in words if len(word) > 1]
     expected_words = [word for word in expected if len(word) > 1]
     return sorted(long_words) == sorted(expected_words)
+
+
+def _items(text: str) -> list[str]:
+    """Split a list without brackets at its commas and semicolons: `x=1`, `(2, 3)` for `x=1, (2, 3)`."""
+    depth = 0
+    items = [""]
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character in ",;" and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item.strip() for item in items]
 
 
 def _shape(text: str) -> tuple[int, int, bool, str]:
@@ -233,8 +266,7 @@ _COUNTED = re.compile(r"(?!1[*/])[0-9.]+|[a-zA-Z]+| [-+] |\*\*|(?<=[a-z])\(")
 
 def _is_as_worked_out(answer: Any, reference: Any) -> bool:
     """Check that `answer` leaves no more work than the reference and is solved for the same symbols."""
-    has_more_work = not _work(answer) <= _work(reference)
-    return not has_more_work and _isolated(reference) <= _isolated(answer)
+    return _work(answer) <= _work(reference) and _isolated(reference) <= _isolated(answer)
 
 
 def _isolated(expression: Any) -> set[Any]:
@@ -317,7 +349,7 @@ def _length(expression: Any) -> int:
 def _equal(answer: Any, reference: Any, tolerance: float) -> bool:
     """Compare two expressions as math-verify does, and numbers by the tolerance as well."""
     from math_verify.grader import sympy_expr_eq
-    from sympy import Eq, Expr, simplify
+    from sympy import Eq, simplify
 
     if isinstance(answer, Eq) and isinstance(reference, Eq):
         # the library would compare solutions, so that two equations without one would be equal
@@ -327,10 +359,37 @@ def _equal(answer: Any, reference: Any, tolerance: float) -> bool:
     if not sympy_expr_eq(reference, answer, float_rounding=6, numeric_precision=15):
         return False
     # two numbers may have the same six decimals and differ by more than the tolerance
-    if not all(isinstance(side, Expr) and side.is_number for side in (answer, reference)):
+    numbers = _numbers(answer)
+    expected = _numbers(reference)
+    if len(numbers) != len(expected):
         return True
-    difference = answer - reference
-    distance = abs(difference.evalf(30))
+    return all(_is_close(number, other, tolerance) for number, other in zip(numbers, expected, strict=True))
+
+
+def _numbers(expression: Any) -> list[Any]:
+    """Return the number that an expression is, or those in a set, tuple, interval or matrix, in rising order."""
+    from sympy import Expr, FiniteSet, Interval, MatrixBase, Tuple, Union, default_sort_key
+
+    parts = [expression]
+    numbers = []
+    while parts:
+        part = parts.pop()
+        if isinstance(part, MatrixBase):
+            parts += part.flat()
+        elif isinstance(part, FiniteSet | Tuple | Union):
+            parts += part.args
+        elif isinstance(part, Interval):
+            parts += [part.start, part.end]
+        elif isinstance(part, Expr) and part.is_number:
+            numbers.append(part)
+    return sorted(numbers, key=lambda number: (number.evalf(30) if number.is_real else 0, default_sort_key(number)))
+
+
+def _is_close(number: Any, reference: Any, tolerance: float) -> bool:
+    """Decide whether two numbers differ by at most the relative tolerance. True if sympy cannot tell."""
+    if number == reference:  # also infinity, whose difference to itself is none
+        return True
+    distance = abs((number - reference).evalf(30))
     size = abs(reference.evalf(30))
     if not distance.is_Number or not size.is_Number:
         return True

@@ -12,7 +12,6 @@ import functools
 import inspect
 import io
 import os
-import pathlib
 import resource
 import signal
 import sys
@@ -27,9 +26,10 @@ from grpo.rewards.builtin import BUILT_INS, RewardFunction
 from grpo.text import shorten
 from grpo.workers import lockdown
 from grpo.workers.processes import Workers
-from grpo.workers.worker import Failure, describe_error, plain_values
+from grpo.workers.worker import PACKAGE, Failure, Rewards, describe_error, plain_values
 
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
+# The columns of a call, by name, with a value for each completion
+Columns = dict[str, list]
 # Longest output of a function that is shown
 PRINTED_CHARACTERS = 2000
 # Arguments that TRL gives to reward functions and a run here does not -> what to do instead
@@ -75,7 +75,7 @@ class ForEachCompletion:
         prompts: list,
         answer: list,
         **columns: list,
-    ) -> list[float | None]:
+    ) -> Rewards:
         """Return the value of each completion. A prompt is given as the data has it."""
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
         triples = zip(prompts, texts, answer, strict=True)
@@ -95,7 +95,7 @@ def called_with(function: RewardFunction) -> Literal["completion", "group", "ste
 def call_arguments(
     function: RewardFunction,
     completions: list,
-    columns: Mapping[str, list],
+    columns: Columns,
 ) -> tuple[tuple, dict]:
     """Return the arguments of a call. Completions go by their name if the function has it: `f(prompts, completions)`.
 
@@ -322,7 +322,7 @@ def load_caller(
     config: RewardConfig,
     confined: bool,
     max_completion_tokens: int,
-) -> Callable[..., list[float | None]]:
+) -> Callable[..., Rewards]:
     """Load the functions into this process, confined or not. Returns a function that calls one of them by name."""
     private_paths = filter(lockdown.is_private, sys.path)
     private_folders = sorted(set(map(os.path.realpath, private_paths)))
@@ -378,7 +378,7 @@ def readable_places() -> tuple[str, ...]:
         *lockdown.interpreter_places(),
         *lockdown.package_places(),
         "/dev/urandom",
-        _PACKAGE,
+        PACKAGE,
     }
     return tuple(sorted(places))
 
@@ -386,8 +386,8 @@ def readable_places() -> tuple[str, ...]:
 def make_call(
     function: RewardFunction,
     completions: list[str],
-    columns: dict[str, list],
-) -> list[float | None]:
+    columns: Columns,
+) -> Rewards:
     """Call a function. Returns its values. Raises whatever it raises, and Failure if it does not return values."""
     num_completions = len(completions)  # the function may change the list
     if "environments" in columns:

@@ -88,8 +88,8 @@ _CHARACTERS = _FULL_WIDTH | str.maketrans(
         "\u2212": "-",
         "\u2013": "-",
         "\u2044": "/",
-        "²": "^2",
-        "³": "^3",
+        "²": "^{2}",
+        "³": "^{3}",
         "º": "°",
         "˚": "°",
         "℃": "°C",
@@ -99,23 +99,40 @@ _CHARACTERS = _FULL_WIDTH | str.maketrans(
         "π": "\\pi ",
         "≤": "\\le ",
         "≥": "\\ge ",
+        "≠": "\\ne ",
+        "±": "\\pm ",
+        "∪": "\\cup ",
+        "∈": "\\in ",
+        "·": "\\cdot ",
+        "α": "\\alpha ",
+        "β": "\\beta ",
+        "θ": "\\theta ",
+        "λ": "\\lambda ",
     }
 )
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
-_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|(?<=.)~")
+# √3 and √(x+1), but not √3x, which is one of two
+_ROOT = re.compile(r"√ ?(?:([0-9]+)|\(([^()]*)\))(?![\w(.])")
+_SPACING = re.compile(
+    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|quad|qquad|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|(?<=.)~"
+)
 _DEGREES = re.compile(r"\^? ?\{? ?(?:\\circ|\\degrees?|°)(?![a-zA-Z]) ?\}?")
 # LaTeX's other names of a command
 _SYNONYMS = {
     **dict.fromkeys(("cfrac", "dfrac", "tfrac"), "frac"),
     "varnothing": "emptyset",
-    "leq": "le",
-    "geq": "ge",
+    **dict.fromkeys(("leq", "leqslant"), "le"),
+    **dict.fromkeys(("geq", "geqslant"), "ge"),
+    "neq": "ne",
+    **dict.fromkeys(("dbinom", "tbinom"), "binom"),
+    "lbrace": "{",
+    "rbrace": "}",
 }
 _SYNONYM = re.compile(rf"\\({'|'.join(_SYNONYMS)})(?![a-zA-Z])")
 _FRACTION = re.compile(r"\\frac ?(?:\{ ?([-+]?[0-9.]+) ?\}|([0-9])) ?(?:\{ ?([0-9.]+) ?\}|([0-9]))")
 # LaTeX's commands around words
-TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox) ?\{([^{}]*)\}")
-_ONE_IN_BRACES = re.compile(r"([_^])\{(\w)\}")
+TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|mbox) ?\{([^{}]*)\}")
+_ONE_IN_BRACES = re.compile(r"([_^])\{(\w)\}(?! ?[0-9])")  # x^{2}3 is not x^23
 _MARKDOWN = "*_` "
 _WRAPPERS = {
     "$$": "$$",
@@ -137,6 +154,7 @@ def clean_text(text: str) -> str:
     if not text.isascii():
         text = _VULGAR_FRACTION.sub(lambda match: f" {unicodedata.normalize('NFKC', match[0])} ", text)
         text = _DEGREES.sub("°", text.translate(_CHARACTERS))
+        text = _ROOT.sub(lambda match: f"\\sqrt{{{match[1] or match[2]}}}", text)
     if "\\" in text:
         text = re.sub(r"\\! ?", "", text).replace("\\$", "$").replace("\\%", "%")
         text = _SYNONYM.sub(lambda match: f"\\{_SYNONYMS[match[1]]}", text)
@@ -209,10 +227,11 @@ def read_number(text: str) -> Number | None:
 
 
 def arithmetic(text: str) -> Fraction | None:
-    """Calculate two numbers joined by one of `+ - * /`. None for any other text."""
+    """Calculate two numbers joined by one of `+ - * /`, or read one number without a unit. None for any other text."""
     match = _OPERATION.fullmatch(_with_slashes(text[:NUMBER_CHARACTERS]))
     if not match:
-        return None
+        number = read_number(text)
+        return number.value if number and not number.unit and not number.is_rounded else None
     left = _decimal(match[1])
     right = _decimal(match[3])
     if left is None or right is None or (match[2] == "/" and not right):

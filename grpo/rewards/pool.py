@@ -5,14 +5,14 @@ the completion has no reward, and the run ends if a function fails for every com
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo.config import RewardConfig
+from grpo.data.encode import as_json
 from grpo.data.rows import as_messages
 from grpo.rewards import loading
-from grpo.rewards.loading import argument_names, called_with, load_functions
+from grpo.rewards.loading import Columns, argument_names, called_with, load_functions
 from grpo.text import shorten
 from grpo.types import Rollout
 from grpo.workers.processes import Call, Workers
@@ -101,8 +101,8 @@ class RewardPool:
                 completions = as_json([self.opening + rollout.answer for rollout in part])
                 columns = as_json(call_columns(part, step, needs_ids, self.opening))
                 for name in names:
-                    line = b"[%s, %s, %s]" % (as_json(name), completions, columns)
-                    call = Call(len(self._scopes), line, seconds, num_values=len(places))
+                    line = f"[{as_json(name)}, {completions}, {columns}]"
+                    call = Call(len(self._scopes), line.encode(), seconds, num_values=len(places))
                     calls[loading.is_confined(name)].append(call)
                     self._scopes.append(CallScope(name, places))
         for confined, workers in self.workers.items():
@@ -161,23 +161,12 @@ def is_lost(rollout: Rollout) -> bool:
     return episode is not None and bool(episode["failure"])
 
 
-def as_json(value: Any) -> bytes:
-    """Encode a value as JSON. Raises ValueError with the way out if JSON cannot hold it."""
-    try:
-        return json.dumps(value).encode()
-    except TypeError as error:
-        raise ValueError(
-            f"reward functions get columns as JSON has them: {error}; convert it in a function of --data.row, or leave "
-            "the column out of data.columns"
-        ) from error
-
-
 def call_columns(
     rollouts: list[Rollout],
     step: int,
     needs_ids: bool,
     opening: str = "",
-) -> dict[str, list]:
+) -> Columns:
     """Return the columns of a call, with `completion_ids` if a function needs them. opening: as in RewardPool."""
     columns = {}
     for name in rollouts[0].prompt.columns:
@@ -193,7 +182,7 @@ def call_columns(
     return columns
 
 
-def episode_columns(rollouts: list[Rollout], opening: str = "") -> dict[str, list]:
+def episode_columns(rollouts: list[Rollout], opening: str = "") -> Columns:
     """Return EPISODE_COLUMNS: the model's turns, all messages, and twice what the environment says about itself.
 
     opening: an opened <think>, with which the template begins each turn. Each text of the model gets it in front.

@@ -118,7 +118,7 @@ class SampledAhead:
     """On the head of a replica."""
     began: float
     ended: float
-    """When it had sampled; `began` on the learners, which do not wait."""
+    """When it had sampled; on the learners, which do not wait, when it began."""
 
 
 def start_sampling_ahead(
@@ -130,9 +130,7 @@ def start_sampling_ahead(
     if requests is None:
         return None
     began = time.time()
-    if generator is None:
-        return SampledAhead(None, began, began)
-    completions = generator.generate(requests, group_size)
+    completions = generator.generate(requests, group_size) if generator else None
     return SampledAhead(completions, began, time.time())
 
 
@@ -216,7 +214,7 @@ def broadcast_tensors(tensors: Sequence[Tensor | None] | None, roles: Roles) -> 
     return tensors
 
 
-def flatten_completions(completions: list[Completion]) -> dict[str, torch.Tensor]:
+def flatten_completions(completions: list[Completion]) -> dict[str, Tensor]:
     """Return completions as flat tensors: facts as bytes of JSON, ids, loss mask, log-probs, kept ids.
 
     So they go over the wire quickly, and into a checkpoint without pickles.
@@ -241,7 +239,7 @@ def flatten_completions(completions: list[Completion]) -> dict[str, torch.Tensor
     }
 
 
-def unflatten_completions(tensors: dict[str, torch.Tensor]) -> list[Completion]:
+def unflatten_completions(tensors: dict[str, Tensor]) -> list[Completion]:
     """Undo `flatten_completions`. Raises ValueError if that of another version has made them."""
     check_saved("completions", tensors, flatten_completions([]))
     records = json.loads(tensors["facts"].numpy().tobytes())

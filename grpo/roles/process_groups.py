@@ -288,15 +288,20 @@ def _let_segments_grow() -> None:
 _open_engines: list[Callable[[], None]] = []  # held until the process ends, or vLLM would close what Python frees
 
 
-def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:
+def close_roles(
+    roles: Roles,
+    close_engine: Callable[[], None] | None = None,
+    process_goes_on: bool = False,
+) -> None:
     """Leave together: wait for all, shut the engine down, destroy this rank's groups. Collective over `control`.
 
-    An engine of one rank, which shares no memory, ends with the process: closing it would take seconds.
+    An engine of one rank, which shares no memory, ends with the process, unless that goes on, as a notebook does:
+    closing it would take seconds.
     """
     dist.barrier(group=roles.control)
     if close_engine is not None:
         _open_engines.append(close_engine)
-        if len(roles.replica) > 1:
+        if process_goes_on or len(roles.replica) > 1:
             close_engine()
         gc.unfreeze()  # vLLM froze its objects, which at the end of a notebook would be reported as leaked
     if dist.is_initialized():  # an engine takes the default group with it

@@ -32,7 +32,6 @@ class Reference:
         weights (`Trainer.lead`), so they are held in float32 and not in the compute dtype. trainer: its fields say how
         rows are packed and computed, which is as for the policy.
         """
-        self.trainer = trainer
         self.as_trained = as_trained
         self.model = policy or build_model(
             model,
@@ -50,4 +49,4 @@ class Reference:
         They are at the sampling temperatures. Collective over the reference's ranks.
         """
         with contextlib.nullcontext() if self.as_trained else adapters_off(self.model.module):
-            return self.model.token_logprobs(batch, self.trainer)
+            return self.model.token_logprobs(batch)

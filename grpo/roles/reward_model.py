@@ -47,7 +47,6 @@ class RewardModel:
 
         trainer: rows are made and computed as the policy's are.
         """
-        self.trainer = trainer
         self.roles = roles
         self.model = None
         if roles.references:
@@ -91,7 +90,7 @@ class RewardModel:
         batch = send_batch(batch, self.roles)
         total_N = torch.zeros(batch.num_tokens)
         if self.model:
-            total_N = self.model.token_logprobs(batch, self.trainer)
+            total_N = self.model.token_logprobs(batch)
         dist.all_reduce(total_N, group=self.roles.learners)  # each rank has its part, and 0 elsewhere
         return total_N[batch.loss_mask_N].tolist()
 
@@ -104,7 +103,6 @@ class RewardModel:
 class RewardReader:
     """How the reward model reads conversations."""
 
-    folder: str
     tokenizer: "PreTrainedTokenizerBase"
     max_tokens: int
     """Most tokens of a conversation."""
@@ -154,7 +152,7 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
     hf = hf_folder.read_hf_config(folder, scores=True)
     max_tokens = min(hf.max_position_embeddings, trainer.micro_batch_tokens) - 1  # `RewardModel.scores` adds one
     print(f"reward model {path}: reads up to {max_tokens} tokens of its own")
-    return RewardReader(folder, tokenizer, max_tokens, hf.pad_token_id)
+    return RewardReader(tokenizer, max_tokens, hf.pad_token_id)
 
 
 def conversation(rollout: Rollout, opening: str = "") -> list[Message]:

@@ -89,7 +89,7 @@ class Trainer:
 
         At other tokens they may be 0. Collective over the trainer ranks.
         """
-        logprobs_N = self.model.token_logprobs(batch, self.config).to(self.roles.device)
+        logprobs_N = self.model.token_logprobs(batch).to(self.roles.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(logprobs_N)  # every rank holds its part and 0 elsewhere
         return logprobs_N.cpu()
@@ -112,7 +112,7 @@ class Trainer:
         for name, values_N in inputs.items():
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
-        packing = self.model.pack(batch, self.config)
+        packing = self.model.pack(batch)
         for micro, is_last in self.model.micro_batches(packing):
             self.model.accumulate(is_last)
             logprobs_BT, entropy_BT = self.model.logprobs(micro)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo.config.checks import check_model_path, check_world_size, num_processes
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
-from grpo.config.recipes import differences, for_one_process, load
+from grpo.config.recipes import SCRIPTS, differences, for_one_process, load
 from grpo.folder.run_folder import check_run_folder
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.watch.stopping import end_with_launcher
@@ -29,7 +29,6 @@ DEFAULT_RECIPES = {
 }
 # torch reads it when it is imported, and grpo.evaluate imports torch right after this module: NUMA binding
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 CACHE_VARIABLE = "GRPO_CACHE_DIR"
 # Variable of a library -> its part of that folder
 CACHES = {
@@ -42,6 +41,7 @@ CACHES = {
 KNOWN_NOISE = {
     None: "model.safetensors.index.json not found",  # torchtitan's own way of saving, which is not used
     "torch.distributed.tensor._redistribute": "_NormPartial",  # the gradient's norm, a scalar, in two reductions
+    "torch._higher_order_ops.wrap": "context_fn is passed",  # selective checkpointing, of blocks without in-place ops
     "torch._inductor.codecache": "unable to serialize compiled graph",  # tensor parallelism; it is compiled again
     "vllm.triton_utils.importing": "Triton is installed",  # and finds no GPU on a CPU machine
 }
@@ -74,13 +74,7 @@ def check_folder_early(config: Config, script: str) -> None:
         check_model_path(config.model.path)
         check_model_path(config.model.reference_path)
         check_model_path(config.reward.model)
-        check_run_folder(
-            config.run_dir,
-            script,
-            inputs=(),
-            resume=config.resume,
-            overwrite=config.overwrite,
-        )
+        check_run_folder(config, script, inputs=())
 
 
 def checked_config(config_type: type[Config], words: list[str] | None = None) -> Config:

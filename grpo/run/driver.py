@@ -252,25 +252,15 @@ class Driver:
         metrics |= measured_metrics(measured, times, num_tokens)
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
-            self._log_completions(step, rollouts, batch, measured)
+            measured_rollouts = []
+            advantages = sequence_advantages(batch)
+            mismatches = measured.sequence_means()
+            for rollout, advantage, mismatch in zip(rollouts, advantages, mismatches, strict=True):
+                measured_rollouts.append(replace(rollout, advantage=advantage, mismatch=mismatch))
+            prompts = self.scorer.prompt_texts(rollouts)
+            self.session.run_log.completions(step, measured_rollouts, prompts)
         self.session.log(step, metrics)
         return metrics
-
-    def _log_completions(
-        self,
-        step: int,
-        rollouts: list[Rollout],
-        batch: TrainBatch,
-        measured: StepMetrics,
-    ) -> None:
-        """Log the completions of step number `step`, each with its advantage and mismatch."""
-        measured_rollouts = []
-        advantages = sequence_advantages(batch)
-        mismatches = measured.sequence_means()
-        for rollout, advantage, mismatch in zip(rollouts, advantages, mismatches, strict=True):
-            measured_rollouts.append(replace(rollout, advantage=advantage, mismatch=mismatch))
-        prompts = self.scorer.prompt_texts(measured_rollouts)
-        self.session.run_log.completions(step, measured_rollouts, prompts)
 
     def _finished(self) -> list[Rollout]:
         """Return what the step took, except groups that go back, which the step that trains on them counts."""

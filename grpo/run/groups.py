@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo.config import SamplingConfig
 from grpo.environments.play import NOTED
-from grpo.report.rollout_metrics import are_equal
+from grpo.report.rollout_metrics import are_equal, differ_by_length_alone
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.types import Completion, Piece, Prompt, Requests, Rollout, check_saved
 
@@ -141,7 +141,9 @@ class GroupBuffer:
         rollouts = score(prompts, completions_of(taken))
         self.everything += rollouts
         if self.sampling.dynamic:
-            self.is_informative += [not is_equal for is_equal in are_equal(rollouts, self.group_size)]
+            equal = are_equal(rollouts, self.group_size)
+            only_length = differ_by_length_alone(rollouts, self.group_size)
+            self.is_informative += [not any(flags) for flags in zip(equal, only_length, strict=True)]
         else:
             self.is_informative += [True] * len(taken)
 

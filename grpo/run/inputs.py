@@ -4,13 +4,16 @@ Bad input is refused here, before GPUs are used. Each function raises ValueError
 and the way out. A check that every run needs belongs in `open_run`.
 """
 
+import contextlib
 import itertools
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
@@ -28,6 +31,7 @@ from grpo.data.prepare import (
     texts_of,
     usable_chats,
     usable_prompts,
+    warn_of_repeated_rows,
 )
 from grpo.data.rows import Tools
 from grpo.data.streams import ChatStream, PromptStream
@@ -49,9 +53,8 @@ from grpo.run.groups import Group, saved_groups
 from grpo.run.scorer import Scorer
 from grpo.types import Prompt, check_saved
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+# Part of the driver's state in a checkpoint: `Inputs.weights`. Older checkpoints lack it.
+WEIGHTS = "weights"
 Stream = TypeVar("Stream", PromptStream, ChatStream)
 
 
@@ -60,7 +63,7 @@ class Inputs:
     """What a run starts from. A field that the script does not need is empty."""
 
     model_folder: str
-    tokenizer: "PreTrainedTokenizerBase | None"
+    tokenizer: PreTrainedTokenizerBase | None
     checkpoint: pathlib.Path | None
     """The checkpoint to continue from."""
     saved_state: Mapping[str, Any]
@@ -85,6 +88,8 @@ class Inputs:
     """The examples of each validation set, by its name."""
     form: ChatForm = ChatForm()
     """How the exported model writes chats."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """Checksum of each model that is no part of a checkpoint, by the config's field."""
 
     @property
     def vocab_size(self) -> int:
@@ -110,7 +115,7 @@ class Inputs:
 def read_grpo(
     config: GRPOConfig,
     script: str,
-    build_dir: str = "",
+    build_dir: str,
 ) -> Inputs:
     """Read the prompts, references, held-out prompts and rewards of a GRPO run."""
     data = config.data
@@ -141,21 +146,23 @@ def read_grpo(
         inputs.vocab_size,
     )
     new_stream = partial(PromptStream, rows, config)
-    check_parts(inputs.saved_state, ("step", "data", "flight"), config.allow_changes)
-    stream = resumed_stream(new_stream, inputs.saved_state, config.allow_changes)
+    stream = resumed_stream(new_stream, inputs.saved_state, ("step", "data", "flight"), config.allow_changes)
     form = learned_form(config, inputs.tokenizer)
     groups = groups_in_flight(inputs.saved_state, config.allow_changes, begins_again=not stream.num_drawn)
     inputs = replace(inputs, stream=stream, form=form, groups=groups)
     if config.evaluation.interval:
         prompts = held_out_prompts(config, inputs)
+        if not config.environment.all_classes:  # whose rows may have one prompt for all, and differ in their columns
+            warn_of_repeated_rows("evaluation", [prompt.ids for prompt in prompts], rows)
         inputs = replace(inputs, eval_prompts=prompts)
-    return with_scorer(config, inputs)
+    inputs = with_scorer(config, inputs)
+    return with_checked_weights(config, inputs)
 
 
 def read_sft(
     config: SFTConfig,
     script: str,
-    build_dir: str = "",
+    build_dir: str,
 ) -> Inputs:
     """Read the examples of a supervised run, and what it validates and evaluates on."""
     if config.evaluation.interval:
@@ -166,18 +173,20 @@ def read_sft(
     form = learned_form(config, inputs.tokenizer)
     rows = usable_chats(sources, config, inputs.tokenizer, inputs.vocab_size)
     new_stream = partial(ChatStream, rows, config)
-    check_parts(inputs.saved_state, ("step", "data", "recent_losses"), config.allow_changes)
-    stream = resumed_stream(new_stream, inputs.saved_state, config.allow_changes)
+    parts = ("step", "data", "recent_losses")
+    stream = resumed_stream(new_stream, inputs.saved_state, parts, config.allow_changes)
     if config.show:
         first_examples = new_stream().draw(config.show)
         show_examples(first_examples, inputs.tokenizer)
     inputs = replace(inputs, stream=stream, form=form)
     if config.validation.interval:
         validation = load_validation(config, inputs.tokenizer, inputs.vocab_size)
+        held_out = [example.ids for examples in validation.values() for example in examples]
+        warn_of_repeated_rows("validation", held_out, rows)
         inputs = replace(inputs, validation=validation)
     if config.evaluation.interval:
         inputs = read_evaluation(config, inputs)
-    return inputs
+    return with_checked_weights(config, inputs)
 
 
 def read_evaluation(config: RunConfig, inputs: Inputs) -> Inputs:
@@ -230,7 +239,7 @@ def open_model_folder(
     config: RunConfig,
     texts: Iterable[str] = (),
     build_dir: str = "",
-) -> tuple[str, "PreTrainedTokenizerBase"]:
+) -> tuple[str, PreTrainedTokenizerBase]:
     """Return the folder of `model.path` and its tokenizer, after trying its chat template.
 
     If `model.path` names a function that builds a model, it builds in `build_dir`, by default the run folder, and gets
@@ -270,23 +279,54 @@ def reference_folder(config: GRPOConfig, inputs: Inputs) -> str:
     return config.model.reference_path
 
 
+def with_checked_weights(config: RunConfig, inputs: Inputs) -> Inputs:
+    """Add the checksum of each model that a checkpoint does not hold: base of adapters, fixed reference, reward model.
+
+    Raises ValueError if the resumed run had other weights; with `allow_changes` it prints that. An older checkpoint
+    does not say which it had. The folders must have been checked.
+    """
+    folders = {}
+    if config.trainer.lora_rank:
+        folders["model.path"] = inputs.model_folder
+    if config.reference_has_model and not config.reference_moves:
+        name = "model.reference_path" if config.model.reference_path else "model.path"
+        folders[name] = hf_folder.resolve_folder(inputs.reference_folder)
+    if inputs.reward_model:
+        folders["reward.model"] = hf_folder.resolve_folder(inputs.reward_model, scores=True)
+    weights = {name: hf_folder.weights_checksum(folder) for name, folder in folders.items()}
+
+    saved_weights = inputs.saved_state.get(WEIGHTS, {})
+    for name, checksum in weights.items():
+        saved = saved_weights.get(name, checksum)
+        with refuse_unless_allowed(config.allow_changes, "resumed all the same"):
+            if saved != checksum:
+                raise ValueError(
+                    f"{name}: {folders[name]} has other weights than when step {inputs.step} was saved (checksum "
+                    f"{checksum}, then {saved}), and the checkpoint does not hold them; put the old ones back, take "
+                    "--allow-changes if the change is meant, or start a new run in another --run-dir"
+                )
+    return replace(inputs, weights=weights)
+
+
 def resumed_stream(
     new_stream: Callable[[], Stream],
     state: Mapping[str, Any],
+    parts: Sequence[str],
     allow_changes: bool,
 ) -> Stream:
     """Return a new stream of data, at the place that the `state` of a checkpoint names, if there is one.
 
-    Raises ValueError if the place is one in other data, or if another version of the project saved it; with
-    `allow_changes` the data begin at their beginning.
+    parts: all that the state should have. Raises ValueError if it has others, if the place is one in other data, or if
+    another version of the project saved it; with `allow_changes` it prints that, and data without a place begin again.
     """
     stream = new_stream()
-    try:
-        if state:
+    if state:
+        with refuse_unless_allowed(allow_changes, "resumed all the same"):
+            check_saved("the driver's state", {*state} - {WEIGHTS}, parts)
+        with refuse_unless_allowed(allow_changes, "the data begin again"):
             check_saved("the driver's state", state, {*state, "data"})
             stream.load_state_dict(state["data"])
-    except ValueError as error:
-        _refuse(error, "the data begin again", allow_changes)
+            return stream
         stream = new_stream()  # some sources of the first one may have their place already
     return stream
 
@@ -302,34 +342,26 @@ def groups_in_flight(
     begins_again: the data do, so these groups are of other rows, and fresh prompts will get their indices. They are
     left out. Raises ValueError if another version of the project saved them; with `allow_changes` they are left out.
     """
-    if not state.get("flight"):
+    groups = []
+    if state.get("flight"):
+        with refuse_unless_allowed(allow_changes, "groups in flight are left out"):
+            groups = saved_groups(state["flight"])
+    if groups and begins_again:
+        print(f"{len(groups)} groups in flight are left out: they are of other data")
         return []
+    return groups
+
+
+@contextlib.contextmanager
+def refuse_unless_allowed(allow_changes: bool, consequence: str) -> Iterator[None]:
+    """Let the block raise ValueError, or with `allow_changes` print its reason and what follows instead."""
     try:
-        groups = saved_groups(state["flight"])
-        if groups and begins_again:
-            print(f"{len(groups)} groups in flight are left out: they are of other data", flush=True)
-            return []
-        return groups
+        yield
     except ValueError as error:
-        _refuse(error, "groups in flight are left out", allow_changes)
-        return []
-
-
-def check_parts(state: Mapping[str, Any], parts: Sequence[str], allow_changes: bool) -> None:
-    """Raise ValueError if the `state` of a checkpoint is not made of `parts`; with `allow_changes` print it."""
-    try:
-        if state:
-            check_saved("the driver's state", state, parts)
-    except ValueError as error:
-        _refuse(error, "resumed all the same", allow_changes)
-
-
-def _refuse(error: ValueError, consequence: str, allow_changes: bool) -> None:
-    """Raise the error, or with `allow_changes` print its reason and what follows instead."""
-    if not allow_changes:
-        raise error
-    reason, _, _ = str(error).partition(";")
-    print(f"{consequence}: {reason}", flush=True)
+        if not allow_changes:
+            raise
+        reason, _, _ = str(error).partition(";")
+        print(f"{consequence}: {reason}")
 
 
 # ---- Held-out prompts and rewards
@@ -431,7 +463,7 @@ def tool_schemas(config: RunConfig) -> dict[str, Tools]:
 
 def check_environment(
     config: GRPOConfig,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
 ) -> None:
     """Refuse an environment whose class, functions or chat template cannot be used, and print what it is."""
@@ -458,14 +490,15 @@ def check_environment(
             line += f" with the tools {tools}, called as {style}"
         if turns[name].line:
             line += f"; {turns[name].line}"
-        print(line, flush=True)
+        print(line)
 
 
-def learned_form(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> ChatForm:
+def learned_form(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatForm:
     """Return how a model trained with this config writes chats, as far as its own folder does not say so.
 
     A template that reads `question` is not exported, because nobody else passes that. With an environment the exported
-    template keeps all of the earlier turns, as training did; a line says if it cannot be made to.
+    template keeps all of the earlier turns, as training did; a line says if it cannot be made to. Tokens that ended
+    completions in training end answers of the exported model too.
     """
     data = config.data
     template = ""
@@ -483,7 +516,6 @@ def learned_form(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> Cha
         result = "keeps them too" if serving else "cannot be made to keep them: serve it with another one"
         print(
             "thoughts and all else of earlier turns stay as sampled, which the chat template would change; that of the "
-            f"exported model {result}",
-            flush=True,
+            f"exported model {result}"
         )
-    return ChatForm(template)
+    return ChatForm(template, config.generator.stop_token_ids)

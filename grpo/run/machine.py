@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -126,7 +126,7 @@ def _judge(
     hf = read_hf_config(folder)
     sizes = memory.sizes_of(hf, hf_reward)
     if layout.num_trainers and config.trainer.share_prompts and has_states(hf):
-        print("trainer.share_prompts: off, since each completion continues the states of its own prompt", flush=True)
+        print("trainer.share_prompts: off, since each completion continues the states of its own prompt")
     gpu_gib = device.gib if device.num_gpus else None
     if layout.num_engine_ranks:
         config = _fit_engine(sizes, config, layout.num_trainers > 0, gpu_gib)
@@ -250,16 +250,13 @@ def _check_trainer(
 ) -> list[Verdict]:
     """Compare each moment of a trainer rank, with an engine that shares its GPU, with the GPU."""
     moments = memory.trainer_moments(sizes, config, device.gib)
+    to_do = _ways_out(config, sizes, device)
     verdicts = []
     for moment, parts in moments.items():
         check = "memory of a trainer"
         if len(moments) > 1:
             check += f" {moment}"
-        verdict = _check_parts(check, parts, device, "")
-        if not verdict.fits:
-            to_do = _ways_out(config, sizes, device)
-            verdict = replace(verdict, to_do=to_do)
-        verdicts.append(verdict)
+        verdicts.append(_check_parts(check, parts, device, to_do))
     return verdicts
 
 

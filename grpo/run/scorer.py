@@ -10,7 +10,14 @@ from grpo.config.fields import REWARD_MODEL, RunConfig
 from grpo.data.chat import detokenize, look_at_prompt, template_name
 from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
-from grpo.report.samples import failure_lines, finite_or_none, no_answer_line, unread_calls_line
+from grpo.report.samples import (
+    failing_calls_line,
+    failure_lines,
+    finite_or_none,
+    no_answer_line,
+    unequal_openings_line,
+    unread_calls_line,
+)
 from grpo.rewards.loading import answer_format_of
 from grpo.rewards.pool import RewardError, RewardPool, counting_parts
 from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
@@ -20,6 +27,8 @@ from grpo.workers.programs import check_programs
 
 # By what name an episode is lost that has functions as tools and no class
 TOOLS = "environment.tools"
+# Warnings about episodes, each of which is given once
+EPISODE_LINES = (unread_calls_line, failing_calls_line, unequal_openings_line)
 
 
 def check_version(completions: list[Completion], version: int) -> None:
@@ -134,7 +143,7 @@ class Scorer:
         self.pool = RewardPool(reward, generator.max_completion_tokens, opening)
         self.answer_format = answer_format_of(self.pool.functions)
         self.collected_before = False
-        self.warned_of_unread_calls = False
+        self.episode_lines = list(EPISODE_LINES)
 
     def submit(
         self,
@@ -177,10 +186,11 @@ class Scorer:
         warnings = failure_lines(rollouts)
         if self.answer_format and not self.collected_before:
             warnings.append(no_answer_line(rollouts, self.answer_format))
-        if not self.warned_of_unread_calls:
-            line = unread_calls_line(rollouts)
+        for line_of in list(self.episode_lines):
+            line = line_of(rollouts)
             warnings.append(line)
-            self.warned_of_unread_calls = bool(line)
+            if line:
+                self.episode_lines.remove(line_of)
         self.collected_before = True
         for line in filter(None, warnings):
             print(printable(f"warning: {where}{line}"))

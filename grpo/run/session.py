@@ -3,18 +3,19 @@
 Rank 0 reads the inputs (inputs.py), opens the run folder and the log; then every rank loads the models of its roles.
 """
 
+import contextlib
 import gc
 import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.checks import check_world_size, describe_roles, num_processes, validate
-from grpo.config.fields import MAX_NUM_SEQS, Config, RunConfig
+from grpo.config.fields import MAX_NUM_SEQS, Config
 from grpo.folder import checkpoint
 from grpo.folder.hub import open_repository, push
 from grpo.folder.run_folder import begin_run
@@ -32,12 +33,12 @@ from grpo.roles.reference import Reference
 from grpo.roles.reward_model import RewardModel
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
-from grpo.run.inputs import Inputs
+from grpo.run.inputs import WEIGHTS, Inputs
 from grpo.run.machine import fit_to_machine, print_what_fits
 from grpo.run.scorer import check_version
 from grpo.run.step_timer import StepTimer, profile_step
 from grpo.types import Completion, Scalars
-from grpo.watch.failures import BadInput, refuse_bad_input, set_place, show_lines_at_once
+from grpo.watch.failures import BadInput, here, refuse_bad_input, set_place, show_lines_at_once
 from grpo.watch.stopping import forget_old_stop, hold_signals, obey_stop, repeat_behind_launcher, stop_reason
 from grpo.watch.watchdog import watched
 
@@ -45,15 +46,6 @@ MOST_SKIPPED = 3  # steps in a row without an update, which end the run
 Result = TypeVar("Result")
 ReadInputs = Callable[[Config, str, str], Inputs]
 """Config, the script's name, the folder in which a dry run may build a model -> inputs."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """What every rank must know before the first step."""
-
-    config: RunConfig
-    """The config, after rank 0 decided what it leaves to the machine."""
-    inputs: Inputs
 
 
 def run(
@@ -88,7 +80,17 @@ def run(
     set_place(role=roles.name)
     with watched(roles, config.deadline_minutes):
         session = Session(config, script, read_inputs, layout, roles)
-        train(config, session)
+        try:
+            train(config, session)
+        except BaseException as failure:
+            try:
+                if session.saver:
+                    session.saver.explain(failure)
+            finally:
+                if here.goes_on:  # so that the next run of a notebook can begin
+                    session.held.close()
+                    session.leave()
+            raise
     if session.repository and session.is_exported:  # here no rank waits, however long it takes
         print(push(config, session.repository))
 
@@ -125,25 +127,34 @@ class Session:
         self.layout = layout or config.roles
         self.roles = roles
         self.timer = StepTimer(roles is not None and roles.is_driver)
+        self.held = contextlib.ExitStack()  # on rank 0: reward processes, run folder and log, until the run ends
         self.repository = ""  # on rank 0: the one at the hub that gets the exported model
         self.is_exported = False
         self.inputs: Inputs | None = None  # what rank 0 has read; on other ranks `for_all_ranks` of it
         self.saver: checkpoint.CheckpointSaver | None = None  # on trainers, once their model is loaded
         self.reward_model: RewardModel | None = None  # on learners, once it is loaded
+        self.close_engine: Callable[[], None] | None = None  # on generators, once it has started
 
     # ---- before the first step ------------------------------------------------------------------------------------
 
-    def start(self) -> Start:
-        """Refuse bad input, then begin to write: only here may an earlier run be deleted. On rank 0."""
+    def start(self) -> tuple[Config, Inputs]:
+        """Refuse bad input, then begin to write: only here may an earlier run be deleted. On rank 0.
+
+        Returns what every rank must know: the config, with what it leaves to the machine decided, and the inputs.
+        """
         config = self.config
         with refuse_bad_input():
             inputs = self.read_inputs(config, self.script, "")
+            if inputs.scorer:
+                self.held.callback(inputs.scorer.pool.close)
             if config.checkpoint.push_to_hub and self.layout.num_trainers:
                 self.repository = open_repository(config.checkpoint.push_to_hub)
             # another run may have begun there meanwhile
-            self.lock = begin_run(config, self.script, inputs.step)
+            lock = begin_run(config, self.script, inputs.step)
+            self.held.callback(os.close, lock)
             forget_old_stop(config.run_dir)
             self.run_log = self._open_log(inputs.step)  # W&B may refuse
+            self.held.callback(self.run_log.close)
         self.inputs = inputs
         self.num_skipped = 0  # in a row
         self.last_line = f"done; everything is in {config.run_dir}"
@@ -154,7 +165,7 @@ class Session:
             inputs.reward_model,
         )
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {inputs.step}")
-        return Start(fitted, inputs.for_all_ranks())
+        return fitted, inputs.for_all_ranks()
 
     def _open_log(self, step: int) -> RunLog:
         """Open the log of a run that continues after `step` steps."""
@@ -190,8 +201,8 @@ class Session:
 
         rewards = ", starting the reward processes" if roles.replicas else ""
         with timer.startup(f"checking data, tokenizer and model{rewards}"):
-            start = self.ask_driver(self.start)
-            inputs = self.inputs or start.inputs  # rank 0 has all of its own
+            fitted, shared_inputs = self.ask_driver(self.start)
+            inputs = self.inputs or shared_inputs  # rank 0 has all of its own
             self.inputs = inputs
             folder = fetch_folder(inputs.model_folder, roles.control)
             reference_folder = ""
@@ -207,7 +218,8 @@ class Session:
         self.saved_step = inputs.step
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             with timer.startup("starting vLLM"):
-                generator = self._start_engine(start.config, folder, inputs.stop_token_ids)
+                generator = self._start_engine(fitted, folder, inputs.stop_token_ids)
+                self.close_engine = generator.close
             # Python's resource tracker, which comes with shared memory, unblocked SIGTERM in this thread, which would
             # not obey it while it waits in vLLM's code for a rank that is gone
             hold_signals()
@@ -217,7 +229,7 @@ class Session:
             if roles.trains:
                 trainer = Trainer(
                     config.model,
-                    start.config.trainer,
+                    fitted.trainer,
                     folder,
                     config.num_steps,
                     roles,
@@ -340,7 +352,7 @@ class Session:
             with self.timer.phase("save"):
                 state = None
                 if self.roles.is_driver:
-                    state = {"step": step, **driver_state()}
+                    state = {"step": step, WEIGHTS: self.inputs.weights, **driver_state()}
                 self.saver.save(step, trainer, state)
         self.saved_step = step
 
@@ -422,21 +434,25 @@ class Session:
             )
             self.is_exported = True
 
-    def end(self, generator: Generator | None) -> None:
+    def end(self) -> None:
         """Wait for the last checkpoint, close the log and leave the groups. Collective over `roles.control`."""
         with self.timer.phase("save"):
             if self.saver:
                 self.saver.finish()
         self._finish()
-        close_engine = generator.close if generator else None
-        close_roles(self.roles, close_engine)
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the engine and the groups. Collective over `roles.control`."""
+        close_roles(
+            self.roles,
+            self.close_engine,
+            process_goes_on=here.goes_on,
+        )
 
     @on_driver
     def _finish(self) -> None:
-        if self.inputs.scorer:
-            self.inputs.scorer.pool.close()
-        self.run_log.close()
-        os.close(self.lock)
+        self.held.close()
         print(self.last_line)
         repeat_behind_launcher(self.last_line)
 

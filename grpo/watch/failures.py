@@ -52,6 +52,8 @@ class Here:
     """The first step has begun."""
     ending: bool = False
     """It fails, or was told to end."""
+    goes_on: bool = True
+    """The process outlives its run, as a notebook's does. A script's does not."""
 
 
 here = Here()
@@ -93,6 +95,7 @@ def leave_for_launcher(line: str) -> None:
 
 def run_rank(main: Callable[[], Result]) -> Result:
     """Return what `main` returns. If it fails, print one message and end the process with a non-zero exit code."""
+    here.goes_on = False
     rank = os.environ.get("RANK", "0")  # now, because each role rewrites it
     show_lines_at_once()
     code = 1
@@ -117,7 +120,7 @@ def run_rank(main: Callable[[], Result]) -> Result:
         why = str(error) or type(error).__name__
         line = f"error: rank {rank} ({here.role}) failed in phase {here.phase}: {why}"
         if any(sign in why for sign in FULL_DISK):
-            line += "; make room, and the same command with --resume goes on from the last checkpoint"
+            line += "; make room, and the same command with --resume goes on from the last checkpoint, if there is one"
         else:
             trace = traceback.format_exc()
     here.ending = True

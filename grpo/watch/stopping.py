@@ -58,7 +58,8 @@ def stop_files(run_dir: str) -> list[Path]:
 
 
 def forget_old_stop(run_dir: str) -> None:
-    """Remove the file that stopped a run before this one."""
+    """Forget what stopped a run before this one: in this folder its file, in this process (a notebook's) its reason."""
+    _reasons.clear()
     (Path(run_dir) / STOP_FILE).unlink(missing_ok=True)
 
 

@@ -148,6 +148,9 @@ def watched(roles: Roles, deadline_minutes: float) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        if here.goes_on:
+            watchdog.close()
+            raise
         here.ending = True
         with contextlib.suppress(DistNetworkError, DistStoreError):
             watchdog.announce_end()
@@ -187,6 +190,7 @@ class Watchdog:
         self.handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in stopping.STOP_SIGNALS}
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self.held = stopping.hold_signals()
+        here.in_steps = False  # also after another run of this process, in a notebook
         self.thread.start()
         stopping.is_watched.set()
         for number in self.held:  # for those that reach an older thread, which does not block them, in a notebook

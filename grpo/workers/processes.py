@@ -31,6 +31,8 @@ from typing import Any
 
 from grpo.workers import kernel
 
+# Returns the function that is called with the arguments of each call
+Load = Callable[[], Callable[..., Any]]
 # Seconds for the supervisor to start
 START_SECONDS = 60.0
 # Seconds for one process to load a user's files
@@ -84,7 +86,7 @@ class Setup:
     """Its working folder."""
     path: list[str]
     """Becomes `sys.path`."""
-    load: Callable[[], Callable[..., Any]]
+    load: Load
     load_seconds: float
     num_workers: int
     memory_gib: float
@@ -100,7 +102,7 @@ class Workers:
     def __init__(
         self,
         what: str,
-        load: Callable[[], Callable[..., Any]],
+        load: Load,
         num_workers: int,
         memory_gib: float,
         variables: Collection[str] = (),
@@ -242,6 +244,24 @@ def limit(memory_gib: float, parent: int) -> None:
     lower_limit(resource.RLIMIT_AS, int(memory_gib * 2**30))
 
 
+def draw_anew() -> None:
+    """Let the calling process, a fork, draw its own random numbers. Python's `random` does that by itself."""
+    for library in ("numpy.random", "torch"):
+        if library in sys.modules:
+            sys.modules[library].seed()
+
+
+def connections() -> set[int]:
+    """Return the file descriptors of this process's sockets that are connected to an address."""
+    connected = set()
+    for number in map(int, os.listdir("/proc/self/fd")):
+        # no socket, no peer, or the folder that is listed
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+            if copy.getpeername():  # a pair within the process has no name
+                connected.add(number)
+    return connected
+
+
 def lower_limit(name: int, soft: int, hard: int | None = None) -> None:
     """Set a limit of the calling process, except where it is lower already. The hard limit is `soft` by default."""
     if hard is None:
@@ -287,6 +307,25 @@ def busy_seconds(pid: int) -> float:
         waited = int(file.read().split()[1]) / 1e9
     ticks = _stat(pid)[11:15]  # user and system time, its own and that of its children
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") + waited
+
+
+def busy_seconds_of_started(pid: int, began: float) -> float:
+    """Return `busy_seconds` of all descendants of a process that began after `began`, a time of `time.monotonic`."""
+    stats = {number: _stat(number) for number in map(int, filter(str.isdigit, os.listdir("/proc")))}
+    children_of: dict[int, list[int]] = {}
+    for number, fields in stats.items():
+        if fields:
+            children_of.setdefault(int(fields[1]), []).append(number)
+    since_boot = began + time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    first_tick = int(since_boot * os.sysconf("SC_CLK_TCK"))
+    seconds = 0.0
+    parents = [pid]
+    while parents:
+        for child in children_of.get(parents.pop(), []):
+            parents.append(child)
+            if int(stats[child][19]) >= first_tick:  # when it started
+                seconds += busy_seconds(child)
+    return seconds
 
 
 def _stat(pid: int) -> list[bytes]:

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -41,9 +42,9 @@ LOOK_SECONDS = 0.05
 CLOSED_SECONDS = 1.0
 # Seconds for killed processes to be gone when the supervisor ends
 END_SECONDS = 5.0
-# A worker that writes more than this before a line ends is not the one that writes. The longest answer of a tool has
-# 32,000 characters, each of which JSON may write as two escapes of six bytes.
-LINE_BYTES = 2**19
+# A worker that writes more than this before a line ends is not the one that writes. The longest text of a `reset` has
+# 500,000 characters, each of which JSON may write as two escapes of six bytes.
+LINE_BYTES = 2**23
 CLOSED = "the process closed its connection to its parent"
 INTRUDED = "the process wrote into its connection to its parent"
 
@@ -55,19 +56,19 @@ class Finished(Exception):
 class Supervisor:
     """Hands calls to workers, and replaces those that end."""
 
-    def __init__(self, owner: socket.socket):
+    def __init__(self, owner: socket.socket, folder: str):
         with owner.makefile("rb") as reader:
             self.setup: Setup = pickle.load(reader)
         os.chdir(self.setup.folder)
         lockdown.package_places()  # for good, before the owner's own folders are in sys.path
         sys.path[:] = self.setup.path
         self.load = self.setup.load
-        # temporary files end with this process, whichever worker was killed
-        self.folder = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="grpo-workers-")
+        os.environ["TMPDIR"] = folder
         tempfile.tempdir = None
         self.owner = Peer(owner)
         self.workers: dict[int, Peer] = {}
         self.queue = deque[Call]()
+        self.helpers: set[int] = set()  # processes that the user's file started while it was loaded here
         self.is_ready = False
         self.was_busy = False
         self.start_after = 0.0
@@ -75,7 +76,7 @@ class Supervisor:
         self.selector.register(owner, selectors.EVENT_READ, self.owner)
 
     def run(self) -> None:
-        """Serve until the owner is gone. Then nothing that was started is left."""
+        """Serve until the owner is gone, or no worker can be had."""
         try:
             if self.setup.loads_once:
                 self._load()
@@ -88,16 +89,25 @@ class Supervisor:
                 self._wait()
         except Finished:
             pass
-        finally:
-            self._end_all()
 
     def _load(self) -> None:
-        """Load here, so that it costs a worker nothing."""
+        """Load here, so that it costs a worker nothing. Warn of what a fork shares or loses."""
+        connections = processes.connections()
         try:
             loaded = self.load()
         except BaseException as error:  # a user's file may raise anything
             self._give_up(describe_error(error))
         self.load = lambda: loaded
+        self.helpers = processes.children()
+        hazards = []
+        if processes.connections() - connections:
+            hazards.append("opens a connection, which all processes would share and whose replies they would mix up")
+        if threading.active_count() > 1:
+            hazards.append("starts a thread, which no process would have")
+        if hazards:
+            named = " and ".join(hazards)
+            advice = "do it in reset, or in the first call"
+            print(f"warning: your file {named}, while it is imported; {advice}", file=sys.stderr, flush=True)
 
     def _start_workers(self) -> None:
         """Start the missing workers: all at the beginning or, if they load once, as many as calls need."""
@@ -194,6 +204,7 @@ class Supervisor:
                     for peer in (self.owner, *self.workers.values()):
                         peer.connection.close()
                     processes.limit(self.setup.memory_gib, supervisor)
+                    processes.draw_anew()
                     work(self.load, theirs)
                 finally:
                     os._exit(1)
@@ -227,6 +238,8 @@ class Supervisor:
         """
         is_late = not worker.closed and time.monotonic() >= worker.deadline
         busy = processes.busy_seconds(worker.pid) - worker.busy_seconds  # it is not reaped yet
+        if is_late and worker.calls:
+            busy += processes.busy_seconds_of_started(worker.pid, worker.deadline - worker.calls[0].seconds)
         processes.kill(worker.pid)
         del self.workers[worker.pid]
         if not worker.closed:
@@ -243,18 +256,6 @@ class Supervisor:
                 cause = "busy" if busy >= BUSY_FRAC * call.seconds else "late"
             self._report(call=call.number, failed=reason, cause=cause)
         self.queue.extendleft(reversed(worker.calls))
-
-    def _end_all(self) -> None:
-        """Kill children until none is left, at most for END_SECONDS, and remove all temporary files."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        give_up_at = time.monotonic() + END_SECONDS
-        with contextlib.suppress(ChildProcessError):  # none is left
-            while time.monotonic() < give_up_at:
-                processes.kill_children()
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-                time.sleep(0.002)
-        processes.remove(self.folder)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What happens meanwhile
@@ -277,7 +278,7 @@ class Supervisor:
                 self._end(worker, CLOSED if worker.closed else f"took longer than {worker.calls[0].seconds:g} s")
         is_busy = bool(self.queue) or not all(worker.is_free for worker in self.workers.values())
         if self.was_busy and not is_busy:
-            processes.kill_children(self.workers.keys())
+            processes.kill_children(self.workers.keys() | self.helpers)
         self.was_busy = is_busy
 
     def _read(self, peer: Peer) -> None:
@@ -344,24 +345,51 @@ class Supervisor:
                         how = "exited with code"
                     self._end(self.workers[dead.si_pid], f"the process {how} {dead.si_status}")
                 os.waitpid(dead.si_pid, 0)
+                self.helpers.discard(dead.si_pid)
                 has_reaped = True
         if has_reaped:
-            processes.kill_children(self.workers.keys())
+            processes.kill_children(self.workers.keys() | self.helpers)
+
+
+def end_all(folder: str) -> None:
+    """Kill children until none is left, at most for END_SECONDS, and remove all temporary files."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    give_up_at = time.monotonic() + END_SECONDS
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < give_up_at:
+            processes.kill_children()
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.002)
+    processes.remove(folder)
 
 
 def main() -> None:
     """Serve the `Workers` that started this program until it is gone."""
     owner = os.getppid()
+    supervisor = os.getpid()
+    # temporary files end with this process, whichever worker was killed
+    folder = tempfile.mkdtemp(prefix="grpo-workers-")
+
+    def end_if_orphaned(*_) -> None:
+        """End at once. An exception could come just as `main` ends, and keep it from ending the workers."""
+        if os.getppid() != owner and os.getpid() == supervisor:  # a worker that was just forked has this handler too
+            end_all(folder)
+            os._exit(0)
+
     # Ctrl-C is the owner's business, and so are the other signals that ask a run to stop
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # The kernel sends SIGTERM when the owner is gone. SIGKILL would not let this process end what the workers started.
-    signal.signal(signal.SIGTERM, lambda *_: os.getppid() == owner or sys.exit(0))
+    signal.signal(signal.SIGTERM, end_if_orphaned)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the owner blocks some
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    Supervisor(connection).run()
+    try:
+        Supervisor(connection, folder).run()
+    finally:
+        end_all(folder)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from grpo.text import one_line, shorten
-from grpo.workers.processes import Call
+from grpo.workers.processes import Call, Load
 
 # Number of a worker's first call, which loads the function that all later ones call.
 LOAD = -1
@@ -22,10 +22,12 @@ LOAD = -1
 SHOWN_CHARACTERS = 500
 # Characters of a failure that a worker reports. Those that it writes itself are shorter.
 FAILURE_CHARACTERS = 2000
+# What a reward function returns: a value of each completion, None for no reward
+Rewards = list[float | None]
 # No reward is larger: sums and squares of such numbers are finite in any precision.
 LARGEST_VALUE = 1e9
 
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
+PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 
 class Failure(Exception):
@@ -85,7 +87,7 @@ class Peer:
 # In the process
 
 
-def work(load: Callable[[], Callable[..., Any]], connection: socket.socket) -> None:
+def work(load: Load, connection: socket.socket) -> None:
     """Answer calls until the supervisor is gone. Runs on the main thread, where Python handles signals."""
     pid = os.getpid()
     function = load
@@ -95,25 +97,46 @@ def work(load: Callable[[], Callable[..., Any]], connection: socket.socket) -> N
             os._exit(0)  # a child that the call forked and that returned from it: only one process may answer
         connection.sendall(json.dumps(message).encode() + b"\n")
 
-    with connection.makefile("rb") as reader:
-        for line in reader:
-            call, arguments = json.loads(line)
-            try:
-                value = function(*arguments)
-                if call == LOAD:
-                    function = value
-                    value = None
-                send(call=call, value=value)
-            except BaseException as error:  # a user's code may raise anything, and only this call fails
-                cause = "memory" if isinstance(error, MemoryError) else "raised"
-                send(call=call, failed=describe_error(error), cause=cause)
+    for line in _lines(connection):
+        call, arguments = json.loads(line)
+        try:
+            value = function(*arguments)
+            if call == LOAD:
+                function = value
+                value = None
+            send(call=call, value=value)
+        except BaseException as error:  # a user's code may raise anything, and only this call fails
+            cause = "memory" if isinstance(error, MemoryError) else "raised"
+            send(call=call, failed=describe_error(error), cause=cause)
+
+
+def wait(connection: socket.socket) -> None:
+    """Let what earlier calls left running go on until there is something to read. It may return earlier.
+
+    Nothing runs without an event loop. Whoever opens one in this process puts its own function in place of this one.
+    """
+
+
+def _lines(connection: socket.socket) -> Iterator[bytes]:
+    """Yield the lines that come, until the supervisor is gone."""
+    parts: list[bytes] = []
+    while True:
+        wait(connection)
+        data = connection.recv(2**18)
+        if not data:
+            return
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            yield b"".join([*parts, end])
+            parts = []
+        parts.append(rest)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Results
 
 
-def plain_values(values: Any, number: int) -> list[float | None]:
+def plain_values(values: Any, number: int) -> Rewards:
     """Return the values of `number` completions as floats. Raises Failure that says what is wrong with them.
 
     values: a list or tuple, or a one-dimensional numpy array or torch tensor. Each value is None or a number of Python,
@@ -174,7 +197,7 @@ def describe_error(error: BaseException) -> str:
         text += f": {message}"
     frames = list(traceback.walk_tb(error.__traceback__))
     lines = [(frame.f_code.co_filename, number) for frame, number in frames]
-    foreign = [line for line in lines if not line[0].startswith((_PACKAGE, "<frozen"))]
+    foreign = [line for line in lines if not line[0].startswith((PACKAGE, "<frozen"))]
     foreign = foreign or lines[1:]
     if foreign:
         file, _ = foreign[0]

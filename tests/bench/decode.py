@@ -17,19 +17,15 @@ own, by kind, and tables of kernels and of Python's functions to the variant's l
 """
 
 import argparse
-import contextlib
 import cProfile
 import json
 import os
-import pathlib
 import pstats
 import random
 import re
 import runpy
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -37,7 +33,7 @@ from typing import Any
 
 import torch
 from generate import start_generator
-from speed import ROOT, checkpoint, report, spread
+from speed import answer, checkpoint, report, side_by_side, spread
 
 KINDS = {
     "attention": "flash|attention|attn",
@@ -56,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--together", type=int, default=4, help="engines that are started side by side")
     parser.add_argument("--gib", type=float, default=18, help="of KV cache, for each engine")
-    parser.add_argument("--limit", type=float, default=240, help="seconds of the engines that are started together")
+    parser.add_argument("--limit", type=float, default=240, help="seconds until all have started")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--name", default="decode", help="of the JSON file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -78,48 +74,23 @@ def main() -> None:
 
 def measure_together(variants: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Start an engine for each variant, then take rounds in turns. Returns a row for each variant and load."""
-    children = {variant: start(variant, options) for variant in variants}
-    alarm = threading.Timer(options.limit, lambda: [child.kill() for child in children.values()])
-    alarm.start()
-    starts = {variant: answer(child) for variant, child in children.items()}
     rounds: dict[tuple[str, str], list[dict[str, Any]]] = {
         (variant, load): [] for variant in variants for load in options.loads
     }
-    for load in options.loads:
-        for number in range(options.rounds + options.profile):
-            for variant, child in children.items():
-                kind = "profile" if number == options.rounds else "round"
-                measured = answer(child, f"{kind} {load}")
-                if measured:
-                    rounds[variant, load].append(measured)
-                    print(f"{variant}, {load}: {measured}", flush=True)
-    alarm.cancel()
-    for child in children.values():
-        child.kill()
-        child.wait()
+    with side_by_side(variants, options.name, options.limit) as started:
+        for load in options.loads:
+            for number in range(options.rounds + options.profile):
+                for variant, (child, _) in started.items():
+                    kind = "profile" if number == options.rounds else "round"
+                    measured = answer(child, f"{kind} {load}")
+                    if measured:
+                        rounds[variant, load].append(measured)
+                        print(f"{variant}, {load}: {measured}", flush=True)
+    starts = {variant: start for variant, (_, start) in started.items()}
     return [
-        {"variant": variant, "load": load} | starts[variant] | summary(its_rounds, options)
+        {"variant": variant, "load": load} | starts.get(variant, {}) | summary(its_rounds, options)
         for (variant, load), its_rounds in rounds.items()
     ]
-
-
-def start(variant: str, options: argparse.Namespace) -> subprocess.Popen:
-    """Start the process of a variant, which writes its errors into a log in $OUT."""
-    out = pathlib.Path(os.environ.get("OUT", ROOT / "runs" / "bench"))
-    out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    with open(out / f"{options.name}-{re.sub('[^A-Za-z0-9]+', '-', variant)}.log", "w") as log:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-        return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-
-
-def answer(child: subprocess.Popen, word: str = "") -> dict[str, Any]:
-    """Send a child `word`, if there is one, and return its next JSON line; {} if it has ended."""
-    if word:
-        with contextlib.suppress(BrokenPipeError):
-            print(word, file=child.stdin, flush=True)
-    return next((json.loads(line) for line in child.stdout if line.startswith("{")), {})
 
 
 def summary(rounds: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:

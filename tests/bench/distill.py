@@ -16,7 +16,8 @@ policy. That start cannot read such a prompt. One that can, for all methods (`--
 import argparse
 import pathlib
 
-from toy_runs import ALONE, ROOT, accuracies, is_finished, train
+from speed import ROOT
+from toy_runs import ALONE, accuracies, is_finished, train
 
 COMMON = [*ALONE, "--evaluation.interval", "10"]
 MIXED = ["--reward.functions", "math_reward", "1", "thinking_reward", "0.1", "--prompts-per-step", "32"]

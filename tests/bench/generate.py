@@ -1,25 +1,30 @@
-"""Sampling alone: tokens per second of our generator beside plain `LLM.generate`, in turns within one process each.
+"""Sampling alone: tokens per second of our generator beside plain `LLM.generate`, each in a process, in turns.
 
     python tests/bench/generate.py [--shape qwen3-0.6b] [--variants ours plain plain-nologprobs]
-        [--prompts 32] [--group-size 8] [--tokens 256] [--rounds 5] [--gib 20] [--profile]
+        [--prompts 32] [--group-size 8] [--tokens 256] [--rounds 5] [--gib 20] [--limit 280] [--profile]
 
 `ours` is grpo/roles/engine/generator.py; `plain` is vllm.LLM with log-probs as a user would call it, no seeds, prefix
 caching on; `plain-nologprobs` asks for none. Behind `/` an argument of the engine in JSON: `ours/block_size=64`,
 `'ours/attention_config={"flash_attn_version": 2}'`. All sample every token up to the limit, so that the work is equal.
-A step of 0 rounds only starts the engine. With `--profile`, the Python functions of one more round by their own time
-(cProfile, which slows everything), and on a GPU the kernels of another.
+Engines start side by side, because a start is the host's work, and capture graphs for an eighth, two eighths and so on
+of the sequences. Each number is printed as it comes. With `--profile`, the Python functions of one more round by their
+own time (cProfile, which slows everything), and on a GPU the kernels of another, in the variant's log in $OUT.
 """
 
 import argparse
+import cProfile
+import faulthandler
 import json
 import os
+import pstats
 import random
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from speed import ROOT, checkpoint, report, run_child, spread
+import torch
+from speed import answer, checkpoint, report, side_by_side, spread
 
 
 def main() -> None:
@@ -30,57 +35,81 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gib", type=float, default=20, help="of KV cache")
-    parser.add_argument("--limit", type=int, default=280, help="seconds of one variant")
+    parser.add_argument("--gib", type=float, default=20, help="of KV cache, for each engine")
+    parser.add_argument("--limit", type=int, default=280, help="seconds until all have started")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--name", default="generate", help="of the JSON file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        measure(options.child, options)
+        serve(options.child, options)
         return
     checkpoint(options.shape)
+    rates: dict[str, list[float]] = {variant: [] for variant in options.variants}
+    with side_by_side(options.variants, f"{options.name}-{options.shape}", options.limit) as started:
+        for number in range(options.rounds + 1):
+            for variant, (child, _) in started.items():
+                measured = answer(child, str(number))
+                print(f"{variant}, round {number}: {measured}", flush=True)
+                if measured and number:  # the first one compiles
+                    rates[variant].append(measured["tokens/s"])
+        if options.profile:
+            for child, _ in started.values():
+                answer(child, "profile")
     rows = []
-    for variant in options.variants:
-        name = "".join(letter if letter.isalnum() else "-" for letter in f"{options.name}-{options.shape}-{variant}")
-        log = ROOT / "runs" / "bench" / f"{name}.log"
-        figures = run_child([sys.executable, __file__, *sys.argv[1:], "--child", variant], log, options.limit)
-        rows.append({"variant": variant, **figures})
-        print(rows[-1], flush=True)
+    for variant, measured in rates.items():
+        row = (
+            {"variant": variant, "tokens/s": spread(measured)}
+            if measured
+            else {"variant": variant, "failed": "see its log"}
+        )
+        rows.append(row | (started[variant][1] if variant in started else {}))
     report(options.name, rows, shape=options.shape, sequences=options.prompts * options.group_size)
 
 
-def measure(variant: str, options: argparse.Namespace) -> None:
-    """Sample in rounds and print tokens per second as JSON, in the process of a variant."""
+def serve(variant: str, options: argparse.Namespace) -> None:
+    """Start the engine, say so, and sample for each line of the input, which is the number of a round or `profile`."""
     draw = random.Random(0)
     prompts = [[draw.randrange(1000) for _ in range(128)] for _ in range(options.prompts)]
+    faulthandler.dump_traceback_later(60, repeat=True)  # where a start that takes long is
     started = time.perf_counter()
     variant, _, argument = variant.partition("/")
     name, _, value = argument.partition("=")
-    engine = {name: json.loads(value)} if name else {}
+    engine = graphs(options) | ({name: json.loads(value)} if name else {})
     start = plain_engine if variant.startswith("plain") else own_engine
     generate = start(variant, engine, options)
-    start_seconds = time.perf_counter() - started
-    rates = []
-    for number in range(options.rounds + 1):
+    faulthandler.cancel_dump_traceback_later()
+    print(json.dumps({"engine start s": time.perf_counter() - started}), flush=True)
+    for line in sys.stdin:
+        if line == "profile\n":
+            show_functions(lambda: generate(prompts, options.rounds + 1))
+            show_kernels(lambda: generate(prompts, options.rounds + 2))
+            print("{}", flush=True)
+            continue
         begin = time.perf_counter()
-        num_tokens = generate(prompts, number)
-        rates.append(num_tokens / (time.perf_counter() - begin))
-    if options.profile:
-        import cProfile
-        import pstats
-
-        with cProfile.Profile() as profile:
-            generate(prompts, options.rounds + 1)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(40)
-        show_kernels(lambda: generate(prompts, options.rounds + 2))
-    print(json.dumps({"tokens/s": spread(rates[1:] or rates), "engine start s": start_seconds}), flush=True)
+        num_tokens = generate(prompts, int(line))
+        print(json.dumps({"tokens/s": num_tokens / (time.perf_counter() - begin)}), flush=True)
     os._exit(0)
 
 
+def graphs(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's option for graphs of the numbers of sequences that occur; vLLM's own 51 take longer."""
+    if not torch.cuda.is_available():
+        return {}
+    most = min(512, options.prompts * options.group_size)
+    sizes = sorted({max(1, most * eighth // 8) for eighth in range(1, 9)})
+    return {"compilation_config": {"cudagraph_capture_sizes": sizes}}
+
+
+def show_functions(generate: Callable[[], int]) -> None:
+    """Log the Python functions of a call by their own time."""
+    with cProfile.Profile() as profile:
+        generate()
+    pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(40)
+
+
 def show_kernels(generate: Callable[[], int]) -> None:
-    """Print the kernels of a call by their time, and how long the GPU was busy."""
-    import torch
+    """Log the kernels of a call by their time, and how long the GPU was busy."""
     from torch.profiler import ProfilerActivity, profile
 
     if not torch.cuda.is_available():
@@ -91,8 +120,8 @@ def show_kernels(generate: Callable[[], int]) -> None:
         seconds = time.perf_counter() - begin
     kernels = profiled.key_averages()
     busy = sum(kernel.self_device_time_total for kernel in kernels) / 1e6
-    print(f"kernels: {busy:.3f} s of {seconds:.3f} s")
-    print(kernels.table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90))
+    print(f"kernels: {busy:.3f} s of {seconds:.3f} s", file=sys.stderr)
+    print(kernels.table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90), file=sys.stderr)
 
 
 def start_generator(engine: dict[str, Any], options: argparse.Namespace):
@@ -134,7 +163,7 @@ def own_engine(_variant: str, engine: dict[str, Any], options: argparse.Namespac
 def plain_engine(variant: str, engine: dict[str, Any], options: argparse.Namespace):
     """Start vllm.LLM. Returns a function as that of `own_engine`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import torch._inductor.config  # noqa: F401  (before vLLM, which has torch compile on one core, unless it is decided)
     from vllm import LLM, SamplingParams
 
     llm = LLM(

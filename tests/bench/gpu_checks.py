@@ -5,9 +5,10 @@
 It writes tiny random models and prompts into runs/gpu_checks, where logs and runs are too, and needs no network. Each
 check is a process with a deadline; some run side by side, because starts take most of the time. When one ends, its
 numbers are printed, and written to FOLDER/gpu_checks.txt (default $OUT or runs/bench): tokens, mean and largest
-differences in nats. A check that fails shows the end of its log, and the others go on. The exit code is 1 if one
-failed. Without a GPU, or with --cpu, the same runs on a CPU, one after the other, without the kernels in question: a
-look whether the programs work.
+differences in nats. A check that fails shows the end of its log, and the others go on. When the time of all is over, or
+SIGTERM comes, those that run are ended and show what they have. The exit code is 1 if one failed. Without a GPU, or
+with --cpu, the same runs on a CPU, one after the other, without the kernels in question: a look whether the programs
+work.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import math
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 import torch
-from speed import ROOT, end, launch
+from speed import ROOT, end_all, launch
 from toy_runs import records
 
 sys.path.insert(0, str(ROOT))
@@ -70,7 +72,7 @@ STEPS = (
 )
 GRPO = (
     f"train_grpo.py tests/bench/colocated.py {STEPS} --generator.max-completion-tokens 48 --prompts-per-step 8 "
-    "--group-size 4 --sync-check-interval 1 --generator.gpu-memory-utilization 0.1 "
+    "--group-size 4 --sync-check-interval 1 --generator.gpu-memory-utilization 0.05 "
     f"--generator.engine enforce_eager true kv_cache_memory_bytes {CACHE_BYTES}"
 )
 FAST = "--trainer.learning-rate 1e-3"
@@ -81,8 +83,11 @@ SFT = (
 )
 MOVES = f"{FAST} --algorithm.kl-coef 0.1 --algorithm.reference-interval"
 LORA = "--trainer.lora-rank 8 --trainer.learning-rate 1e-2"
-# The engine's graphs are captured with adapters and without, and its weights wait on the host while it sleeps
-ADAPTERS = f"{GRPO} {LORA} --trainer.lora-sync adapters".replace("enforce_eager true ", "")
+# The engine's graphs are captured with adapters and without, and its weights wait on the host while it sleeps. Graphs
+# of all sizes, which layers compiled by vLLM would have, take minutes.
+FEW_GRAPHS = '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[8,32]}'
+ADAPTERS = f"{GRPO} {LORA} --trainer.lora-sync adapters"
+ADAPTERS = ADAPTERS.replace("enforce_eager true", f"max_num_seqs 32 compilation_config {FEW_GRAPHS}")
 # What samples next keeps ids, unlike an evaluation
 EVALUATES = "--evaluation.path {models}/MODEL/prompts.jsonl --evaluation.num-prompts 16 --evaluation.interval 1"
 # Metrics that are printed of each step of a run
@@ -98,11 +103,11 @@ class Check:
     arguments: list[str]
     is_run: bool = False
     """It leaves metrics of steps, which are shown; of other programs their own lines are."""
-    seconds: int = 120
+    seconds: int = 160
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def run_of(name: str, model: str, command: str, seconds: int = 120, **environment: str) -> Check:
+def run_of(name: str, model: str, command: str, seconds: int = 160, **environment: str) -> Check:
     """Return a check of a few steps. In GRPO each begins with a sync check, which can end the run."""
     words = command.replace("MODEL", model).replace("NAME", name).split()
     return Check(name, [*TORCHRUN, *words], True, seconds, environment)
@@ -129,20 +134,20 @@ def all_checks(on_cpu: bool) -> list[Check]:
     for dtype, sampling in itertools.product(("float32", "bfloat16"), SAMPLING):
         arguments = ["tests/bench/kept_ids.py", "{models}/qwen3", dtype, json.dumps(sampling), "16", options]
         name = f"kept_{'+'.join(sampling)}_{dtype}"
-        checks.append(Check(name, arguments))
+        checks.append(Check(name, arguments, seconds=240))  # in float32 flex attention is compiled
     exact = "--model.dtype float32 --trainer.no-compile"
     return checks + [
         run_of("muon_sft", "qwen3", f"{SFT} {exact}"),
         run_of("muon_sft_cpu", "qwen3", f"{SFT} {exact}", CUDA_VISIBLE_DEVICES=""),  # the same numbers
         run_of("muon_grpo", "qwen3", f"{GRPO} {MUON} --num-steps 5 {plain}"),
-        # a step begins with the policy as its own reference, so the KL of its only update is 0
-        run_of("reference_follows", "qwen3", f"{GRPO} --num-steps 4 {MOVES} 1 {plain}"),
+        # every second step begins with the policy as its own reference, so the KL of its only update is 0
+        run_of("reference_follows", "qwen3", f"{GRPO} --num-steps 5 {MOVES} 2 {plain}"),
         # the KL grows for two steps, then half of the way is taken back
         run_of("reference_half", "qwen3", f"{GRPO} --num-steps 6 {MOVES} 2 --algorithm.reference-mixture 0.5 {plain}"),
         run_of("lora", "qwen3", f"{GRPO} {LORA} --num-steps 4 --algorithm.kl-coef 0.05 {plain}"),
         run_of("lora_windows", "olmo3", f"{GRPO} {LORA} --num-steps 3 {plain}"),
-        run_of("adapters", "qwen3", f"{ADAPTERS} --num-steps 4 --algorithm.kl-coef 0.05 {plain}", 180),
-        run_of("adapters_sleep", "qwen3", f"{ADAPTERS} --generator.sleep --num-steps 4 {plain}", 180),
+        run_of("adapters", "qwen3", f"{ADAPTERS} --num-steps 4 --algorithm.kl-coef 0.05 {plain}", 240),
+        run_of("adapters_sleep", "qwen3", f"{ADAPTERS} --generator.sleep --num-steps 4 {plain}", 240),
         run_of("kept_run", "qwen3", f"{GRPO} {FAST} {EVALUATES} --generator.sampling top_p 0.8 --num-steps 3 {plain}"),
     ]
 
@@ -178,6 +183,8 @@ def main() -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         threads = 1
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+    if not on_cpu:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # the log says what a start takes
     checks = [check for check in all_checks(on_cpu) if check.name.startswith(tuple(options.only))]
     options.out.mkdir(parents=True, exist_ok=True)
     with open(options.out / "gpu_checks.txt", "w") as file:
@@ -195,29 +202,41 @@ def run_all(checks: list[Check], num_jobs: int, seconds: float, file: TextIO) ->
     waiting = collections.deque(checks)
     running: dict[str, tuple[Check, subprocess.Popen, float]] = {}
     failed = []
-    while waiting or running:
-        while waiting and len(running) < num_jobs and time.monotonic() - started < seconds:
-            check = waiting.popleft()
-            words = [word.replace("{models}", str(models)).replace("{work}", str(WORK)) for word in check.arguments]
-            process = launch([sys.executable, *words], WORK / f"{check.name}.log", **check.environment)
-            running[check.name] = check, process, time.monotonic()
-        if not running:
-            break
-        time.sleep(0.2)
-        for check, process, begun in list(running.values()):
-            check_seconds = time.monotonic() - begun
-            is_late = check_seconds > check.seconds * (1 if seconds < math.inf else 10)
-            is_over = time.monotonic() - started > seconds
-            if process.poll() is None and not is_late and not is_over:
-                continue
-            code = process.poll()
-            end(process)
-            del running[check.name]
-            if code:
+    cut_off = []
+
+    def finish(ending: list[Check], code: int | None) -> None:
+        """Show checks that have ended, or end them all at once. code: None for the latter."""
+        seconds_of = {check.name: time.monotonic() - running[check.name][2] for check in ending}
+        end_all([running.pop(check.name)[1] for check in ending])
+        for check in ending:
+            if code is None:
+                cut_off.append(check.name)
+            elif code:
                 failed.append(check.name)
-            show(check, code, check_seconds, file)
-    write(f"{len(checks)} checks, failed: {', '.join(failed) or 'none'}; not run: {len(waiting)}", file)
-    return int(bool(failed or waiting))
+            show(check, code, seconds_of[check.name], file)
+
+    try:
+        while waiting or running:
+            is_over = time.monotonic() - started > seconds
+            while waiting and len(running) < num_jobs and not is_over:
+                check = waiting.popleft()
+                words = [word.replace("{models}", str(models)).replace("{work}", str(WORK)) for word in check.arguments]
+                shutil.rmtree(WORK / check.name, ignore_errors=True)  # what an earlier bench left counts for nothing
+                process = launch([sys.executable, *words], WORK / f"{check.name}.log", **check.environment)
+                running[check.name] = check, process, time.monotonic()
+            if is_over:
+                break
+            time.sleep(0.2)
+            for check, process, begun in list(running.values()):
+                code = process.poll()
+                is_late = time.monotonic() - begun > check.seconds * (1 if seconds < math.inf else 10)
+                if code is not None or is_late:
+                    finish([check], code)
+    finally:
+        finish([check for check, _, _ in running.values()], None)
+        summary = f"{len(checks)} checks, failed: {', '.join(failed) or 'none'}"
+        write(f"{summary}; ended before their end: {', '.join(cut_off) or 'none'}; not run: {len(waiting)}", file)
+    return int(bool(failed or cut_off or waiting))
 
 
 def show(check: Check, code: int | None, seconds: float, file: TextIO) -> None:
@@ -225,7 +244,7 @@ def show(check: Check, code: int | None, seconds: float, file: TextIO) -> None:
     verdict = {0: "ok", None: "ENDED"}.get(code, f"FAILED ({code})")
     write(f"{verdict}  {check.name}, {seconds:.0f} s", file)
     lines = (WORK / f"{check.name}.log").read_text().splitlines()
-    if check.is_run and (WORK / check.name / "metrics.jsonl").exists():
+    if check.is_run:
         for line in records(WORK / check.name):
             shown = [f"{name} {line[name]:.6g}" for name in SHOWN if line.get(name) is not None]
             write(f"    step {line['step']}: {', '.join(shown)}", file)

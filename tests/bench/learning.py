@@ -164,7 +164,7 @@ def work(runs: list[Run], options: argparse.Namespace, deadline: float) -> None:
 
 def lines_of(run: Run) -> list[dict[str, Any]]:
     """Read what a run has logged so far."""
-    return records(run.folder) if (run.folder / "metrics.jsonl").exists() else []
+    return records(run.folder)
 
 
 def curve(lines: list[dict[str, Any]]) -> list[tuple[int, float, float]]:

@@ -11,7 +11,8 @@ that is finished there is not run again.
 import argparse
 import pathlib
 
-from toy_runs import ALONE, ROOT, accuracies, is_finished, records, train
+from speed import ROOT
+from toy_runs import ALONE, accuracies, is_finished, records, train
 
 ADAPTERS = ["--trainer.learning-rate", "2e-3", "--trainer.lora-rank"]
 METHODS = {"full": [], "rank1": [*ADAPTERS, "1"], "rank8": [*ADAPTERS, "8"]}

@@ -1,6 +1,7 @@
 """LoRA's syncs, merged and with adapters alone, in turns: what syncing and sampling take in whole steps of a recipe.
 
-    python tests/bench/lora_sync.py [--recipe FILE] [--rank 16] [--rounds 2] [--steps 8] [--out FOLDER] [-- --field ...]
+    python tests/bench/lora_sync.py [--recipe FILE] [--rank 16] [--rounds 2] [--steps 8] [--limit S] [--out FOLDER]
+        [-- --field ...]
 
 By default on two CPU cores, with the model that `launch/quickstart.sh` gets. On one GPU, with folders of a model and of
 rows of GSM8K, also with an engine that sleeps:
@@ -11,14 +12,18 @@ rows of GSM8K, also with an engine that sleeps:
         -- --model.path MODEL --data.path ROWS.jsonl --generator.sleep
 
 Every run has one rank with every role. Each leaves `OUT/SYNC-ROUND`; one that is finished there is not run again. The
-first two steps, which compile, do not count. Prints a markdown table: median, lowest and highest of all counted steps.
+first two steps, which compile, do not count. Prints a markdown table after each run, and writes it to OUT/table.md:
+median, lowest and highest of all counted steps, also of runs that were stopped after `--limit` seconds. The exit code
+is 1 if a run did not finish.
 """
 
 import argparse
 import pathlib
 import statistics
+import sys
 
-from toy_runs import ALONE, ROOT, is_finished, records, train
+from speed import ROOT
+from toy_runs import ALONE, is_finished, records, train
 
 SYNCS = ("merged", "adapters")
 FLAGS = [*ALONE, "--evaluation.interval", "0"]
@@ -39,6 +44,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--limit", type=float, help="seconds of one run")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "runs" / "lora_sync")
     parser.add_argument("flags", nargs="*", help="behind --: for every run")
     options = parser.parse_args()
@@ -47,15 +53,17 @@ def main() -> None:
         for sync in SYNCS:
             flags = [*FLAGS, "--num-steps", str(options.steps), "--trainer.lora-rank", str(options.rank)]
             flags += ["--trainer.lora-sync", sync]
-            train(folders[sync][number], [options.recipe, *flags, *options.flags])
-    print(table(folders))
+            train(folders[sync][number], [options.recipe, *flags, *options.flags], limit=options.limit)
+            (options.out / "table.md").write_text(table(folders) + "\n")
+            print(table(folders), flush=True)
+    sys.exit(not all(is_finished(folder) for runs in folders.values() for folder in runs))
 
 
 def table(folders: dict[str, list[pathlib.Path]]) -> str:
-    """Return a Markdown table with a row for each kind of sync, over its finished runs."""
+    """Return a Markdown table with a row for each kind of sync, over what its runs have measured so far."""
     rows = [["sync", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS))]
     for sync, runs in folders.items():
-        steps = [line for run in runs if is_finished(run) for line in records(run) if line["step"] > NUM_SKIPPED]
+        steps = [line for run in runs for line in records(run) if line["step"] > NUM_SKIPPED]
         rows.append([sync, *(spread([line[name] for line in steps if name in line]) for name in COLUMNS)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 

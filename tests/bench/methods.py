@@ -12,7 +12,8 @@ import concurrent.futures
 import pathlib
 import statistics
 
-from toy_runs import ALONE, ROOT, accuracies, is_finished, records, train
+from speed import ROOT
+from toy_runs import ALONE, accuracies, is_finished, records, train
 
 FLAGS = ["--overwrite", "--checkpoint.no-export", "--algorithm.kl-coef", "0", "--algorithm.num-mini-batches", "2"]
 FLAGS += ["--num-steps", "100", "--evaluation.interval", "10"]

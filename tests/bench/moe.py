@@ -1,16 +1,18 @@
 """GRPO of a mixture of experts on one GPU, every role on it.
 
-    python tests/bench/moe.py [--layers 8] [--steps 5] [--tiny] [-- --trainer.moments bfloat16 ...]
+    python tests/bench/moe.py [--layers 8] [--steps 5] [--limit 540] [--tiny] [-- --trainer.moments bfloat16 ...]
 
 The shape is that of Qwen3-30B-A3B with fewer layers and random weights: 8 layers are 5.3e9 parameters, which with
 float32 moments and an engine that sleeps take about 110 GiB; `--layers 3` fits 80. Prompts, lengths and rewards are
 those of colocated.py, and generator and trainer are compared in every step. What comes behind `--` goes to the run. The
-first step, which compiles, is left out. `--tiny` is a look on a CPU.
+first step, which compiles, is left out. A run that fails or is stopped at its limit counts as far as it came, and the
+exit code is 1. `--tiny` is a look on a CPU.
 """
 
 import argparse
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -31,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of the run")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("flags", nargs="*", help="behind --")
     options = parser.parse_args()
@@ -44,13 +47,17 @@ def main() -> None:
     command += ["--model.path", folder, "--data.path", folder / "prompts.jsonl", "--num-steps", options.steps]
     command += ["--run-dir", RUN_DIR, "--overwrite", *(TINY if options.tiny else REAL), *options.flags]
     log = RUN_DIR.with_suffix(".log")
-    code = run_limited(command, log, LIMIT)
+    shutil.rmtree(RUN_DIR, ignore_errors=True)
+    code = run_limited(command, log, options.limit)
     if code:
         print(log.read_text()[-3000:], flush=True)
-    steps = [line for line in records(RUN_DIR) if line["step"] > 1] if code == 0 else []
+    steps = [line for line in records(RUN_DIR) if line["step"] > 1]
     measured = {shown: [line[shown] for line in steps if shown in line] for shown in SHOWN}
-    row = {"exit code": code} | {shown: spread(values) for shown, values in measured.items() if values}
+    row = {"exit code": code, "steps": len(steps)} | {
+        shown: spread(values) for shown, values in measured.items() if values
+    }
     report("moe", [row], shape=shape, layers=options.layers, flags=options.flags)
+    sys.exit(int(code != 0))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespac
     out = os.environ.get("OUT")
     if out and code != 0:
         (pathlib.Path(out) / f"{options.name}.log").write_text(log.read_text()[-100_000:])  # of the last that failed
-    lines = records(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    lines = records(run_dir)
     steps = [line for line in lines if "time/step" in line]
     print(f"{name}: every step took {[round(step['time/step'], 2) for step in steps]} s", flush=True)
     return steps[num_warm:], "" if code == 0 else f"{code}, see {log}"

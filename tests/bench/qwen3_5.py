@@ -1,32 +1,38 @@
 """Checks of Qwen3.5 that need a GPU: trainer and vLLM in bfloat16, the sync in place, whole runs, memory and speed.
 
-    python tests/bench/qwen3_5.py [--out runs/bench/qwen3_5] [--parts agreement grpo images train] [--limit 290]
+    python tests/bench/qwen3_5.py [--out runs/bench/qwen3_5] [--parts agreement grpo images train] [--limit 570]
 
 The models are random and written here; nothing is read from a network. Each part is a process of its own, prints its
-lines as they come, and ends at its limit; what it says is in OUT/PART.log, and all numbers are in OUT/results.jsonl.
+lines as they come, and ends at its limit; what it says is in OUT/PART.log (of whole runs in OUT/PART-run.log), and all
+numbers are in OUT/results.jsonl. vLLM's kernels for prompts are not tuned here, and its layers not compiled
+(qwen3_5_recipe.py).
 
 agreement: log-probs of the same completions by trainer and engine, before and after three updates, each of which is
 synced into the live engine; beside them what two runs of the engine differ by, and both beside transformers in float32
 on the same bfloat16 weights. grpo: four steps with a sync check in each and an engine that sleeps, then the export by
 transformers. images: two steps from a folder as on the hub, with a vision encoder and a draft layer, which the export
 must carry along bit by bit. train: forwards and backwards in the shape of Qwen3.5-0.8B, beside the arithmetic of
-`--dry-run`.
+`--dry-run`. A part fails if a stale engine passes the sync check, an export lacks or changes what it should carry, a
+way to train fails, or its first gradient's norm is not that of the others.
 """
 
 import argparse
 import dataclasses
+import faulthandler
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+import torch
+from speed import ROOT, end, launch, run_limited
+from toy_runs import records
 
-import torch  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from configs.examples.toys import addition_tokenizer  # noqa: E402
 from grpo.data.toy import make_model  # noqa: E402
@@ -34,8 +40,8 @@ from tests.tiny_models import make_image_model  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 # Seconds that each part may take of the usual limit, and of another one in proportion
-PARTS = {"agreement": 100, "grpo": 140, "images": 90, "train": 90}
-USUAL_LIMIT = 290
+PARTS = {"agreement": 150, "grpo": 150, "images": 120, "train": 150}
+USUAL_LIMIT = 570
 # Of an engine's cache, which so does not depend on what other programs hold of the GPU
 CACHE_BYTES = 2**30
 TINY = {
@@ -101,20 +107,20 @@ def main() -> None:
 def run_part(part: str, seconds: float, options: argparse.Namespace) -> str:
     """Run a part with its output in a file, and print the end of that if it failed. Returns how it ended."""
     log = options.out / f"{part}.log"
-    command = [sys.executable, __file__, "--out", str(options.out), "--child", part]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    with open(log, "w") as file:
-        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
-        try:
-            outcome = f"exit code {child.wait(seconds)}"
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)  # its session is its own
-            child.wait()
-            outcome = f"ended at its limit of {seconds:.0f} s"
-    lines = log.read_text().splitlines()
+    command = [sys.executable, __file__, "--out", options.out, "--child", part]
+    # lines of vLLM's log say what a start takes
+    environment = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    child = launch(command, log, **environment)
+    try:
+        outcome = f"exit code {child.wait(seconds)}"
+    except subprocess.TimeoutExpired:
+        outcome = f"ended at its limit of {seconds:.0f} s"
+    finally:
+        end(child)
     if outcome != "exit code 0":
-        print("\n".join(line[:300] for line in lines[-25:]), flush=True)
+        for file in (log, options.out / f"{part}-run.log"):
+            lines = file.read_text().splitlines() if file.exists() else []
+            print("\n".join(line[:300] for line in lines[-25:]), flush=True)
     return outcome
 
 
@@ -149,6 +155,8 @@ def tiny(out: pathlib.Path, name: str, **changes: Any) -> str:
 
 def agreement(out: pathlib.Path) -> None:
     """Compare log-probs, update, see that the engine is stale, sync, and compare again."""
+    import qwen3_5_recipe  # noqa: F401  (first, because it changes what vLLM imports)
+
     from grpo.metrics import StepMetrics
     from grpo.roles.engine.generator import Generator
     from grpo.roles.process_groups import close_roles, setup_roles
@@ -157,14 +165,17 @@ def agreement(out: pathlib.Path) -> None:
     from grpo.types import Prompt
     from train_grpo import grpo_objective
 
+    faulthandler.dump_traceback_later(30, repeat=True)  # to the log, where a start that takes long is
     folder = tiny(out, "text")
     config = tiny_config(folder)
     roles = setup_roles(config.roles)
     started = time.monotonic()
     generator = Generator(config.generator, config.model, config.data, config.seed, folder, [1], roles)
     say(out, "agreement", engine_started_s=round(time.monotonic() - started, 1), engine=describe(generator))
+    faulthandler.cancel_dump_traceback_later()
     trainer = Trainer(config.model, config.trainer, folder, 3, roles)
     prompts = [Prompt(index=index, ids=ids) for index, ids in enumerate(PROMPTS)]
+    num_unnoticed = 0
     for version in range(4):
         batch, pairs = sample(generator, prompts)
         facts = {"version": version, "tokens": int(batch.loss_mask_N.sum())}
@@ -191,12 +202,15 @@ def agreement(out: pathlib.Path) -> None:
             check_sync(prompts, trainer, generator, config.largest_mismatch, roles)
         except RuntimeError:
             refused = True
+        num_unnoticed += not refused
         started = time.monotonic()
         sync_weights(trainer, generator, version + 1, roles)
         seconds = round(time.monotonic() - started, 2)
         facts = {"stale": stale, "check refuses stale": refused, "sync_s": seconds, "grad_norm": updated["grad_norm"]}
         say(out, "agreement", update=version + 1, **facts, dtypes=dtypes(generator))
     close_roles(roles, generator.close)
+    if num_unnoticed:
+        raise SystemExit(f"agreement: {num_unnoticed} of 3 stale engines passed the sync check")
 
 
 def tiny_config(folder: str):
@@ -210,7 +224,7 @@ def tiny_config(folder: str):
         generator=GeneratorConfig(
             max_completion_tokens=96,
             gpu_memory_utilization=0.1,
-            # the second part has compiled graphs
+            # the second part has graphs
             engine={"max_num_seqs": 64, "enforce_eager": True, "kv_cache_memory_bytes": CACHE_BYTES},
             sampling={"ignore_eos": True},
         ),
@@ -290,23 +304,35 @@ def run_grpo(out: pathlib.Path, part: str, folder: str, steps: int, *flags: str)
     flags: more of the engine's options, then flags of other fields.
     """
     run_dir = out / f"{part}-run"
+    shutil.rmtree(run_dir, ignore_errors=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
-    command += ["tests/e2e/tiny.py", "--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0"]
+    command += [
+        "tests/bench/qwen3_5_recipe.py",
+        "--roles.colocated",
+        "--roles.num-trainers",
+        "1",
+        "--roles.num-references",
+        "0",
+    ]
     command += ["--model.path", folder, "--model.dtype", "bfloat16", "--run-dir", str(run_dir), "--overwrite"]
     command += ["--num-steps", str(steps), "--generator.gpu-memory-utilization", "0.1", "--algorithm.kl-coef", "0"]
     command += ["--deadline-minutes", "10", "--generator.engine", "kv_cache_memory_bytes", str(CACHE_BYTES)]
-    subprocess.run([*command, *flags], cwd=ROOT, check=True)
-    names = ("loss", "grad_norm", "mismatch/mean", "mismatch/max", "time/step", "time/sync")
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        metrics = json.loads(line)
-        say(out, part, step=metrics["step"], **{name: metrics[name] for name in names if name in metrics})
+    try:
+        code = run_limited([*command, *flags], run_dir.with_suffix(".log"), limit=None)
+    finally:  # also if this part's time is over
+        names = ("loss", "grad_norm", "mismatch/mean", "mismatch/max", "time/step", "time/sync")
+        for metrics in records(run_dir):
+            say(out, part, step=metrics["step"], **{name: metrics[name] for name in names if name in metrics})
+    if code:
+        raise SystemExit(f"{part}: the run's exit code is {code}")
     return run_dir / "model"
 
 
 def grpo(out: pathlib.Path) -> None:
     """Take four steps, and compare the export with the start. transformers should load it without a complaint."""
     start = tiny(out, "text")
-    exported = run_grpo(out, "grpo", start, 4, "enforce_eager", "false", "--generator.sleep")
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 16]}
+    exported = run_grpo(out, "grpo", start, 4, "compilation_config", json.dumps(graphs), "--generator.sleep")
     compare_export(out, "grpo", start, exported)
 
 
@@ -326,7 +352,8 @@ def compare_export(out: pathlib.Path, part: str, start: str, exported: pathlib.P
     before = load_file(f"{start}/model.safetensors")
     after = load_file(exported / "model.safetensors")
     carried = [name for name in before if name.startswith(("model.visual.", "mtp."))]
-    same = sum(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in carried)
+    kept = [name for name in carried if name in after and before[name].dtype == after[name].dtype]
+    same = sum(torch.equal(before[name], after[name]) for name in kept)
     trained = [name for name in before if name not in carried]
     moved = sum(not torch.equal(before[name].to(after[name].dtype), after[name]) for name in trained if name in after)
     _, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
@@ -334,6 +361,8 @@ def compare_export(out: pathlib.Path, part: str, start: str, exported: pathlib.P
     facts["lost"] = len(before.keys() - after.keys())
     facts["loading"] = {name: len(tensors) for name, tensors in report.items()}
     say(out, part, **facts)
+    if same < len(carried) or not moved or facts["lost"] or facts["loading"]["missing_keys"]:
+        raise SystemExit(f"{part}: the export is not what it should be")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,6 +395,7 @@ def train(out: pathlib.Path) -> None:
     lengths = [num_tokens // 8] * 4 + [num_tokens // 32] * 16  # one long row
     ids = [torch.randint(3, 32, (length,), generator=draw) for length in lengths]
     batch = make_batch([Sample(row, torch.arange(len(row)) > 0, prompt_tokens=1) for row in ids])
+    norms = []  # of each case's first gradient
     cases = [("full", "auto"), ("selective", "auto"), ("none", "auto"), ("full", "flex"), ("full, compiled", "flex")]
     for case, attention in cases:
         checkpointing, _, compiled = case.partition(", ")
@@ -384,8 +414,9 @@ def train(out: pathlib.Path) -> None:
             for _ in range(4):
                 started = time.monotonic()
                 model.forward_backward(batch, negative_logprobs, NoMetrics())
-                model.optimizer_step()
+                updated = model.optimizer_step()
                 seconds.append(time.monotonic() - started)
+                facts.setdefault("first_grad_norm", updated["grad_norm"])
         except Exception as error:  # a kernel that does not take these heads, or too little memory
             say(out, "train", **facts, failed=f"{type(error).__name__}: {str(error)[:300]}")
         else:
@@ -395,9 +426,12 @@ def train(out: pathlib.Path) -> None:
             facts["parts"] = {name: round(gib, 2) for name, gib in expected.items()}
             facts["tokens_per_s"] = round(num_tokens / sorted(seconds[1:])[1])
             say(out, "train", **facts)
+            norms.append(facts["first_grad_norm"])
         del model
         if ON_GPU:
             torch.cuda.empty_cache()
+    if len(norms) < len(cases) or not max(norms) < 1.05 * min(norms):
+        raise SystemExit(f"train: of {len(cases)} cases {len(norms)} ran; norms of their first gradients: {norms}")
 
 
 def compile_parts() -> None:

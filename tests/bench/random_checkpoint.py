@@ -7,6 +7,7 @@ FOLDER gets the Hugging Face files and prompts.jsonl. For measurements only: the
 the whole model and writes it; `--writers` share it out, each holds a block at a time, and none needs a GPU.
 """
 
+import bisect
 import json
 import multiprocessing
 import pathlib
@@ -46,6 +47,7 @@ SHAPES = {
     | {
         "model_type": "qwen2",
         "hidden_size": 896,
+        "head_dim": 64,
         "intermediate_size": 4864,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
@@ -100,6 +102,7 @@ SHAPES = {
         "tie_word_embeddings": False,
     },
 }
+HEAD_DIM = 128  # where a shape names none
 NUM_PROMPTS = 512
 INDEX = "model.safetensors.index.json"
 SPREAD = 0.02  # standard deviation of matrices, as transformers draws them
@@ -123,7 +126,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Write model, tokenizer and prompts."""
-    shape = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960} | SHAPES[arguments.shape]
+    shape = {"head_dim": HEAD_DIM, "vocab_size": 151_936, "max_position_embeddings": 40_960} | SHAPES[arguments.shape]
     shape["num_hidden_layers"] = arguments.num_layers or shape["num_hidden_layers"]
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(400)]
@@ -142,10 +145,20 @@ def main(arguments: Arguments) -> None:
         write_at_once(config, arguments.folder)
 
     data = DataConfig(system_prompt="")
+
+    def num_tokens(text: str) -> int:
+        """Count the tokens of a prompt, with its chat template."""
+        return len(next(tokenize(tokenizer, [write_prompt(tokenizer, data, text)]))[0])
+
     with open(arguments.folder / "prompts.jsonl", "w") as file:
         for _ in range(NUM_PROMPTS):
             text = " ".join(rng.choices(words, k=arguments.prompt_tokens))
-            while len(next(tokenize(tokenizer, [write_prompt(tokenizer, data, text)]))[0]) > arguments.prompt_tokens:
+            lengths = range(len(text) + 1)
+            too_long = bisect.bisect_right(
+                lengths, arguments.prompt_tokens, key=lambda length: num_tokens(text[:length])
+            )
+            text = text[: too_long + 8]  # a letter more can be a token less
+            while num_tokens(text) > arguments.prompt_tokens:
                 text = text[:-1]
             file.write(json.dumps({"question": text, "answer": "1"}) + "\n")
 

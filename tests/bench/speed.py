@@ -1,6 +1,7 @@
 """What benches share: a checkpoint of a real shape, physical floors, processes that end, tables with their JSON."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -8,7 +9,8 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +40,19 @@ def visible_gpus(least: int) -> list[int]:
     return gpus
 
 
+def end_on_sigterm() -> None:
+    """Let SIGTERM, as of `timeout`, raise SystemExit, so that what a bench has started is ended too.
+
+    Only the main thread can do that.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def launch(command: Sequence[Any], log: pathlib.Path, **environment: str) -> subprocess.Popen:
     """Start a program in its own session, with its output in `log`. The caller must `end` it."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` ends the bench: then its programs end too
+    end_on_sigterm()
     paths = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     variables = {"OMP_NUM_THREADS": "8"} | os.environ | paths | environment
     words = [str(word) for word in command]
@@ -68,9 +79,9 @@ def end_all(processes: Sequence[subprocess.Popen]) -> None:
             list(pool.map(end, processes))
 
 
-def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float) -> int | str:
+def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float | None, **environment: str) -> int | str:
     """Run a program, at most `limit` seconds, with its output in `log`. Returns its exit code, or why it has none."""
-    process = launch(command, log)
+    process = launch(command, log, **environment)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -89,6 +100,70 @@ def run_child(command: Sequence[Any], log: pathlib.Path, limit: float) -> dict[s
     errors = [line for line in lines if "Error" in line or line.startswith("error")]
     reason = errors[-1][:300] if errors else f"see {log}"
     return {"failed": f"{code}: {reason}"}
+
+
+# Processes that start side by side and are then measured in turns. Each reads words and answers with lines of JSON.
+
+
+@contextlib.contextmanager
+def side_by_side(variants: Sequence[str], name: str, limit: float) -> Iterator[dict[str, tuple[Any, Any]]]:
+    """Start this program with `--child VARIANT` for each. Yields (process, first answer) of those that have started.
+
+    They have `limit` seconds to start, and as many again for all that is asked of them. What they log, vLLM's lines
+    too, goes to NAME-VARIANT.log in $OUT (default runs/bench).
+    """
+    end_on_sigterm()
+    out = pathlib.Path(os.environ.get("OUT", ROOT / "runs" / "bench"))
+    out.mkdir(parents=True, exist_ok=True)
+    environment = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr"} | os.environ
+    environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    children: dict[str, subprocess.Popen] = {}
+    started = {}
+
+    def start(variant: str) -> None:
+        file = "".join(letter if letter.isalnum() else "-" for letter in f"{name}-{variant}")
+        command = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:], "--child", variant]
+        with open(out / f"{file}.log", "w") as log:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+            children[variant] = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+    def await_start(variant: str) -> None:
+        first_answer = answer(children[variant])
+        print(f"{variant}: {first_answer or f'ended, or not started in {limit:.0f} s: see its log'}", flush=True)
+        if first_answer:
+            started[variant] = children[variant], first_answer
+
+    def kill(some: Iterable[str]) -> None:
+        for variant in some:
+            children[variant].kill()
+
+    alarm = threading.Timer(limit, lambda: kill(children.keys() - started.keys()))
+    try:
+        for variant in variants:
+            start(variant)
+        alarm.start()
+        threads = [threading.Thread(target=await_start, args=[variant], daemon=True) for variant in variants]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        alarm.cancel()
+        alarm = threading.Timer(limit, lambda: kill(children))
+        alarm.start()
+        yield {variant: started[variant] for variant in variants if variant in started}
+    finally:
+        alarm.cancel()
+        kill(children)
+        for child in children.values():
+            child.wait()
+
+
+def answer(child: subprocess.Popen, word: str = "") -> dict[str, Any]:
+    """Send a child `word`, if there is one, and return its next JSON line; {} if it has ended."""
+    if word:
+        with contextlib.suppress(BrokenPipeError):
+            print(word, file=child.stdin, flush=True)
+    return next((json.loads(line) for line in child.stdout if line.startswith("{")), {})
 
 
 def spread(values: Sequence[float]) -> str:

@@ -162,7 +162,7 @@ def run(method: str, wait: int, folder: pathlib.Path, name: str, options: argpar
     out = os.environ.get("OUT")
     if out and code != 0:
         (pathlib.Path(out) / f"{log.name}").write_text(log.read_text()[-100_000:])
-    lines = records(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    lines = records(run_dir)
     steps = [line | {"completions": options.prompts * GROUP_SIZE} for line in lines if "time/step" in line]
     return steps[WARM_STEPS:], "" if code == 0 else f"{code}, see {log}"
 

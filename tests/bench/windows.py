@@ -8,7 +8,8 @@ Sequences are longer than the windows of the models that gpu_checks.py makes; th
 of tokens, and mean and largest difference of the log-probs in nats. `trainer` compares gradients too, by norm: the
 worst tensor's difference over its size. Two lines show what would be seen: transformers with a window that is one token
 shorter, and an engine that misses an update.
-The exit code is 1 if another mean is above what a sync check allows, or a gradient is off by more than a fifth.
+The exit code is 1 if another mean is above what a sync check allows, a gradient is off by more than a fifth, or a
+second backward gives other gradients, if only by a bit.
 """
 
 import pathlib
@@ -24,7 +25,8 @@ from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, Ro
 from grpo.data.batches import make_batch, sample_of
 from grpo.metrics import StepMetrics
 from grpo.models.attention import choose_attention
-from grpo.models.build import build_model
+from grpo.models.build import ShardedModel, build_model
+from grpo.models.experts import local_part
 from grpo.models.export import hf_tensors
 from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles, setup_trainers
@@ -110,7 +112,11 @@ def compare_with_transformers(folder: str, roles: Roles) -> bool:
         model = build_model(
             ModelConfig(attention=kind, dtype=dtype), trainer, folder, device=roles.device, tensor_parallel=1
         )
-        got_2N = sharded_values(model, trainer, batch, weights_2N)
+        got_2N = sharded_values(model, batch, weights_2N)
+        first = gradients_of(model)
+        model.module.zero_grad()
+        sharded_values(model, batch, weights_2N)
+        repeats = all(map(torch.equal, first, gradients_of(model)))
         with torch.no_grad():  # so that gradients come out under HF names as weights do
             for parameter in model.module.parameters():
                 parameter.copy_(parameter.grad)
@@ -121,9 +127,15 @@ def compare_with_transformers(folder: str, roles: Roles) -> bool:
         worst = max(errors, key=errors.get)
         prompts = "shared" if shares else "repeated"
         label = f"{name}, {kind} {dtype}, {prompts} prompts"
-        mean = print_difference(label, got_2N - expected_2N, batch, f", gradients {errors[worst]:.1e} ({worst})")
-        is_close &= mean < LARGEST_MEANS[dtype] and errors[worst] < LARGEST_GRADIENT_ERROR
+        more = f", gradients {errors[worst]:.1e} ({worst}), {'the same' if repeats else 'OTHERS'} again"
+        mean = print_difference(label, got_2N - expected_2N, batch, more)
+        is_close &= mean < LARGEST_MEANS[dtype] and errors[worst] < LARGEST_GRADIENT_ERROR and repeats
     return is_close
+
+
+def gradients_of(model: ShardedModel) -> list[torch.Tensor]:
+    """Copy this rank's part of all gradients."""
+    return [local_part(parameter.grad).clone() for parameter in model.module.parameters()]
 
 
 def load_original(folder: str, device: torch.device, **changes: object) -> PreTrainedModel:

@@ -69,7 +69,7 @@ def test_the_ranks_of_an_engine_do_not_add_up_by_kernels_that_need_a_compiler_an
     options = vllm_engine.options_of_model(hf, {}, torch.device("cuda"), tensor_parallel=2)
     assert CompilationConfig(**options["compilation_config"]).pass_config.fuse_allreduce_rms is False
     assert "compilation_config" not in vllm_engine.options_of_model(hf, {}, torch.device("cuda"))
-    for name in ("VLLM_CACHE_ROOT", *vllm_engine.ALL_REDUCE):
+    for name in ("VLLM_CACHE_ROOT", *vllm_engine.ENVIRONMENT):
         monkeypatch.setenv(name, "")  # so that it is as before after this test
         monkeypatch.delenv(name)
     vllm_engine._set_environment(torch.device("cuda", 0))

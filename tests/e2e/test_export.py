@@ -50,7 +50,7 @@ def test_export_is_the_last_checkpoint(
     }
     dcp.load({"model": titan}, checkpoint_id=checkpoint, no_dist=True)
     hf = read_hf_config(str(model))
-    adapter = family_of(hf).names(titan_config(hf, "documents", 64), str(model))
+    adapter = family_of(hf).names(titan_config(hf, "documents", 64))
 
     expected = transformers.AutoModelForCausalLM.from_pretrained(model)
     ids_BT = torch.arange(2 * 20).view(2, 20) % hf.vocab_size

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
@@ -105,6 +105,20 @@ def test_resume_with_other_targets_is_refused(run, tmp_path):
     config = load(GRPOConfig, "", [str(argument) for argument in arguments])
     with pytest.raises(BadInput, match="would not go on as the run that it is: trainer.lora_targets: "):
         Session(config, "train_grpo.py", read_grpo).start()
+
+
+def test_resume_with_another_base_under_the_adapters_is_refused(run, model, tmp_path):
+    """The folder has other weights than when the run began, and the name is the same."""
+    shutil.copytree(run[0], tmp_path / "run")
+    arguments = [*run[1], "--run-dir", str(tmp_path / "run"), "--num-steps", "5"]
+    file = model / "model.safetensors"
+    kept = file.read_bytes()
+    try:
+        save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+        with pytest.raises(BadInput, match=f"model.path: {model} has other weights than when step 4 was saved"):
+            Session(load(GRPOConfig, "", arguments), "train_grpo.py", read_grpo).start()
+    finally:
+        file.write_bytes(kept)
 
 
 @pytest.mark.slow  # the run above has the reference on its trainers too

@@ -1,6 +1,8 @@
 """What benches say of runs: which seconds count, what a run leaves that is cut off, whether it is as expected; models
-that several processes write."""
+that several processes write; what is left of programs that do not start or do not end."""
 
+import dataclasses
+import io
 import json
 import pathlib
 import sys
@@ -16,9 +18,11 @@ from tests.torchrun import ROOT
 
 sys.path.append(str(ROOT / "tests" / "bench"))
 
+import gpu_checks
 import learning
 import random_checkpoint
 import real
+import speed
 import thirty
 
 OURS = [
@@ -46,8 +50,9 @@ import json, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
 folder.mkdir()
 lines = [{"step": 0, "time": 0, "eval/a/accuracy": 0.2, "eval/b/accuracy": 0.4}]
-lines += [{"step": n, "time": 0, "reward/mean": n / 100} for n in range(1, 21)]
+lines += [{"step": n, "time": 0, "reward/mean": n / 100} for n in range(1, 20)]
 lines += [{"step": 20, "time": 0, "eval/a/accuracy": 0.5, "eval/b/accuracy": 0.6}]
+lines += [{"step": 20, "time": 0, "reward/mean": 0.2}]  # a step's own line comes after its evaluation
 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 sys.exit(3)
 """
@@ -55,6 +60,8 @@ sys.exit(3)
 
 def test_a_real_run_that_fails_leaves_its_evaluations_and_the_means_of_ten_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "RUNS_DIR", tmp_path)
+    expected = {0: (0.2, 0.4), 20: (0.6, 0.7), 30: None}
+    monkeypatch.setitem(real.RUNS, "gsm8k", real.Run("recipe.py", expected=expected))
     job = real.Job("gsm8k")
     summary = tmp_path / "out.jsonl"
     job.start([sys.executable, "-c", PROGRAM, job.folder], summary, tmp_path / "log", on_console=False)
@@ -64,10 +71,9 @@ def test_a_real_run_that_fails_leaves_its_evaluations_and_the_means_of_ten_steps
     assert means == {1: 0.01, 2: 0.02, 10: pytest.approx(0.065), 20: pytest.approx(0.155)}
     accuracies = {line["step"]: real.accuracy_of(line) for line in written if real.accuracy_of(line) is not None}
     assert accuracies == {0: pytest.approx(0.3), 20: pytest.approx(0.55)}
-    expected = {0: (0.2, 0.4), 20: (0.6, 0.7), 30: None}
-    verdicts = [real.verdict(accuracies, step, expected) for step in expected]
-    assert verdicts == ["within 0.2 to 0.4: 0.300", "OUTSIDE 0.6 to 0.7: 0.550", "not reached"]
-    assert written[-1]["exit_code"] == job.code == 3
+    verdicts = {"0": "within 0.2 to 0.4: 0.300", "20": "OUTSIDE 0.6 to 0.7: 0.550", "30": "not reached"}
+    assert written[-1] == {"exit_code": 3, "verdict": verdicts}
+    assert job.code == 3 and real.is_outside(job)
 
 
 @pytest.mark.parametrize("name", real.RUNS)
@@ -90,10 +96,19 @@ def test_flags_of_a_real_run_parse(name, beside, tmp_path):
     assert all(path.startswith(str(tmp_path)) for path in (config.model.path, *paths))
     if beside:
         assert config.generator.engine == {"max_num_seqs": 512, "kv_cache_memory_bytes": chosen.cache_bytes}
-        assert config.trainer.micro_batch_tokens == 5120
+        assert config.trainer.micro_batch_tokens < type(config.trainer)().micro_batch_tokens
 
 
-# GiB: gsm8k 30, sft 25, gsm8k_1_5b_lora 27, gsm8k_1_5b 58
+GIB = {"gsm8k": 30, "programs": 30, "after_sft": 30, "sft": 25, "gsm8k_1_5b_lora": 27, "gsm8k_1_5b": 58, "distill": 33}
+
+
+@pytest.fixture
+def gib(monkeypatch):
+    """Let runs take GIB, whatever was measured last."""
+    for name, amount in GIB.items():
+        monkeypatch.setitem(real.RUNS, name, dataclasses.replace(real.RUNS[name], gib=amount))
+
+
 @pytest.mark.parametrize(
     ("states", "gpu_gib", "seconds_left", "chosen"),
     [
@@ -122,13 +137,13 @@ def test_flags_of_a_real_run_parse(name, beside, tmp_path):
         ({"gsm8k": "runs", "programs": "ended"}, 80, 900, None),
     ],
 )
-def test_a_real_run_starts_when_its_memory_its_model_and_its_seconds_are_there(states, gpu_gib, seconds_left, chosen):
+def test_a_real_run_starts_when_memory_model_and_seconds_are_there(gib, states, gpu_gib, seconds_left, chosen):
     jobs = [real.Job(name, state=state) for name, state in states.items()]
     job = real.next_to_start(jobs, gpu_gib, seconds_left)
     assert (job and job.name) == chosen
 
 
-def test_vllm_gets_a_tenth_of_the_gpu_even_if_a_run_takes_less():
+def test_vllm_gets_a_tenth_of_the_gpu_even_if_a_run_takes_less(gib):
     # 11 runs of 25 GiB leave 29 of 304: enough for sft, too few for its engine, which asks for 30.4
     jobs = [real.Job("sft", seed, "runs") for seed in range(11)]
     waiting = real.Job("sft", 11)
@@ -152,7 +167,7 @@ def test_a_run_starts_from_the_model_of_its_seed():
         (["gsm8k", "distill", "--model", "small"], "--teacher"),
     ],
 )
-def test_runs_that_would_get_a_wrong_model_or_no_memory_are_refused(words, message):
+def test_runs_that_would_get_a_wrong_model_or_no_memory_are_refused(gib, words, message):
     options = real.read_options(words)
     with pytest.raises(SystemExit, match=message):
         real.refuse_what_cannot_run(options.jobs, options, gpu_gib=48)
@@ -263,3 +278,47 @@ def test_a_model_written_in_blocks_is_one_that_transformers_loads(blocks: pathli
         assert experts[5].equal(written[f"model.layers.{number - 1}.mlp.experts.5.down_proj.weight"])
     assert tensors_of(bench.model(1)).keys() < written.keys()
     assert model.dtype == torch.bfloat16 and 0.019 < experts.float().std() < 0.021
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, shape in random_checkpoint.SHAPES.items() if "qwen2" in shape.values()]
+)
+def test_heads_of_a_random_qwen2_are_as_wide_as_vllm_takes_them_to_be(name):
+    """vLLM divides, whatever config.json says, and reads the first rows of weights that are too large."""
+    shape = {"head_dim": random_checkpoint.HEAD_DIM} | random_checkpoint.SHAPES[name]
+    assert shape["head_dim"] * shape["num_attention_heads"] == shape["hidden_size"]
+
+
+VARIANT = """
+import sys, time
+if sys.argv[-1] == "stuck":
+    time.sleep(100)
+if sys.argv[-1] == "broken":
+    sys.exit(1)
+print('{"started": 1}', flush=True)
+for line in sys.stdin:
+    print(f'{{"twice": {2 * int(line)}}}', flush=True)
+"""
+
+
+def test_variants_that_do_not_start_leave_the_others_to_be_measured(tmp_path, monkeypatch):
+    (tmp_path / "bench.py").write_text(VARIANT)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "bench.py")])
+    monkeypatch.setenv("OUT", str(tmp_path))
+    with speed.side_by_side(["stuck", "good", "broken"], "bench", limit=8) as started:
+        ((name, (process, first_answer)),) = started.items()
+        assert name == "good" and first_answer == {"started": 1}
+        assert speed.answer(process, "4") == {"twice": 8}
+    assert process.returncode is not None
+
+
+def test_gpu_checks_whose_time_is_over_show_what_they_have(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_checks, "WORK", tmp_path)
+    monkeypatch.setattr(gpu_checks, "write_models", lambda folder: None)
+    monkeypatch.setattr(gpu_checks, "end_all", lambda processes: [process.kill() for process in processes])
+    endless = "import time; print('kept: 7', flush=True); time.sleep(100)"
+    checks = [gpu_checks.Check("endless", ["-c", endless]), gpu_checks.Check("late", ["-c", endless])]
+    file = io.StringIO()
+    assert gpu_checks.run_all(checks, num_jobs=1, seconds=4, file=file) == 1
+    assert "ENDED  endless" in file.getvalue() and "    kept: 7" in file.getvalue()
+    assert file.getvalue().endswith("ended before their end: endless; not run: 1\n")

@@ -23,6 +23,16 @@ def test_episodes_are_played_and_repeat(capsys):
     assert main([f"{EXAMPLES}/calculator.py:multiply"]) == 0
 
 
+def test_a_class_without_tools_is_said_so_in_plain_words(tmp_path, capsys):
+    (tmp_path / "talk.py").write_text(
+        "class Talk:\n    def reset(self): return 'Hi.'\n    def reply(self, text): return None\n"
+    )
+    assert main([f"{tmp_path}/talk.py:Talk"]) == 0
+    shown = capsys.readouterr().out
+    assert "tools none" in shown and "[]" not in shown
+    assert re.search(r"^reward None; ended by done after 1 turns, each answered in [\d.]+ s$", shown, re.MULTILINE)
+
+
 def test_a_hidden_state_and_a_lost_episode_are_told(tmp_path, capsys):
     (tmp_path / "odd.py").write_text(
         "import os\n"
@@ -37,6 +47,46 @@ def test_a_hidden_state_and_a_lost_episode_are_told(tmp_path, capsys):
     assert "OTHER TEXTS" in capsys.readouterr().out
     assert main([f"{tmp_path}/odd.py:Down"]) == 1
     assert "no server" in capsys.readouterr().out
+
+
+def test_what_an_episode_leaves_to_the_next_one_is_told(tmp_path, capsys):
+    (tmp_path / "leak.py").write_text(
+        "class Leak:\n"
+        "    said = []\n"
+        "    def reset(self): return f'{len(self.said)} were said before.'\n"
+        "    def reply(self, text): self.said.append(text)\n"
+    )
+    assert main([f"{tmp_path}/leak.py:Leak"]) == 1
+    shown = capsys.readouterr().out
+    assert "in the same process: OTHER TEXTS" in shown and "3 were said before." in shown
+    assert "in a fresh process: the same texts" in shown
+
+
+def test_each_class_gets_a_row_of_its_own_whichever_source_has_it(tmp_path, capsys):
+    (tmp_path / "two.py").write_text(
+        "class A:\n"
+        "    def reset(self, **row): return 'A has ' + row['place']\n"
+        "    def reply(self, text): return None\n"
+        "class B(A):\n"
+        "    def reset(self, **row): return 'B has ' + row['place']\n"
+    )
+    for name in ("A", "B"):
+        row = {"question": "Where?", "kind": name, "place": f"room {name}"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    (tmp_path / "recipe.py").write_text(
+        "from grpo import config as c\n"
+        "data = c.DataConfig(\n"
+        f"    sources={{'a': '{tmp_path}/A.jsonl', 'b': '{tmp_path}/B.jsonl'}},\n"
+        "    answer_column='', environment_column='kind', columns={'place': 'place'},\n"
+        ")\n"
+        f"classes = {{'A': '{tmp_path}/two.py:A', 'B': '{tmp_path}/two.py:B'}}\n"
+        "config = c.GRPOConfig(\n"
+        "    model=c.ModelConfig(path='owner/name'), data=data, environment=c.EnvironmentConfig(classes=classes)\n"
+        ")\n"
+    )
+    assert main([f"{tmp_path}/recipe.py", "--reward.functions"]) == 0
+    shown = capsys.readouterr().out
+    assert "A has room A" in shown and "B has room B" in shown
 
 
 def test_what_no_tokenizer_takes_is_played(tmp_path, capsys):

@@ -1,9 +1,11 @@
 """`python -m grpo.check_reward`: what it shows of a function, before any run."""
 
+import datetime
 import json
 import re
 import sys
 
+import datasets
 import pytest
 
 from grpo.check_reward import main, some_completions
@@ -36,6 +38,10 @@ def loops(completions, **columns):
 
 def needs_a_key(completions, **columns):
     return [float(len(os.environ["JUDGE_KEY"]))]
+
+def shortest(completions, **columns):
+    lengths = list(map(len, completions))
+    return [float(length == min(lengths)) for length in lengths]
 """
 
 
@@ -73,6 +79,14 @@ def test_a_group_level_function_gets_all_of_a_row(show):
     assert code == 0 and "one call for each row" in out
     assert "reference  #### 1 " in out and out.count("note: the reference earns what a wrong answer earns") == 3
     assert "prints:" not in out
+
+
+def test_a_function_that_compares_completions_must_be_marked(show):
+    """TRL's get all completions of a batch. One by one each is the shortest, and the run learns nothing."""
+    _, out = show("mine.py:shortest")
+    assert out.count("note: it returns other values for all of these in one call, which @group_level asks for") == 3
+    _, out = show("mine.py:trl")
+    assert "in one call, which" not in out
 
 
 def test_what_fails_is_told_with_its_line(show):
@@ -119,6 +133,13 @@ def test_a_built_in_function_is_confined_and_names_the_folder_that_is_closed_to_
 def test_what_cannot_be_called_is_one_line(show, name, flags, message):
     with pytest.raises(BadInput, match=re.escape(message)):
         show(name, *flags)
+
+
+def test_a_column_that_json_cannot_hold_is_refused_before_a_process_starts(show, tmp_path):
+    row = {"q": "?", "truth": {"value": "1"}, "level": datetime.date(2020, 1, 1)}
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "days.parquet")
+    with pytest.raises(BadInput, match="a column for rewards holds what JSON cannot .*date is not JSON serializable"):
+        show("mine.py:trl", "--data.path", "days.parquet")
 
 
 def test_a_list_of_answers_is_refused_by_math_reward_and_its_first_is_shown_to_your_own(show, tmp_path):

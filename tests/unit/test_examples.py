@@ -39,6 +39,82 @@ def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path
     assert code_reward(programs, tests=[test[1]["tests"]] * 2) == [1.0, 0.0]
 
 
+ADD = "def add(a, b):\n    return a + b"
+PRINT_SUM = "print(sum(map(int, input().split())))"
+PAIRS = {"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
+CALL = {"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}
+READS = {"type": "stdin_stdout", "input": "1 2", "output": "3"}
+FUNCTIONAL = {"input": "1\n2", "output": "3", "testtype": "functional"}
+QUESTION = {"question": "Add.", "starter_code": ""}
+PYTEST = """
+from solution import (
+    add,
+)
+
+def test_add():
+    assert add(1, 2) == 3
+
+def test_more():
+    assert add(3, 4) == 7
+"""
+SOLUTION = "class Solution:\n    def add(self, a, b):\n        return a + b"
+CODE_ROWS = [  # function, row, a right program
+    ("apps", {**QUESTION, "input_output": json.dumps(PAIRS)}, PRINT_SUM),
+    ("apps", {**QUESTION, "input_output": json.dumps(CALLS)}, ADD),
+    ("verifiable", {"prompt": "Add.", "verification_info": {"test_cases": [READS]}}, PRINT_SUM),
+    ("verifiable", {"prompt": "Add.", "verification_info": json.dumps({"test_cases": [CALL, CALL]})}, ADD),
+    ("deepcoder", {"problem": "Add.", "tests": json.dumps(PAIRS)}, PRINT_SUM),
+    (
+        "deepcoder",
+        {"problem": "Add.", "tests": json.dumps([FUNCTIONAL | {"metadata": {"func_name": "add"}}])},
+        SOLUTION,
+    ),
+    (
+        "livecodebench",
+        {
+            "question_content": "Add.",
+            "starter_code": "class Solution:",
+            "metadata": '{"func_name": "add"}',
+            "public_test_cases": json.dumps([FUNCTIONAL, FUNCTIONAL]),
+        },
+        SOLUTION,
+    ),
+    ("kodcode", {"question": "Add.", "test": PYTEST}, ADD),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "right"), CODE_ROWS)
+def test_problems_of_public_sets_pay_the_right_program_alone(name, row, right):
+    """Not one that is wrong, wraps its result, leaves, or (except KodCode's) returns what equals everything."""
+    made = load_function(f"{EXAMPLES}/code_rows.py:{name}", "test")(row)
+    assert made["prompt"].startswith("Add.") and isinstance(made["tests"], str)
+    equal = "type('Any', (int,), {'__eq__': lambda *_: True})()"
+    results = ["a - b", "[a + b]", "exit()", equal]
+    if name == "kodcode":
+        results.remove(equal)
+    if right == PRINT_SUM:
+        wrong = [PRINT_SUM.replace("sum", "max"), f"{PRINT_SUM}\nprint(7)", "pass"]
+    else:
+        wrong = [right.replace("a + b", result) for result in results]
+    texts = [f"```python\n{program}\n```" for program in (right, *wrong)]
+    rewards = code_reward(texts, tests=[made["tests"]] * len(texts), timeout_seconds=60.0)
+    assert rewards == [1.0, *[0.0] * len(wrong)]
+
+
+def test_problems_whose_tests_cannot_be_called_are_left_out():
+    function = {name: load_function(f"{EXAMPLES}/code_rows.py:{name}", "test") for name in ("apps", "kodcode")}
+    for nothing in ("", "{}", '{"inputs": [], "outputs": []}'):
+        assert function["apps"]({**QUESTION, "input_output": nothing}) is None
+    for more in (
+        "class TestMore:\n    def test(self): pass",
+        "def test_with(tmp_path): pass",
+        "@mark\ndef test_it(): pass",
+    ):
+        assert function["kodcode"]({"question": "Add.", "test": f"{PYTEST}\n{more}"}) is None
+    assert function["kodcode"]({"question": "Add.", "test": "from solution import add\n"}) is None
+
+
 def test_the_smallest_number_is_held_out_and_paid_by_the_last_number():
     rows = load_function(f"{EXAMPLES}/smallest.py:rows", "test")
     last_number = load_function(f"{EXAMPLES}/smallest.py:last_number", "test")
@@ -78,6 +154,7 @@ def test_tasks_of_reasoning_gym_are_paid_by_their_own_verifier():
     test = chain_sum("test")
     assert len(test) == 200 and not {row["question"] for row in train} & {row["question"] for row in test}
     right = json.loads(test[0]["entry"])["answer"]
-    completions = [f"So <answer>{right}</answer>", f"<answer>{right}1</answer>", f"It is {right}."]
-    scores = verified(completions, [test[0]["entry"]] * 3)
-    assert scores[0] == 1.0 and scores[1] < 1.0 and scores[2] == 0.0  # a part where the answer holds the right one
+    completions = [f"So <answer>{right}</answer>", f"<answer>{right}.0</answer>"]
+    completions += [f"<answer>{right}1</answer>", f"<answer>1{right}</answer>", f"It is {right}."]
+    # the verifier itself gives parts to the third and fourth, which hold the right answer
+    assert verified(completions, [test[0]["entry"]] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]

@@ -175,6 +175,24 @@ def test_sbatch_takes_gpus_of_gres_and_needs_no_number_of_cores(repo):
     assert process.returncode == 1 and "--gres=gpu" in process.stderr
 
 
+# Starts the command for each task, one after the other, without srun's own flags.
+STARTING_SRUN = """
+while [[ "$1" == --* ]]; do shift; done
+for SLURM_PROCID in 0 1; do SLURM_PROCID=$SLURM_PROCID "$@"; done
+"""
+
+
+def test_sbatch_says_which_node_holds_the_meeting_place(repo):
+    """Whatever its names: SLURM's may be another one than the machine's."""
+    launch(repo, "setup.sh", GRPO_DEVICE="gpu")
+    (repo / "bin" / "srun").write_text(STUB + STARTING_SRUN)
+    process, _ = launch(repo, "grpo.sbatch", "recipe.py", **SLURM)
+    assert process.returncode == 0, process.stderr
+    starts = re.findall(r"^python -m torch.distributed.run (.*)$", (repo / "calls").read_text(), re.M)
+    assert [start.split()[0] for start in starts] == ["--rdzv_conf=is_host=1", "--rdzv_conf=is_host=0"]
+    assert all(start.endswith("--rdzv_endpoint=node7:23456 train_grpo.py recipe.py --resume") for start in starts)
+
+
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_sft.py"])
 def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, script):
     batch_file = script.removeprefix("train_").replace(".py", ".sbatch")

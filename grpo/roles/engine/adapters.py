@@ -11,11 +11,12 @@ Left out: several adapters at once, and mixtures of experts.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo.config import TrainerConfig
 from grpo.config.engine_options import LORA_RANKS
 from grpo.models.export import peft_name
-from grpo.roles.engine.shortcuts import add_one_adapter
+from grpo.roles.engine.shortcuts import add_one_adapter, model_runner_of
 
 # vLLM's number of the only adapter
 POLICY = 1
@@ -31,7 +32,7 @@ def adapter_options(trainer: TrainerConfig) -> dict[str, Any]:
     }
 
 
-def put_adapters(llm: Any, tensors: dict[str, torch.Tensor], trainer: TrainerConfig) -> Any:
+def put_adapters(llm: Any, tensors: dict[str, Tensor], trainer: TrainerConfig) -> Any:
     """Write A and B, which have PEFT's names, into the layers of this rank's engine. Returns vLLM's LoRARequest.
 
     A request that carries it is sampled with the adapters, another one without. The layers' tensors stay where they
@@ -41,7 +42,7 @@ def put_adapters(llm: Any, tensors: dict[str, torch.Tensor], trainer: TrainerCon
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.request import LoRARequest
 
-    manager = _manager_of(llm)
+    manager = model_runner_of(llm).lora_manager._adapter_manager
     form = PEFTHelper(r=trainer.lora_rank, lora_alpha=trainer.lora_alpha, target_modules=[])
     adapters = LoRAModel.from_lora_tensors(POLICY, tensors, form, manager.device, manager.lora_config.lora_dtype)
     manager.remove_adapter(POLICY)  # otherwise vLLM keeps what it has under this number
@@ -53,12 +54,12 @@ def put_adapters(llm: Any, tensors: dict[str, torch.Tensor], trainer: TrainerCon
     return LoRARequest("policy", POLICY, "in memory")  # it must name a folder, which vLLM does not look for
 
 
-def stale_adapters(llm: Any, tensors: dict[str, torch.Tensor], trainer: TrainerConfig) -> list[str]:
+def stale_adapters(llm: Any, tensors: dict[str, Tensor], trainer: TrainerConfig) -> list[str]:
     """Return the names of those A and B, which have PEFT's names, that this rank's engine does not sample with.
 
     Its share of each is compared to the last bit, with B multiplied by alpha / rank.
     """
-    manager = _manager_of(llm)
+    manager = model_runner_of(llm).lora_manager._adapter_manager
     if manager.lora_index_to_id != [POLICY]:
         return list(tensors)
     rank = trainer.lora_rank
@@ -78,7 +79,7 @@ def stale_adapters(llm: Any, tensors: dict[str, torch.Tensor], trainer: TrainerC
     return sorted(stale)
 
 
-def _holds_share(held: torch.Tensor, whole: torch.Tensor, layer: Any) -> bool:
+def _holds_share(held: Tensor, whole: Tensor, layer: Any) -> bool:
     """Return whether `held` is this rank's share of `whole`, in which a dimension is cut or not.
 
     With fewer heads of keys and values than ranks, several ranks hold the same share.
@@ -87,9 +88,3 @@ def _holds_share(held: torch.Tensor, whole: torch.Tensor, layer: Any) -> bool:
         start = layer.tp_rank * whole.shape[dimension] // layer.tp_size
         whole = whole.narrow(dimension, start // length * length, length)
     return torch.equal(held, whole)
-
-
-def _manager_of(llm: Any) -> Any:
-    """Return vLLM's LoRAModelManager of this rank."""
-    (manager,) = llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)
-    return manager

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig, TrainerConfig
@@ -25,7 +26,7 @@ from grpo.roles.engine import vllm_engine
 from grpo.roles.engine.adapters import adapter_options, put_adapters, stale_adapters
 from grpo.roles.engine.episodes import Episodes, completion_of
 from grpo.roles.engine.loop import EngineLoop, Stretch, no_collection
-from grpo.roles.engine.shortcuts import sampler_of
+from grpo.roles.engine.shortcuts import model_runner_of, sampler_of
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt, Requests
 
@@ -201,7 +202,7 @@ class Generator:
             ended=stretch.reason != "abort",
         )
 
-    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Load new weights, or new adapters beside the weights, and clear the prefix cache.
 
         `tensors` yields every (name, full tensor) that a sync moves. Each owns its memory, because vLLM may keep it
@@ -219,7 +220,7 @@ class Generator:
         self.forget_prefixes()
         self.version = version
 
-    def _load_all(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _load_all(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Load all weights through vLLM's loader."""
         quantized = any(self.config.engine.get(name) for name in ("quantization", "quantization_config"))
         # kernels read repacked (on a CPU) or quantized copies, and only a full reload makes them again
@@ -232,10 +233,9 @@ class Generator:
                     runner._quant_method.moe_kernel = None  # else it keeps the experts that it packed at its start
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:  # into the live parameters, in place, so that captured CUDA graphs stay valid
-            (model,) = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
-            model.load_weights(tensors)
+            model_runner_of(self.llm).get_model().load_weights(tensors)
 
-    def stale_adapters(self, tensors: dict[str, torch.Tensor]) -> list[str]:
+    def stale_adapters(self, tensors: dict[str, Tensor]) -> list[str]:
         """Return the names of those A and B in which this rank's engine differs from `tensors`, if only by a bit."""
         return stale_adapters(self.llm, tensors, self.trainer)
 
@@ -273,7 +273,7 @@ class Generator:
         vllm_engine.destroy_groups()
 
 
-def _with_tied_head(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _with_tied_head(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the embedding's tensor a second time as the LM head, which shares it: a full reload needs both names."""
     for name, tensor in tensors:
         yield name, tensor

@@ -60,10 +60,18 @@ class EngineLoop:
         self._running[name] = self.engine.add_request(name, prompt, params, lora_request=self.adapter), request
 
     def step(self) -> list[Stretch]:
-        """Decode one token of each running request, or prefill. Returns the requests that have ended."""
+        """Decode one token of each running request, or prefill. Returns the requests that have ended.
+
+        Raises RuntimeError for one that ended by an error of vLLM's: it is neither complete nor cut off at a limit.
+        """
         ended = []
         for output in self.engine.step():
             (sample,) = output.outputs
+            if sample.finish_reason == "error":
+                raise RuntimeError(
+                    "vLLM ended a completion by an error, which the lines above name; if they speak of a grammar, what "
+                    "generator.sampling excludes leaves structured_outputs no token: leave one of them out"
+                )
             vllms_name, request = self._running.pop(output.request_id)
             ids = list(sample.token_ids)
             tokens = self.sampled_tokens.take(vllms_name)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 # Most ids that all tokens of a call may be chosen from: half a GiB, which the driver and every learner hold too
 MAX_KEPT = 2**27
@@ -142,6 +143,12 @@ class SampledTokens:
         return self._by_request.pop(request, RequestTokens())
 
 
+def model_runner_of(llm: Any) -> Any:
+    """Return the model runner of this rank's engine, which holds the model, the sampler and the adapters."""
+    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+    return runner
+
+
 def sampler_of(llm: Any) -> Any:
     """Return the sampler of `llm`, which can say what tokens are chosen from.
 
@@ -151,8 +158,7 @@ def sampler_of(llm: Any) -> Any:
 
     Raises RuntimeError for V1 on a GPU, where a step is sampled before the one before it is read.
     """
-    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
-    sampler = runner.sampler
+    sampler = model_runner_of(llm).sampler
     if not hasattr(sampler, "return_sampling_mask"):
         if torch.cuda.is_available():
             raise RuntimeError(
@@ -177,10 +183,10 @@ def add_one_adapter(punica: Any) -> None:
     """
 
     def add_lora_linear(
-        output_TO: torch.Tensor,
-        input_TI: torch.Tensor,
-        a: tuple[torch.Tensor, ...],
-        b: tuple[torch.Tensor, ...],
+        output_TO: Tensor,
+        input_TI: Tensor,
+        a: tuple[Tensor, ...],
+        b: tuple[Tensor, ...],
         scale: float,
         sizes: tuple[int, ...],
         **_: Any,

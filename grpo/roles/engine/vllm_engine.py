@@ -12,11 +12,11 @@ import torch
 from transformers import PretrainedConfig
 
 from grpo.config import DataConfig, GeneratorConfig, ModelConfig
-from grpo.config.engine_options import needing_texts
+from grpo.config.engine_options import needs_texts
 from grpo.data.chat import load_tokenizer
 from grpo.models.families import has_experts, has_states, head_dim_of, windows_of
 from grpo.models.memory import CPU_KV_CACHE_GIB
-from grpo.roles.engine.shortcuts import WIDE_HEAD_DIM, widen_attention, widen_logprobs
+from grpo.roles.engine.shortcuts import WIDE_HEAD_DIM, model_runner_of, widen_attention, widen_logprobs
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
@@ -27,9 +27,16 @@ CPU_BLOCK_TOKENS = 32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Engine options by which a user chooses attention; FlashAttention 3 reads a float8 cache faster than triton
 CHOOSE_ATTENTION = ("attention_config", "attention_backend", "kv_cache_dtype")
-# The ranks of an engine add up by vLLM's own kernels or NCCL. FlashInfer's, its default, are compiled by nvcc at the
-# first start, and would first try NVLink's multicast, which hosts that share their GPUs may forbid.
-ALL_REDUCE = {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"}
+# vLLM's environment, where the user has not set it
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # The ranks of an engine add up by vLLM's own kernels or NCCL. FlashInfer's, its default, are compiled by nvcc at
+    # the first start, and would first try NVLink's multicast, which hosts that share their GPUs may forbid.
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+}
 HOPPER = (9, 0)  # H100 and H200, on which triton's attention was measured
 # Engine options that vLLM's CPU backend gets wrong: seeded requests whose prompt is prefilled in pieces crash it, and
 # its sampler of drafted tokens divides by uninitialised memory where the temperature should be.
@@ -164,7 +171,7 @@ def expert_layers(llm: Any) -> list[Any]:
     """Return vLLM's layers of experts in this rank's engine."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    (model,) = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    model = model_runner_of(llm).get_model()
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
@@ -179,7 +186,7 @@ def options_of_model(
         options["enable_prefix_caching"] = False
     if device.type == "cpu":
         return options
-    if tensor_parallel > 1:  # see ALL_REDUCE
+    if tensor_parallel > 1:  # see ENVIRONMENT
         options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if has_experts(hf):  # these kernels read weights as a folder has them, so a sync can write them in place
         options["moe_backend"] = "triton"
@@ -196,17 +203,9 @@ def options_of_model(
     return options
 
 
-def needs_texts(config: GeneratorConfig) -> bool:
-    """Return whether vLLM needs a tokenizer: for stop texts, and for sampling options such as bad_words."""
-    return bool(config.stop or needing_texts(config.sampling))
-
-
 def _set_environment(device: torch.device) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    for name, value in ALL_REDUCE.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if device.type == "cuda":  # what vLLM compiled runs on the GPU of that index alone, and its cache ignores the index
         root = pathlib.Path(os.environ.get("VLLM_CACHE_ROOT") or "~/.cache/vllm")

@@ -59,8 +59,8 @@ def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
     base = build_model(
         model, options, folder, device=roles.device, tensor_parallel=options.tensor_parallel, frozen=True
     )
-    base_N = base.token_logprobs(batch, options)
-    assert torch.equal(trainer.model.token_logprobs(batch, options), base_N), f"{case}: B = 0 is not the base"
+    base_N = base.token_logprobs(batch)
+    assert torch.equal(trainer.model.token_logprobs(batch), base_N), f"{case}: B = 0 is not the base"
     check_bfloat16(options, folder, batch, roles, case)
 
     target = output / pathlib.Path(folder).name

@@ -85,9 +85,9 @@ def main() -> None:
     def gradients(config: GRPOConfig, count: int, order: list[int], wrong: bool = False) -> dict[str, torch.Tensor]:
         """Gradients of a step in exactly `count` micro-batches on each rank."""
         tokens = MICRO_BATCH_TOKENS[num_ranks][count]
-        trainer.config = dataclasses.replace(options, micro_batch_tokens=tokens)
+        trainer.model.trainer = dataclasses.replace(options, micro_batch_tokens=tokens)
         batch = make_step(order)
-        found = len(trainer.model.pack(batch, trainer.config).rows[0])
+        found = len(trainer.model.pack(batch).rows[0])
         assert found == count, f"{num_ranks} ranks, {tokens} tokens: {found} micro-batches"
         objective = objective_of(config, batch)
         if wrong:

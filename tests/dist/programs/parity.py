@@ -63,7 +63,7 @@ def check_case(case: str, roles: Roles) -> None:
     expected_2N = original_values(original, batch)
     (expected_2N * weights_2N).sum().backward()
     expected_2M = expected_2N.detach()[:, batch.loss_mask_N]
-    got_2M = sharded_values(model, trainer, batch, weights_2N)[:, batch.loss_mask_N]
+    got_2M = sharded_values(model, batch, weights_2N)[:, batch.loss_mask_N]
     differences_2, largest_2 = (x_2M.abs().amax(1) for x_2M in (got_2M - expected_2M, expected_2M))
     value_error = (differences_2 / largest_2).max().item()
 
@@ -84,7 +84,7 @@ def check_case(case: str, roles: Roles) -> None:
     # shared before they have memory, so that a table of many positions is never there once a layer
     ropes = [part.config for part in model.module.modules() if isinstance(part, HFRoPE)]
     assert len(ropes) == len({(rope.inv_freq, rope.attention_factor) for rope in ropes}), f"{case}: tables of positions"
-    check_temperatures(build(folder, "bfloat16", trainer, roles), trainer, batch, case)
+    check_temperatures(build(folder, "bfloat16", trainer, roles), batch, case)
 
 
 def build(folder: str, dtype: str, trainer: TrainerConfig, roles: Roles) -> ShardedModel:
@@ -98,7 +98,7 @@ def build(folder: str, dtype: str, trainer: TrainerConfig, roles: Roles) -> Shar
     )
 
 
-def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: TrainBatch, case: str) -> None:
+def check_temperatures(model: ShardedModel, batch: TrainBatch, case: str) -> None:
     """FSDP may round a module's inputs to its compute dtype; the temperatures must come through as float32."""
     head, seen = model.module.lm_head, set()
     statistics = head.statistics
@@ -109,7 +109,7 @@ def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: Train
         return statistics(product, targets, temperatures, first_row)
 
     head.statistics = spy
-    for micro, _ in model.micro_batches(model.pack(batch, trainer)):
+    for micro, _ in model.micro_batches(model.pack(batch)):
         model.logprobs(micro)
     wanted = {*torch.tensor([*TEMPERATURES, 1.0]).tolist()}  # 1 is padding's
     assert seen and seen <= wanted, f"{case}: temperatures {sorted(seen)}, expected some of {sorted(wanted)}"
@@ -146,14 +146,12 @@ def original_values(original: PreTrainedModel, batch: TrainBatch) -> torch.Tenso
     return torch.cat(values, dim=1)
 
 
-def sharded_values(
-    model: ShardedModel, trainer: TrainerConfig, batch: TrainBatch, weights_2N: torch.Tensor
-) -> torch.Tensor:
+def sharded_values(model: ShardedModel, batch: TrainBatch, weights_2N: torch.Tensor) -> torch.Tensor:
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
     weights_2N = weights_2N.to(model.device)
     got_2N = torch.zeros_like(weights_2N)
-    for micro, is_last in model.micro_batches(model.pack(batch, trainer)):
-        assert trainer.share_prompts == (micro.shared is not None)
+    for micro, is_last in model.micro_batches(model.pack(batch)):
+        assert model.trainer.share_prompts == (micro.shared is not None)
         model.accumulate(is_last)
         values = model.logprobs(micro)
         index_M = micro.token_BT[micro.token_BT >= 0]

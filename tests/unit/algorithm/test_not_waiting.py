@@ -94,7 +94,6 @@ def test_the_model_does_not_wait_for_the_device(keep_logits, shares, keeps):
         model = config.build()
         model.init_weights(buffer_device=None)
         micro = on_fake_device(micro, mode)
-        inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, model.masks(micro), micro.temperatures_BT
-        logprobs_BT, entropy_BT = model(*inputs, micro.scored_M, micro.kept)
+        logprobs_BT, entropy_BT = model(micro)
         (logprobs_BT.sum() + entropy_BT.sum()).backward()
         assert logprobs_BT.shape == (2, 16) and all(p.grad is not None for p in model.parameters())

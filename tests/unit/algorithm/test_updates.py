@@ -62,6 +62,27 @@ def test_the_rates_of_ten_steps(folder, schedule):
     assert rates == pytest.approx([0.01 * rate for rate in RATES[schedule]])
 
 
+@pytest.mark.parametrize("schedule", RATES)
+def test_a_run_that_ends_within_its_warm_up_has_the_rates_of_its_beginning(folder, schedule):
+    """Three steps of ten: the third has 3 / 10 of the peak, as in a longer run that these are resumed to."""
+    trainer = trainer_of(folder, num_steps=3, schedule=schedule, warmup_steps=10)
+    rates = [take_step(trainer, AlgorithmConfig())["learning_rate"] for _ in range(3)]
+    assert rates == pytest.approx([0.001, 0.002, 0.003])
+
+
+@pytest.mark.parametrize("options", [{}, {"moments": "bfloat16"}, {"optimizer": "muon"}], ids=str)
+def test_a_checkpoint_before_the_first_update_changes_none(folder, options):
+    """As after steps that were skipped. The same two updates are made by trainers that went on, saved, and resumed."""
+    plain, saved, resumed = (trainer_of(folder, **options) for _ in range(3))
+    resumed.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for trainer in (plain, saved, resumed):
+        for _ in range(2):
+            take_step(trainer, AlgorithmConfig())
+    for trainer in (saved, resumed):
+        pairs = zip(plain.model.module.parameters(), trainer.model.module.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_resumed_trainer_takes_rates_and_decays_from_its_own_config(folder, optimizer):
     """A checkpoint has them too, but `--allow-changes` means the new ones, from the first step on."""

@@ -188,12 +188,12 @@ def test_a_recipes_environment_can_be_left_out():
 
 
 # A value that a field does not take, whatever the others are, and what the message says that it must be
-TEMPERATURE = "a number, above 0 and below inf"
+TEMPERATURE = "a number, at least 0.01 and below inf"
 NOT_TAKEN = [
     ("num_steps", 0, "a whole number, at least 1"),
     ("num_steps", True, "a whole number, at least 1"),  # True is an int to Python
     ("deadline_minutes", 0.0, "a number, above 0"),
-    ("generator.temperature", (1.0, 0.0), TEMPERATURE),
+    ("generator.temperature", (1.0, 0.009), TEMPERATURE),
     ("generator.gpu_memory_utilization", 1.5, "a number, above 0 and at most 1"),
     ("generator.stop", ["</answer>"], "a tuple, each entry text"),
     ("trainer.learning_rate", math.nan, "a number, at least 0 and below inf"),
@@ -226,6 +226,16 @@ def test_the_defaults_are_valid_and_nothing_is_said_about_them():
     for config in (GRPOConfig(), SFTConfig()):
         validate(config)
         assert cautions(config) == []
+
+
+@pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig])
+def test_adapters_at_a_learning_rate_for_all_weights_are_said(config_type):
+    """What they add to a weight in bfloat16 is rounded away until it is as large as half of its last digit."""
+    lora = change(config_type(), {"trainer.lora_rank": 16, "trainer.learning_rate": 1e-6})
+    (said,) = cautions(lora)
+    assert "trainer.learning_rate=1e-06 hardly moves adapters" in said and "--trainer.learning-rate 1e-5" in said
+    for rate in (0.0, 1e-5):
+        assert cautions(change(lora, {"trainer.learning_rate": rate})) == []
 
 
 @pytest.mark.parametrize("coarse", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8_per_tensor"}])

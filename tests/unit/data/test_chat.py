@@ -7,14 +7,14 @@ import signal
 import time
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from configs.examples import toys
 from grpo.config import DataConfig
 from grpo.data import chat, toy
 from grpo.data.chat import check_template, detokenize, look_at_prompt
-from grpo.data.encode import Encoded, RowStatus, prompt_encoder
+from grpo.data.encode import Encoded, Encoder, RowStatus
 from grpo.data.rows import row_reader
 from grpo.data.turns import longest_token
 from tests.unit.chat_templates import MISTRAL, QWEN3, THINKER
@@ -62,7 +62,7 @@ def test_good_templates_pass(template):
 
 def encode_within(text: str, max_tokens: int, template: str = PLAIN) -> Encoded:
     data = DataConfig(system_prompt="", max_prompt_tokens=max_tokens)
-    encoder, row = prompt_encoder(tokenizer_with(template), data), {"question": text, "answer": "1"}
+    encoder, row = Encoder(tokenizer_with(template), data, data.max_prompt_tokens), {"question": text, "answer": "1"}
     (encoded,) = encoder.encode([row], row_reader(data))
     return encoded
 
@@ -141,8 +141,46 @@ PROMPTS = [
 ]
 
 
+def test_an_argument_that_the_template_does_not_read_is_said(capsys):
+    kwargs = {"enable_thinking": False, "enable_thoughts": False}
+    check_template(tokenizer_with(QWEN3), DataConfig(chat_template_kwargs=kwargs))
+    assert "does not read enable_thoughts of data.chat_template_kwargs" in capsys.readouterr().out
+    check_template(tokenizer_with(MISTRAL), DataConfig(system_prompt="", chat_template_kwargs=kwargs))
+    assert "does not read enable_thinking, enable_thoughts of" in capsys.readouterr().out
+    kwargs = {"enable_thinking": False, "chat_template": QWEN3}
+    check_template(tokenizer_with(MISTRAL), DataConfig(chat_template_kwargs=kwargs))
+    assert "does not read" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("template", "fields", "opened", "said"), PROMPTS)
 def test_what_prompts_have_or_lack_is_said(template: str, fields: dict, opened: str, said: str):
     found, notes = look_at_prompt(tokenizer_with(template), DataConfig(**fields))
     assert found == opened and len(notes) == bool(said)
     assert all(note.startswith(said) for note in notes)
+
+
+DATED = "{{ bos_token }}{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_a_template_that_writes_the_date_writes_the_same_on_every_day(capsys):
+    tokenizer = tokenizer_with(DATED)
+    check_template(tokenizer, DataConfig())
+    assert "writes the date, it is 26 Jul 2024, so that a run repeats" in capsys.readouterr().out
+    text, _ = chat.render(tokenizer, DataConfig(), [{"role": "user", "content": "q"}], opening=True)
+    assert text.endswith("26 Jul 2024q")
+
+
+@pytest.mark.parametrize(("begins", "is_warned"), [("", True), ("{{ bos_token }}", False)])
+def test_a_template_of_ones_own_without_bos_is_warned_of(begins, is_warned, tmp_path, capsys):
+    """Gemma, for one, writes nonsense without it."""
+    file = tmp_path / "own.jinja"
+    file.write_text(f"{begins}{QWEN3}")
+    tokenizer = tokenizer_with(file.read_text())
+    tokenizer.bos_token = "<s>"
+    bos = [("<s>", tokenizer.bos_token_id)]
+    processor = processors.TemplateProcessing(single="<s> $A", special_tokens=bos)
+    tokenizer.backend_tokenizer.post_processor = processor
+    check_template(tokenizer, DataConfig(prompt_template=str(file)))
+    assert ("own.jinja does not begin with <s>" in capsys.readouterr().out) is is_warned
+    check_template(tokenizer, DataConfig())  # who made the model decided
+    assert not capsys.readouterr().out

@@ -162,6 +162,14 @@ def test_a_state_of_another_data_set_seed_or_order_is_refused(tokenizer, ten_row
         copy = tmp_path / "copy.jsonl"
         copy.write_text(pathlib.Path(ten_rows).read_text())
         prompts_of(config_of(str(copy)), tokenizer, seed=0).load_state_dict(state)
+    rows = pathlib.Path(ten_rows).read_text().splitlines(keepends=True)
+    edited = tmp_path / "edited.jsonl"
+    for content in (rows[::-1], [rows[0].replace("0", "7"), *rows[1:]]):
+        edited.write_text("".join(rows))
+        place = prompts_of(config_of(str(edited)), tokenizer, seed=0).state_dict()
+        edited.write_text("".join(content))
+        with pytest.raises(ValueError, match="has checksum='"):
+            prompts_of(config_of(str(edited)), tokenizer, seed=0).load_state_dict(place)
     with pytest.raises(ValueError, match="has seed=0, this run has 1"):
         prompts_of(config_of(ten_rows), tokenizer, seed=1).load_state_dict(state)
     with pytest.raises(ValueError, match="has shuffle=1, this run has 0"):
@@ -193,7 +201,10 @@ def test_other_data_begin_at_their_beginning_if_that_is_allowed(tokenizer, ten_r
     saved = {"step": 1, "data": drawn.state_dict()}
 
     def rows_of(seed: int, state: dict, allow_changes: bool) -> list[int]:
-        stream = resumed_stream(lambda: prompts_of(config_of(ten_rows), tokenizer, seed), state, allow_changes)
+        def new_stream() -> PromptStream:
+            return prompts_of(config_of(ten_rows), tokenizer, seed)
+
+        stream = resumed_stream(new_stream, state, ("step", "data"), allow_changes)
         return [prompt.row for prompt in stream.draw(3)]
 
     assert rows_of(0, {}, False) == first

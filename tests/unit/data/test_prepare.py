@@ -3,7 +3,9 @@
 import itertools
 import json
 import re
+from functools import partial
 
+import pandas
 import pytest
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig, ValidationConfig
@@ -17,6 +19,7 @@ from grpo.data.prepare import (
     reward_columns,
     usable_chats,
     usable_prompts,
+    warn_of_repeated_rows,
 )
 from grpo.data.streams import ChatStream, PromptStream
 from tests.unit.data.test_data import config_of, long_rows, word_tokenizer, write_rows
@@ -316,6 +319,20 @@ def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, tal
     assert f"warning: validation uses the training data {ten_answers}; set validation.path" in out
 
 
+def test_held_out_rows_that_are_trained_on_under_another_name_are_counted(tokenizer, tmp_path, capsys):
+    """n1 and n3 are in both files, and n3 is held out twice."""
+    train = write_rows(tmp_path / "a.jsonl", [{"question": f"add n{i}", "answer": "1"} for i in (1, 2, 3, 4)])
+    test = write_rows(tmp_path / "b.jsonl", [{"question": f"add n{i}", "answer": "2"} for i in (9, 3, 3, 8, 1)])
+    data = config_of(train)
+    rows = prepared(data, tokenizer)
+    prompts = load_eval_prompts(data, EvaluationConfig(interval=1, path=test), tokenizer)
+    capsys.readouterr()
+    warn_of_repeated_rows("evaluation", [prompt.ids for prompt in prompts], rows)
+    assert "warning: 3 of 5 held-out rows of evaluation are trained on too" in capsys.readouterr().out
+    warn_of_repeated_rows("evaluation", [prompt.ids for prompt in prompts if "n9" in prompt.content], rows)
+    assert not capsys.readouterr().out
+
+
 STRICT = (
     "{% if messages[0].content == 'n1' %}{{ raise_exception('not this') }}{% endif %}"
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
@@ -383,3 +400,56 @@ def test_a_template_that_takes_all_memory_for_one_row_is_refused_with_its_number
     rows = [{"question": f"add n{i}", "answer": "1"} for i in (0, 1, 2)]
     with pytest.raises(ValueError, match="row 2: the chat template of .* refuses it: MemoryError"):
         prepared(config_of(write_rows(tmp_path / "rows.jsonl", rows)), own)
+
+
+def sorted_rows(num_rows: int, *, by_level: bool) -> list[dict]:
+    """Questions of levels 1 to 5, and of topics that are in no order."""
+    rows = []
+    for n in range(num_rows):
+        level = 1 + (5 * n // num_rows if by_level else 7 * n % 5)
+        rows.append({"question": f"add {n}", "answer": str(n), "level": f"Level {level}", "topic": (13 * n) % 7})
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_the_first_rows_of_a_sorted_set_are_told(tokenizer, tmp_path, capsys, kind):
+    """256 of 2,000 rows are all of the first of five levels."""
+    data = config_of("-", max_prompt_tokens=99, prompt_column="question", answer_column="answer")
+    said = {}
+    for by_level in (True, False):
+        path = str(tmp_path / f"{by_level}.{kind}")
+        frame = pandas.DataFrame(sorted_rows(2000, by_level=by_level))
+        write = {"jsonl": partial(frame.to_json, orient="records", lines=True)}
+        write |= {"parquet": frame.to_parquet, "csv": partial(frame.to_csv, index=False)}
+        write[kind](path)
+        for number in (256, 2000):
+            capsys.readouterr()
+            load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=number), tokenizer)
+            said[by_level, number] = capsys.readouterr().out
+    warning = "its rows are sorted: level is never Level "
+    assert warning in said.pop((True, 256))
+    assert not any(warning in output for output in said.values())
+
+
+def test_rows_that_a_function_leaves_out_do_not_count(tokenizer, tmp_path, capsys):
+    path = write_rows(tmp_path / "rows.jsonl", sorted_rows(2000, by_level=True))
+    (tmp_path / "mine.py").write_text(
+        "def easy(row):\n    return {'prompt': row['question']} if row['level'] < 'Level 2' else None\n"
+        "def all(row):\n    return {'prompt': row['question']}\n"
+    )
+    for name, is_told in (("easy", False), ("all", True)):
+        data = config_of(path, max_prompt_tokens=99, row=f"{tmp_path}/mine.py:{name}")
+        load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=200), tokenizer)
+        assert ("its rows are sorted: level is never" in capsys.readouterr().out) == is_told
+
+
+def test_validation_tells_of_sorted_rows_too(tokenizer, tmp_path, capsys):
+    rows = [{"question": "add", "completion": f"is {n}", "source": "ab"[n > 500]} for n in range(1000)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    config = SFTConfig(
+        data=config_of(path),
+        max_sequence_tokens=99,
+        validation=ValidationConfig(interval=1, path=path, num_examples=99),
+    )
+    load_validation(config, tokenizer)
+    assert "source is never b, as in 55% of the others, but a." in capsys.readouterr().out

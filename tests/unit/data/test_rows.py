@@ -9,9 +9,19 @@ import datasets
 import pytest
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
-from grpo.data.encode import EncodedRows, as_prompt
+from grpo.data.encode import EncodedRows
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
-from grpo.data.rows import BadRow, ChatColumns, Example, detect_format, no_format, read_chat, row_reader, value_at
+from grpo.data.rows import (
+    BadRow,
+    ChatColumns,
+    Example,
+    column_of,
+    detect_format,
+    no_format,
+    read_chat,
+    row_reader,
+    value_at,
+)
 from tests.unit.data.test_data import word_tokenizer
 
 GOOD = {"question": "1+2", "answer": "3"}
@@ -85,8 +95,8 @@ def test_a_path_leads_into_tables_and_lists(path, value):
 def test_a_path_that_leads_nowhere(path):
     row = {"a": {"b": 1, "c": [2, 3]}}
     with pytest.raises(BadRow, match=f"column '{path}' is missing"):
-        value_at(row, path)
-    assert value_at(row, path, None) is None
+        column_of(row, path)
+    assert value_at(row, path) is None
 
 
 @pytest.mark.parametrize("table", [False, True])
@@ -141,11 +151,13 @@ def test_bad_rows_are_refused_with_their_numbers():
 
 def test_bad_rows_are_skipped_and_counted(capsys):
     found = checked(GOOD, {"question": "1+2"}, GOOD, name="f\x1b[2J", bad_rows="skip")
-    assert found.usable == [0, 2] and found.left_out == "1 that cannot be used"
-    line = capsys.readouterr().out.splitlines()[0]
-    assert re.match(r"warning: 1 of 3 rows of f\\x1b\[2J.jsonl .*row 2: .*'answer'.* left out$", line)
-    assert checked(GOOD, bad_rows="skip").left_out == ""
-    assert "warning" not in capsys.readouterr().out
+    assert found.usable == [0, 2]
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert re.match(r"warning: 1 of 3 rows of f\\x1b\[2J.jsonl .*row 2: .*'answer'.* left out$", first)
+    assert second.endswith("left out: 1 that cannot be used")
+    checked(GOOD, bad_rows="skip")
+    out = capsys.readouterr().out
+    assert "warning" not in out and "left out" not in out
 
 
 def test_values_that_json_cannot_hold_are_told():
@@ -191,6 +203,34 @@ def test_an_alpaca_row_may_have_a_system_prompt_and_no_earlier_turns():
     assert chat_of(row | {"system": ""}) == Example(chat=[USER, ASSISTANT])
     with pytest.raises(BadRow, match="column 'history' has earlier turns.*--data.row"):
         chat_of(row | {"history": [["0+1?", "one"]]})
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"messages": [{"from": "human", "value": "1+1?"}]}, "message 1 has ShareGPT's from and value.*--data.row"),
+        ({"messages": '[{"from": "human", "value": "1+1?"}]'}, "message 1 has ShareGPT's from and value.*--data.row"),
+        ({"messages": [USER, ASSISTANT | {"role": "gpt"}]}, "message 2, role is 'gpt', which .* call 'assistant'"),
+        ({"messages": [USER | {"role": "User"}]}, "message 1, role is 'User', which .* call 'user'.*--data.row"),
+        (
+            {"messages": [USER | {"content": [{"type": "text", "text": "1"}, {"type": "image"}]}]},
+            "2 parts, 1 of them wi",
+        ),
+        (
+            {"question": "1+1?", "answer": [USER, ASSISTANT]},
+            "'answer' begins with a message of the user.*answer.:-1 as",
+        ),
+        ({"question": [USER, ASSISTANT], "answer": "!"}, "'question' ends with the assistant's .* take question.:-1"),
+    ],
+)
+def test_chats_of_other_shapes_are_refused_with_the_way_out(row: dict, message: str):
+    """They would have no label, or the question twice, or two answers in a row."""
+    with pytest.raises(BadRow, match=message):
+        chat_of(row)
+
+
+def test_a_role_may_be_a_templates_own():
+    assert chat_of({"messages": [USER | {"role": "environment"}]}).chat == [USER | {"role": "environment"}]
 
 
 def test_messages_as_json_text_are_messages():
@@ -294,7 +334,7 @@ def own(tmp_path):
     return write
 
 
-def test_an_own_function_makes_prompt_and_columns_and_leaves_rows_out(own):
+def test_an_own_function_makes_prompt_and_columns_and_leaves_rows_out(own, capsys):
     name = own(
         "return None if row['level'] > 2 else "
         "{'prompt': row['q'].strip(), 'answer': row['a'][-1], 'level': row['level']}"
@@ -302,8 +342,8 @@ def test_an_own_function_makes_prompt_and_columns_and_leaves_rows_out(own):
     rows = [{"q": f" {i}? ", "a": ["x", str(i)], "level": i} for i in range(5)]
     found = checked(*rows, row=name)
     assert found.usable == [0, 1, 2]
-    assert found.left_out == f"2 left out by {name}"
-    prompt = as_prompt(found.get(2), 0, 2, "")
+    assert f"left out: 2 left out by {name}\n" in capsys.readouterr().out
+    prompt = found.prompt(2, 0)
     assert prompt.content == "2?" and prompt.columns == {"answer": "2", "level": 2}
 
 
@@ -354,6 +394,18 @@ def test_the_first_rows_decide_the_format_of_a_source(table, capsys):
         chats(*rows, table=table, row_format="messages")
     with pytest.raises(ValueError, match="f.*: the columns q, a are no row format; there must be question and com"):
         chats({"q": "1+1", "a": "2"}, table=table)
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_columns_that_are_not_read_are_told(table: bool, capsys):
+    """GRPO reads tools and system prompts only where it is told to, and SFT no system prompt beside messages."""
+    row = GOOD | {"reward_model": {"style": "rule"}, "tools": "[]", "system": "Be brief.", "none": None}
+    checked(row, table=table, answer_column="reward_model.style")
+    assert "has columns that are not read: answer, tools, system\n" in capsys.readouterr().out
+    chats({"messages": [{"role": "user", "content": "add"}], "tools": "[]", "system": "Be brief."}, table=table)
+    assert "has columns that are not read: system\n" in capsys.readouterr().out
+    checked(GOOD, table=table)
+    assert "not read" not in capsys.readouterr().out
 
 
 def test_notes_about_rows_are_one_line_with_their_number(capsys):

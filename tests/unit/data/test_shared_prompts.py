@@ -170,9 +170,8 @@ def results(model, batch: TrainBatch, shares: bool, weights_N: torch.Tensor):
     found_2N = torch.zeros(2, batch.num_tokens)
     model.zero_grad()
     for micro in pack(batch, 1, 256, 128, shares).micro_batches(0):
-        inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, model.masks(micro), micro.temperatures_BT
         counts, index_M = micro.loss_mask_BT, micro.token_BT[micro.loss_mask_BT]
-        values_2 = model(*inputs, micro.scored_M)
+        values_2 = model(micro)
         sum((value[counts] * weights_N[index_M]).sum() for value in values_2).backward()
         for found_N, value in zip(found_2N, values_2, strict=True):
             found_N[index_M] = value[counts].detach()
@@ -191,6 +190,23 @@ def test_sharing_changes_no_number(model):
     torch.testing.assert_close(found_2N, wanted_2N, atol=2e-5, rtol=0)
     for name, wanted in gradients.items():
         torch.testing.assert_close(found_gradients[name], wanted, atol=1e-5 * float(wanted.abs().max()), rtol=0)
+
+
+def test_threads_of_a_cpu_add_the_gradients_of_shared_keys_in_one_order():
+    """As a resumed run and a replay need it. The order of their sums must not depend on which thread is first."""
+    batch = batch_of(([1] * 60, [14] * 8))
+    micro = build_micro_batch(batch, [[*range(8)]], row_length=200, prompts=repeated_prompts(batch))
+    values = [torch.randn(1, 200, heads, 64, requires_grad=True) for heads in (9, 3, 3)]
+    masks = document_masks(micro)
+    torch.set_num_threads(2)
+    try:
+        gradients = []
+        for _ in range(40):
+            out = DocumentAttention(None)(*values, attention_masks=masks, enable_gqa=True)
+            gradients.append(torch.cat([x.flatten() for x in torch.autograd.grad(out.sin().sum(), values)]))
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(gradients[0], gradient) for gradient in gradients)
 
 
 @pytest.mark.parametrize("window", [None, 4])

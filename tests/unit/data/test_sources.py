@@ -1,6 +1,7 @@
 """Where rows come from: files, folders and the hub, and what is said about those that are broken."""
 
 import json
+import os
 import pathlib
 import re
 
@@ -176,6 +177,26 @@ def test_reading_a_file_asks_no_network(tmp_path, monkeypatch):
     (tmp_path / "rows.csv").write_text("question,answer\na,1\n")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     assert rows_of(tmp_path / "rows.csv") == [{"question": "a", "answer": "1"}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_with_other_rows_and_the_same_time_is_read_again(kind, tmp_path):
+    """As in two images of one container, or after `cp -p`. The library knows its table by that time."""
+    path = tmp_path / f"rows.{kind}"
+    for text in ("old", "new"):
+        table = datasets.Dataset.from_dict({"a": [text]})
+        {"jsonl": table.to_json, "parquet": table.to_parquet}[kind](path)
+        os.utime(path, (1e9, 1e9))
+        assert rows_of(path) == [{"a": text}]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_a_cache_that_cannot_be_written_is_named(name, tmp_path, monkeypatch):
+    """As where several users share one."""
+    (tmp_path / name).write_text('{"a": 1}\n')
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/shared/datasets")
+    with pytest.raises(ValueError, match="cannot be written to /proc/shared/datasets .* set HF_DATASETS_CACHE to"):
+        rows_of(tmp_path / name)
 
 
 def test_a_missing_file_is_named_with_its_absolute_path(tmp_path, monkeypatch):

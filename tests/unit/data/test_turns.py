@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig, SFTConfig
@@ -167,6 +167,7 @@ def test_masks_by_hand(family, train_on, trim_offsets):
         ("{% for m in messages %}{{ m.content }}.{% endfor %}", DATA, "<eos>"),
         (PLAIN.replace("\n", "."), DATA, "<eos>"),
         ("{{ raise_exception('no') }}", DATA, None),
+        (CHATML + "{% if tools %}{% generation %}{% endgeneration %}{% endif %}", DATA, None),  # marks nothing here
     ],
 )
 def test_the_token_that_ends_a_turn(template: str, data: DataConfig, end: str | None):
@@ -259,6 +260,16 @@ def test_markers_in_two_places_of_a_turn():
     assert encoded(tokenizer, chat, "last") == "1+1?1+1 so:two.<|eot|>and 2+2?[1+1] so:[two.<|eot|>]"
 
 
+@pytest.mark.parametrize("train_on", ["assistant", "last"])
+def test_the_end_of_the_prompt_within_markers_is_no_label(train_on: str):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ '\n' + m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}{{ '\n' + m.content }}<|im_end|>\n"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert encoded(tokenizer_for(template, "<|im_end|>"), TALK, train_on) == BY_HAND["chatml", train_on]
+
+
 def test_markers_that_hold_the_end_of_a_turn_already():
     marked = "{% generation %}{{ messages[1].content }}<|eot|>{% endgeneration %}<eos>"
     assert encoded(tokenizer_for("1+1?" + marked, "<eos>"), TALK[1:3]) == "1+1?[two.<|eot|>]<eos>"
@@ -304,6 +315,28 @@ def test_a_label_that_the_template_does_not_write_is_refused(chat: list[dict], t
         encoded(tokenizer_for(*FAMILIES["chatml"]), chat, train_on)
 
 
+def test_calls_are_lost_even_if_their_names_occur_elsewhere():
+    """Templates that write content alone, and the first of several calls alone."""
+    first_only = CHATML.replace("message['content']", "message.content + (message.tool_calls or [''])[0] | string")
+    one, two = [CALL | {"content": "I add."}, CALL | {"tool_calls": CALL["tool_calls"] * 2}]
+    for template, turn in ((CHATML, one), (CHATML, two), (first_only, two)):
+        with pytest.raises(Refused, match="leaves out tool_calls of message 2"):
+            encoded(tokenizer_for(template, "<|im_end|>"), [USER, turn])
+
+
+def test_a_thought_that_only_ends_is_refused_if_the_template_writes_an_empty_one_before_it():
+    """As in a row made of a completion, whose prompt had the beginning: Qwen3.5's template looks for both tags."""
+    opens = "{% if message.role == 'assistant' and '<think>' not in message.content %}<think></think>{% endif %}"
+    empty_thought = CHATML.replace("+ message['content'] +", "}}" + opens + "{{ message['content'] +")
+    assert opens in empty_thought
+    only_ends = TURN | {"content": "hello </think> two."}
+    with pytest.raises(Refused, match="message 2 ends a thought that it does not begin"):
+        encoded(tokenizer_for(empty_thought, "<|im_end|>"), [USER, only_ends])
+    encoded(tokenizer_for(empty_thought, "<|im_end|>"), [USER, TURN])
+    encoded(tokenizer_for(empty_thought, "<|im_end|>"), [USER, TURN | {"content": "<think> hello </think> two."}])
+    encoded(tokenizer_for(*FAMILIES["chatml"]), [USER, only_ends])
+
+
 @pytest.mark.parametrize("offers_tools", [True, False])
 def test_a_call_that_only_the_list_of_tools_names_is_lost(offers_tools: bool):
     template = ("{{ tools | tojson }}" if offers_tools else "") + CHATML
@@ -333,6 +366,14 @@ def test_what_else_the_template_does_not_write_is_noted():
     assert notes_of(FORGETFUL, [USER, TURN | {"content": f"<think>{THOUGHT}</think>two."}, USER, TURN], "last") == [
         lost.format("content")
     ]
+    graded = [USER | {"level": 3, "tags": ["a"]}, TURN | {"score": 0.5}]
+    assert notes_of(CHATML, [*graded[:1], TURN]) == [lost.format("level, tags")]
+    assert (
+        write_example(tokenizer_for(CHATML, "<eos>"), DATA, Example(chat=graded), "last")
+        .notes[0]
+        .startswith("bring level, score, tags, ")
+    )
+    assert notes_of("{{ messages[0].level }}{{ messages[0].tags }}" + CHATML, [*graded[:1], TURN]) == []
     # written as JSON it is there all the same; ids are not looked for
     as_json = CHATML.replace("message['content']", "message.content | tojson")
     tool = {"role": "tool", "content": ' 4 "or"\n é ', "tool_call_id": "x", "name": "add"}
@@ -356,7 +397,10 @@ def test_turns_that_end_at_the_marker_of_the_next_role_are_noted():
         )
 
 
-@pytest.mark.parametrize("switch", [{"weight": 0}, {"trainable": False}, {"train": False}, {"loss_mask": 0}])
+@pytest.mark.parametrize(
+    "switch",
+    [{"weight": 0}, {"trainable": False}, {"train": False}, {"training": 0}, {"loss": False}, {"loss_mask": 0}],
+)
 @pytest.mark.parametrize("template", [CHATML, "marked"])
 def test_a_message_that_is_not_to_be_learned_is_context(template: str, switch: dict):
     """Of two turns one is learned; what comes behind the last learned one is left out."""
@@ -503,11 +547,12 @@ def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
     characters = sorted(set("\n useran:yo!") | {" y", "!\n"})
     vocab = {piece: token for token, piece in enumerate(["<eos>", *characters])}
     backend = Tokenizer(models.BPE(vocab, merges=[(" ", "y"), ("!", "\n")]))
+    backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template)
 
 
 def test_tokens_across_the_edge_of_a_turn():
-    """They are of the side of their last character: " y" is a label, "!" with the next turn's line break is not."""
+    """ " y" is cut where the turn begins, as a generator has its prompt. "!\n" is of the side of its last character."""
     template = (
         "{% for m in messages %}{{ '' if loop.first else '\n' }}{{ m.role[0] }}: {{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '\n' }}a: {% endif %}"
@@ -523,8 +568,21 @@ def test_tokens_across_the_edge_of_a_turn():
     pieces = tokenizer.convert_ids_to_tokens(ids)
     assert "".join(pieces) == "U: sn\na: yes!\nU: n\na: no!<eos>".replace("U", "u")
     labels = [piece for piece, is_label in zip(pieces, mask, strict=True) if is_label]
-    assert labels == [" y", "e", "s", "n", "o", "!", "<eos>"]
+    assert labels == ["y", "e", "s", "n", "o", "!", "<eos>"]
     assert pieces[pieces.index("s", 8) + 1] == "!\n"
+    assert ids[: mask.index(True)] == encode_prompt(tokenizer, DATA, "sn")
+
+
+def test_a_text_that_cannot_be_cut_keeps_the_token_across_the_begin_of_a_turn():
+    """Each text begins with a mark of its own, so the parts would have a blank more than the text."""
+    backend = Tokenizer(models.BPE({"▁": 0, "<eos>": 1, "U": 2, "y": 3, "▁y": 4, "▁U": 5}, [("▁", "y"), ("▁", "U")]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    template = "{% for m in messages %}{{ m.content }}{{ ' ' if m.role == 'user' }}{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template)
+    chat = [USER | {"content": "U"}, TURN | {"content": "y"}]
+    ids, mask = encode_chat(tokenizer, DATA, chat, "assistant")
+    assert (tokenizer.convert_ids_to_tokens(ids), mask) == (["▁U", "▁y", "<eos>"], [False, True, True])
 
 
 def test_characters_of_several_tokens_and_tokens_without_characters():

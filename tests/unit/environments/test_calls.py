@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.environments.calls import STYLES, TAGS, ToolCall, other_style, parse, style_of, written_call
+from grpo.environments.calls import (
+    STYLES,
+    TAGS,
+    UNKNOWN_STYLE,
+    ToolCall,
+    other_style,
+    parse,
+    style_of,
+    written_call,
+)
 from tests.unit import chat_templates as templates
 
 LOOK = ToolCall("look", {"place": "attic"})
@@ -40,10 +49,17 @@ CALL = '{"name": "look", "arguments": {"place": "attic"}}'
         ("llama3_json", f"<think>{CALL}</think>\n{CALL}", [LOOK]),
         ("llama3_json", f"{CALL}</think>{CALL}", [LOOK]),
         ("fence", "```python\nname = look()\n```", []),
+        ("fence", '```json\n{"name": "look"}\n```', [ToolCall("look", {})]),
+        ("fence", '```json\n{"name": "Ada", "age": 36}\n```', []),
+        ("fence", '```json\n[{"name": "Ada"}, {"name": "Bob"}]\n```', []),
+        ("llama3_json", '{"name": "look"}', [ToolCall("look", {})]),
+        ("llama3_json", '{"name": "Ada", "age": 36}', []),
+        ("llama3_json", '{"name": "Ada", "age": 36', []),
     ],
 )
 def test_calls(style, text, calls):
-    assert parse(text, style) == calls
+    """In JSON without tags of its own, a name alone makes no call, unless it is a tool's."""
+    assert parse(text, style, ["look"]) == calls
 
 
 @pytest.mark.parametrize(
@@ -98,6 +114,24 @@ def test_a_call_in_another_style_is_noticed(style):
     for read in STYLES:
         assert other_style(turn, read, ["look"]) == (style if read != style else "")
         assert other_style(turn, read, ["fly"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "style"),
+    [
+        ("<tool_call>\n<function=look>\n<parameter=place>\nattic\n</parameter>\n</function>\n</tool_call>", "tag"),
+        ('[look(place="attic"), look(place="box")]', "llama3_json"),
+        ('<think>Hm.</think>\nlook(place="attic")', "hermes"),
+        ('```tool_code\nlook(place="attic")\n```', "hermes"),
+        ('[TOOL_CALLS]look{"place": "attic"}', "hermes"),
+        ('<|tool_call>call:look{place:<|"|>attic<|"|>}<tool_call|>', "hermes"),
+    ],
+)
+def test_a_call_as_other_models_write_it_is_noticed(text, style):
+    assert parse(text, style, ["look"]) == [] and other_style(text, style, ["look"]) == UNKNOWN_STYLE
+    assert "[TOOL_CALLS]" in text or other_style(text, style, ["fly"]) == ""
+    for answer in ("I used look(place) and found 4.", "The call: look.", "Look (again)."):
+        assert other_style(answer, style, ["look"]) == ""
 
 
 @given(

@@ -6,11 +6,12 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
 from grpo.config import EnvironmentConfig
-from grpo.environments.host import MAX_CHARACTERS, EnvironmentHost
+from grpo.environments.host import MAX_OPENING_CHARACTERS, EnvironmentHost
 from grpo.workers.supervisor import LINE_BYTES
 
 ROOM = """
@@ -19,6 +20,7 @@ ROOM = """
     class Room:
         def reset(self, start: int = 0, seed: int = 0, rollout: int = 0, fails: str = ""):
             self.count, self.done, self.fails = start, False, fails
+            if fails.isdigit(): return "\U0001f600" * int(fails)
             if fails == "always" or (fails == "once" and not pathlib.Path("failed").exists()):
                 pathlib.Path("failed").touch()
                 raise RuntimeError("no room is free")
@@ -44,6 +46,8 @@ ROOM = """
             while what == "loop":
                 pass
             if what == "sleep": time.sleep(60)
+            if what == "child loops": subprocess.run("while true; do true; done", shell=True, start_new_session=True)
+            if what == "child sleeps": subprocess.run("sleep 60; true", shell=True)
             if what == "die": os._exit(3)
             if what == "eat": self.all = bytearray(2**34)
             if what == "flood": return "x" * 10**7
@@ -190,7 +194,7 @@ def test_what_the_policy_causes_is_told_to_it(host):
     for what in ("flood", "smile"):
         reply = say(room, 0, "turn", call("do", what=what))
         assert 1000 < len(reply["answers"][0]) < 50_000  # cut before it fills a socket
-    assert len(json.dumps("\U0001f600" * MAX_CHARACTERS)) < 0.9 * LINE_BYTES  # else the process may be ended for it
+    assert len(json.dumps("\U0001f600" * MAX_OPENING_CHARACTERS)) < 0.9 * LINE_BYTES  # else the process is ended for it
     assert say(room, 0, "finish")["reward"] == 0.0
 
 
@@ -206,7 +210,16 @@ def test_a_call_in_a_style_that_is_not_read_is_counted(host):
 
 @pytest.mark.parametrize(
     ("what", "kind"),
-    [("loop", "hung"), ("eat", "hung"), ("sleep", "lost"), ("die", "lost"), ("net", "lost"), ("disk", "lost")],
+    [
+        ("loop", "hung"),
+        ("child loops", "hung"),
+        ("eat", "hung"),
+        ("sleep", "lost"),
+        ("child sleeps", "lost"),
+        ("die", "lost"),
+        ("net", "lost"),
+        ("disk", "lost"),
+    ],
 )
 def test_a_failure_has_its_cause_and_costs_its_own_deadline(host, what, kind):
     room = host()
@@ -247,6 +260,14 @@ def test_a_reset_is_tried_once_more(host):
     assert "failed" not in say(room, 0, "reset", {"fails": "once"}, 0, 0)
     for fails in ("always", "memory"):  # the policy has done nothing yet
         assert say(room, 1, "reset", {"fails": fails}, 0, 0)["kind"] == "lost"
+
+
+def test_a_long_first_text_arrives_and_one_without_end_is_lost_with_its_length(host):
+    room = host()
+    text = say(room, 0, "reset", {"fails": str(MAX_OPENING_CHARACTERS)}, 0, 0)["text"]
+    assert len(text) == MAX_OPENING_CHARACTERS
+    reply = say(room, 1, "reset", {"fails": str(MAX_OPENING_CHARACTERS + 1)}, 0, 0)
+    assert reply["kind"] == "lost" and f"{MAX_OPENING_CHARACTERS + 1} characters" in reply["failed"]
 
 
 def test_a_reward_that_is_no_number_is_lost(host):
@@ -291,3 +312,122 @@ def test_a_file_that_does_not_load_is_refused(host, tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_library\n")
     with pytest.raises(ValueError, match="no_such_library"):
         host(name="broken.py:Room")
+
+
+def write(tmp_path, code: str) -> str:
+    (tmp_path / "other.py").write_text(textwrap.dedent(code))
+    return "other.py:Other"
+
+
+def test_each_process_draws_its_own_numbers(host, tmp_path):
+    """Forks begin with the generators of the process that imported the file, where it has drawn already."""
+    made = host(
+        name=write(
+            tmp_path,
+            """
+            import random
+            import numpy.random
+            numpy.random.rand()
+            class Other:
+                def reset(self): return f"{random.random()} {numpy.random.rand()}"
+                def reply(self, text): return None
+            """,
+        )
+    )
+    texts = [say(made, episode, "reset", {}, 0, 0)["text"] for episode in range(3)]
+    assert all(len(set(numbers)) == 3 for numbers in zip(*map(str.split, texts), strict=True)), texts
+
+
+def test_what_a_file_starts_as_it_is_imported_goes_on_and_what_forks_share_is_named(host, tmp_path, capfd):
+    code = """
+        import pathlib, socket, subprocess, threading
+        server = socket.create_server(("127.0.0.1", 0))
+        client = socket.create_connection(server.getsockname())
+        helper = subprocess.Popen(["sleep", "1000.5"])
+        class Other:
+            def reset(self): return str("sleep" in pathlib.Path(f"/proc/{helper.pid}/cmdline").read_text())
+            def reply(self, text): return None
+    """
+    made = host(name=write(tmp_path, code))
+    for _ in range(2):  # between two episodes nothing is at work
+        assert say(made, 0, "reset", {}, 0, 0)["text"] == "True"
+        say(made, 0, "finish")
+    shown = capfd.readouterr().err
+    assert "opens a connection" in shown and "thread" not in shown
+    helpers = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if "1000.5" in command_of(pid)]
+    made.close()
+    assert helpers and not any("1000.5" in command_of(pid) for pid in helpers)
+
+
+def command_of(pid: str) -> str:
+    try:
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_close_is_called_after_a_failure_and_its_own_costs_nothing(host, tmp_path):
+    code = """
+        import pathlib
+        class Other:
+            def reset(self, fails: str = ""):
+                self.fails = fails
+                if fails == "reset": raise ValueError("no")
+            def reply(self, text):
+                if self.fails == "reply": raise ValueError("no")
+                return "Go on."
+            def get_reward(self):
+                if self.fails == "reward": raise ValueError("no")
+                return 0.5
+            def close(self):
+                with open("closed", "a") as file: print(self.fails, file=file)
+                raise RuntimeError("it is gone already")
+    """
+    made = host(name=write(tmp_path, code))
+    say(made, 0, "reset", {}, 0, 0)
+    assert say(made, 0, "finish")["reward"] == 0.5
+    assert say(made, 0, "reset", {"fails": "reset"}, 0, 0)["kind"] == "lost"  # after a second try
+    for fails, do in (("reply", "turn"), ("reward", "finish")):
+        say(made, 0, "reset", {"fails": fails}, 0, 0)
+        reply = say(made, 0, do, *["Hm."] * (do == "turn"))
+        assert reply["kind"] == "lost" and "ValueError: no" in reply["failed"]
+    assert (tmp_path / "closed").read_text().split("\n") == ["", "reset", "reset", "reply", "reward", ""]
+
+
+def test_what_an_async_class_left_running_goes_on_between_two_calls(host, tmp_path):
+    """As a client of a websocket must answer pings while the policy writes. Signals are handled as ever."""
+    code = """
+        import asyncio, pathlib, signal
+        class Other:
+            async def reset(self):
+                self.task = asyncio.create_task(self._beat())
+            async def _beat(self):
+                while True:
+                    with open("beats", "a") as file: file.write(".")
+                    await asyncio.sleep(0.01)
+            async def _leave(self):
+                await asyncio.sleep(0.01)
+                pathlib.Path("left").touch()
+                raise SystemExit(4)
+            async def reply(self, text):
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                if text == "leave": self.other = asyncio.create_task(self._leave())
+                return "Go on."
+    """
+    made = host(name=write(tmp_path, code))
+    say(made, 0, "reset", {}, 0, 0)
+
+    def wait_for_beats() -> None:
+        beats = tmp_path / "beats"
+        wanted = beats.stat().st_size + 5
+        give_up_at = time.monotonic() + 60
+        while beats.stat().st_size < wanted:
+            assert time.monotonic() < give_up_at, "it stands still"
+            time.sleep(0.01)
+
+    wait_for_beats()
+    say(made, 0, "turn", "leave")
+    while not (tmp_path / "left").exists():  # SystemExit ends no process, but the waiting in the loop
+        time.sleep(0.01)
+    assert say(made, 0, "turn", "")["answers"] == ["Go on."]
+    wait_for_beats()

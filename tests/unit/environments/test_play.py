@@ -222,6 +222,25 @@ def test_each_limit_ends_or_cuts_what_it_is_about():
     assert not any(episode.counts["cut_answers"] for episode in free)
 
 
+@pytest.mark.parametrize("max_answer_tokens", [1, 2, 3, 5, 6, 7, 8, 40])
+def test_no_character_is_cut_in_two(max_answer_tokens):
+    """Each of these is several tokens, and the text stays as it was."""
+    host = MadeHost(lambda: 0.0)
+    turns = Turns(tokenizer(), DataConfig(system_prompt=""), [tokenizer().eos_token_id], [], has_reply=True)
+    text = "\U0001f600 é\u4e2d ,\U0001f600" * 9
+    config = dataclasses.replace(CONFIG, max_answer_tokens=max_answer_tokens)
+    player = Player(config, host, {"": turns}, tokenizer(), 100)
+    host.ask = lambda episode, do, *_: host.waiting.append((0.0, {"episode": episode} | replies[do]))
+    replies = {"reset": {"text": ""}, "finish": {"reward": 1.0, "info": {}}}
+    replies["turn"] = {"answers": [text], "role": "", "counts": {}, "ended": False}
+    loop = MadeLoop()
+    player.begin([Episode(Prompt(0, [11, 12]), 0, 0, 3)], max_tokens=2000)
+    play(config, loop, 1, loop.add, player, lambda decisions: decisions)
+    (episode,) = player.finish()
+    first, _, last = episode.turns[0]["answers"][0].split("\n")
+    assert text.startswith(first) and text.endswith(last) and (first and last or max_answer_tokens == 1)
+
+
 def test_an_environment_hears_what_thought_the_template_opened():
     template = templates.QWEN2.replace("assistant\n{%", "assistant\n<think>\n{%")
     data = DataConfig(system_prompt="", chat_template_kwargs={"chat_template": template})

@@ -101,4 +101,4 @@ def test_the_command_plays_all_that_a_recipe_names(data, tmp_path, capsys):
     assert main(["recipe.py"]) == 0
     shown = capsys.readouterr().out
     assert "wet: tools dive" in shown and "dry: tools none" in shown and "Up: Where is number 1?" in shown
-    assert shown.count("the same texts") == 2
+    assert shown.count("in a fresh process: the same texts") == 2

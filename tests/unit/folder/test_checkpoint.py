@@ -155,6 +155,20 @@ def test_the_newest_are_kept_and_strangers_too(tmp_path):
     assert names(tmp_path) == sorted(["step-00000002", "step-00000003", *strangers])
 
 
+def test_an_old_checkpoint_that_another_process_reads_does_not_end_the_run(tmp_path, monkeypatch, capfd):
+    """NFS leaves a file of its own in a folder that is deleted meanwhile."""
+
+    def refuse(path):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+
+    save(tmp_path, 1, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        save(tmp_path, 2, keep=1)
+    assert "step-00000001 could not be deleted (Directory not empty)" in capfd.readouterr().out
+    assert newest(tmp_path) == 2 and len(step_folders(tmp_path)) == 1
+
+
 def test_the_best_checkpoint_is_kept(tmp_path):
     """Accuracy 0.2, 0.9, 0.5, 0.9, 0.1 after steps 1 to 5: one newest is kept; of equal ones the newer."""
     evaluated = {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.9, 5: 0.1}
@@ -290,6 +304,18 @@ def test_a_kill_while_the_old_one_is_deleted_leaves_no_half_checkpoint(run_dir, 
     assert names(run_dir) == sorted(["step-00000004", "step-00000006", *others])
 
 
+def test_a_checkpoint_beyond_the_last_step_is_refused_with_the_numbers(run_dir):
+    """Of steps 2 and 4. A run of as many steps only exports."""
+    os.close(begin_run(GRPOConfig(run_dir=str(run_dir)), "train_grpo.py"))
+    for num_steps in (4, 5):
+        config = GRPOConfig(run_dir=str(run_dir), resume=True, num_steps=num_steps)
+        found, _ = checkpoint.open_run_folder(config, "train_grpo.py", [])
+        assert found.name == "step-00000004"
+    config = GRPOConfig(run_dir=str(run_dir), resume=True, num_steps=3)
+    with pytest.raises(ValueError, match="step-00000004 is beyond num_steps=3; --num-steps 4 exports what it has"):
+        checkpoint.open_run_folder(config, "train_grpo.py", [])
+
+
 def test_weights_of_another_shape_are_one_line(run_dir):
     other = Trained(2)
     other.model.weight.data = torch.zeros(2, 299, dtype=torch.bfloat16)
@@ -335,6 +361,16 @@ def test_no_room_ends_the_run_with_the_numbers_and_leaves_the_older_ones(room, r
     assert names(run_dir) == ["step-00000002", "step-00000004"]
     save(run_dir, 6)  # there is room again
     assert newest(run_dir) == 6
+
+
+def test_another_file_that_finds_the_disk_full_leaves_no_part_of_the_checkpoint(run_dir):
+    saver = saver_of(run_dir)
+    with largest_file(2000):
+        saver.save(6, Trained(6), {"step": 6, "data": {}})
+        saver.explain(ValueError("a fault of the loop"))
+        with pytest.raises(BadInput, match="the checkpoint of step 6 could not be saved"):
+            saver.explain(OSError(errno.ENOSPC, "No space left on device"))
+    assert names(run_dir) == ["step-00000002", "step-00000004"]
 
 
 # ---- Nothing in a checkpoint is run

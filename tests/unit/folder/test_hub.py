@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from grpo.config import CheckpointConfig, RewardConfig, SFTConfig
+from grpo.config import CheckpointConfig, ModelConfig, RewardConfig, SFTConfig
 from grpo.config.recipes import as_recipe
 from grpo.folder.hub import open_repository, push
 from tests.hub import OWNER, hub_server  # noqa: F401
@@ -25,10 +25,11 @@ def config(tmp_path) -> SFTConfig:
     records += [{"step": 3, "loss": 0.5}, {"step": 3, "validation/loss": 0.75}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     options = {"judge.py:Judge": {"api_key": "it's ours", "tokens": 256}, "b.py:b": {"HF_TOKEN": "hf_1", "url": "http"}}
+    model = ModelConfig(path="someone/base@v2")
     recipe = as_recipe(SFTConfig(num_steps=3, reward=RewardConfig(options=options)))
     (tmp_path / "config.py").write_text(recipe)
     checkpoint = CheckpointConfig(push_to_hub="sums")
-    return dataclasses.replace(SFTConfig(run_dir=str(tmp_path)), checkpoint=checkpoint)
+    return dataclasses.replace(SFTConfig(run_dir=str(tmp_path)), model=model, checkpoint=checkpoint)
 
 
 def test_the_exported_folder_and_a_card_reach_a_private_repository(hub, config, tmp_path):
@@ -41,7 +42,7 @@ def test_the_exported_folder_and_a_card_reach_a_private_repository(hub, config, 
     card = hub.files["README.md"].decode()
     assert "| `loss` | 3 (step 1) | 0.5 (step 3) |" in card
     assert "| `validation/loss` | 3.25 (step 0) | 0.75 (step 3) |" in card
-    assert "config = c.SFTConfig(\n" in card and f"base_model: {config.model.path}\n" in card
+    assert "config = c.SFTConfig(\n" in card and "base_model: someone/base\n" in card
     assert "`grad_norm`" not in card
     shown = "{'judge.py:Judge': {'api_key': '...', 'tokens': 256}, 'b.py:b': {'HF_TOKEN': '...', 'url': 'http'}}"
     assert f"options={shown}" in card and "ours" not in card and "hf_1" not in card

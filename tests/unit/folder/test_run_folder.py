@@ -22,7 +22,7 @@ GRPO, SFT = "train_grpo.py", "train_sft.py"
 
 
 def check(run_dir: str | pathlib.Path, script: str = GRPO, inputs: tuple[str, ...] = (), **flags: bool) -> None:
-    check_run_folder(str(run_dir), script, inputs, **flags)
+    check_run_folder(GRPOConfig(run_dir=str(run_dir), **flags), script, inputs)
 
 
 def begin(folder: str | pathlib.Path, script: str = GRPO, seed: int = 1, step: int = 0, **flags: bool) -> None:
@@ -305,3 +305,9 @@ def test_a_finished_run_without_checkpoints_is_not_begun_again(tmp_path):
     check(tmp_path, overwrite=True)
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
     check(tmp_path, resume=True)
+
+
+def test_a_tilde_that_no_shell_has_replaced_is_refused():
+    """As in --run-dir=~/runs: it would become a folder named ~ in the working directory."""
+    with pytest.raises(ValueError, match="run_dir ~/runs would be a folder named ~ .*HOME"):
+        check("~/runs")

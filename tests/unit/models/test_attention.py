@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.config import CompileConfig
-from torchtitan.models.common.attention import create_varlen_metadata_for_document
+from torchtitan.models.common.attention import FlexAttention, create_varlen_metadata_for_document
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.models import attention, build
-from grpo.models.attention import DocumentAttention, DocumentMasks, choose_attention
+from grpo.models.attention import ATTENTIONS, DocumentAttention, DocumentMasks, choose_attention
 from grpo.models.families import titan_config
 from grpo.roles.trainer import Trainer
 from grpo.types import Sample
@@ -40,13 +41,15 @@ def test_the_longest_length_becomes_a_tensor_behind_fsdp():
     config = titan_config(hf, "flash", 4)
     with torch.device("meta"):
         model = config.build()
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
-    masks, given = masks_of([[3, 4, 1]]), []
-    assert type(masks.max_q) is int and masks.max_q == 4
+    given = []
+    bounds = torch.tensor([0, 3, 7, 8], dtype=torch.int32)
+    micro = SimpleNamespace(document_starts=bounds, longest_document=4, shared=None)
+    for name in ("ids_BT", "positions_BT", "targets_BT", "temperatures_BT", "scored_M", "kept"):
+        setattr(micro, name, None)
     layers = dict.fromkeys("01", lambda hidden, masks, positions: given.append(masks))
     parts = dict.fromkeys(("tok_embeddings", "norm", "lm_head"), lambda *of: None) | {"layers": layers}
     model._modules.update(parts)
-    model(None, None, positions, {None: masks}, None, None)
+    model(micro)
     assert given[0].max_q.device.type == "cpu" and given[0].max_q == 4
 
 
@@ -88,14 +91,37 @@ def test_a_cpu_takes_documents_and_refuses_flash():
         choose_attention(ModelConfig(attention="flash"), cpu)
 
 
+def test_flex_attention_is_compiled_without_timing_many_kernels():
+    """By itself as within compiled blocks, where torch compiles the same function as a part of the block."""
+    module = ATTENTIONS["flex"].Config().build()
+    options = FlexAttention._compiled_flex_attn.get_compiler_config()
+    assert not options["max_autotune"] and not options["coordinate_descent_tuning"]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 8, heads, 16) for heads in (4, 2, 2))
+    document_T = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    rule = lambda b, h, query, key: (query >= key) & (document_T[query] == document_T[key])  # noqa: E731
+    mask = create_block_mask(rule, 1, None, 8, 8, device="cpu")
+    block = torch.compile(module, backend="eager", fullgraph=True)
+    found = block(q, k, v, attention_masks=mask, enable_gqa=True)
+    documents = DocumentAttention(DocumentAttention.Config())
+    expected = documents(q, k, v, attention_masks=masks_of([[3, 4, 1]]), enable_gqa=True)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+
+
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
-def test_blocks_are_compiled_once_for_rows_of_any_length(tmp_path, monkeypatch, recomputed):
-    """The first length is no other than the next ones, also behind FSDP's hooks, which make other tensors of rows."""
+@pytest.mark.parametrize(
+    ("kind", "recomputed", "num_compiled"),
+    [("flash", "none", 1), ("flash", "selective", 1), ("flash", "full", 1), ("documents", "none", 0)],
+)
+def test_blocks_are_compiled_once_for_rows_of_any_length(tmp_path, monkeypatch, kind, recomputed, num_compiled):
+    """The first length is no other than the next ones, also behind FSDP's hooks, which make other tensors of rows.
+
+    Blocks with plain attention, which torch cannot compile, are not compiled; on a GPU a run may ask for it too.
+    """
     torch.compiler.reset()
     counter, roles = CompileCounterWithBackend("eager"), SimpleNamespace(device=torch.device("cpu"), is_driver=False)
     monkeypatch.setattr(attention, "kernels", lambda: (plain_attention.forward, plain_attention.backward))
-    monkeypatch.setattr(build, "choose_attention", lambda *of: "flash")
+    monkeypatch.setattr(build, "choose_attention", lambda *of: kind)
     monkeypatch.setattr(build, "compiles", lambda *of: True)
     monkeypatch.setattr(build, "CompileConfig", partial(CompileConfig, backend=counter))
     monkeypatch.setattr(build, "titan_config", lambda *of: titan_config(*of[:3], False, of[4]))  # its LM head is not
@@ -104,4 +130,4 @@ def test_blocks_are_compiled_once_for_rows_of_any_length(tmp_path, monkeypatch, 
     for lengths in ([64, 60], [50, 30], [9, 9], [40, 40, 16]):
         samples = [Sample(torch.arange(n) % 8, torch.arange(n) > 3, prompt_tokens=4) for n in lengths]
         trainer.forward_backward(make_batch(samples), lambda _, found_BT, __: (found_BT.sum(), {}), StepMetrics(1))
-    assert counter.frame_count == 1
+    assert counter.frame_count == num_compiled

@@ -35,15 +35,13 @@ def model_and_batch(folder: str, checkpointing: str) -> tuple[ShardedModel, Micr
     model = build_model(ModelConfig(dtype="float32"), trainer, folder, device=torch.device("cpu"), tensor_parallel=1)
     ids = torch.randint(3, 32, (TOKENS,), generator=torch.Generator().manual_seed(1))
     batch = make_batch([Sample(ids, torch.arange(TOKENS) > 0, prompt_tokens=1, temperature=1.0)])
-    ((micro, _),) = model.micro_batches(model.pack(batch, trainer))
+    ((micro, _),) = model.micro_batches(model.pack(batch))
     return model, micro
 
 
 def run(model: ShardedModel, micro: MicroBatch) -> dict[str, torch.Tensor]:
     """Log-probs, and gradients of their sum under Hugging Face's names."""
-    masks = model.module.masks(micro)
-    inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
-    logprobs_BT, _ = model.module(*inputs)
+    logprobs_BT, _ = model.logprobs(micro)
     logprobs_T = logprobs_BT[0, : TOKENS - 1]
     logprobs_T.sum().backward()
     model.drop_copy()

@@ -305,14 +305,26 @@ def test_a_hub_model_is_refused_before_its_weights_are_downloaded(tmp_path, monk
     mixtral, _ = REFUSED["Mixtral"]
     asked = []
 
-    def snapshot_download(name, allow_patterns, ignore_patterns):
-        asked.append((name, allow_patterns))
+    def snapshot_download(name, revision, allow_patterns, ignore_patterns):
+        asked.append((name, revision, allow_patterns))
         return folder_of(tmp_path, mixtral)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ValueError, match="mixtral"):
-        resolve_folder("someone/mixtral")
-    assert asked == [("someone/mixtral", ["config.json"])]
+    for path in ("someone/mixtral", "someone/mixtral@v2"):
+        with pytest.raises(ValueError, match="mixtral"):
+            resolve_folder(path)
+    files = ["config.json", "adapter_config.json"]
+    assert asked == [("someone/mixtral", None, files), ("someone/mixtral", "v2", files)]
+
+
+def test_an_adapter_alone_is_no_model_and_the_way_out_is_to_merge_it(tmp_path, monkeypatch):
+    """A folder of PEFT's, here or at the hub."""
+    for name in ("adapter_config.json", "tokenizer_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    for path in (str(tmp_path), "someone/adapter"):
+        with pytest.raises(FileNotFoundError, match="no config.json; it is an adapter of PEFT: merge it into its base"):
+            resolve_folder(path)
 
 
 def test_what_ends_a_completion(tmp_path):

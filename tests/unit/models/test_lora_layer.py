@@ -1,11 +1,15 @@
 """An adapter by hand: forward, merged weight, adapters off, the numbers A starts with."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torchtitan.models.common import Linear
 
 from grpo.config import TrainerConfig
+from grpo.models import export
 from grpo.models.lora import LoRALinear, adapters_off, draw_uniform, merged_weight
 
 
@@ -77,3 +81,21 @@ def test_gradients_in_bfloat16_and_compiled():
         assert (one.double() - wanted).norm() < 0.01 * wanted.norm()
     for one, other in zip(found, results(torch.compile(layer, backend="aot_eager", fullgraph=True)), strict=True):
         assert torch.equal(one, other)
+
+
+def test_peft_gets_the_name_of_the_base_and_its_revision(layer, tmp_path, monkeypatch):
+    """PEFT takes NAME@REVISION for a name of the hub. A folder may have an @ in its path."""
+    name = export.peft_name("model.layers.0.self_attn.o_proj", "A")
+    monkeypatch.setattr(export, "hf_tensors", lambda *_, **__: [(name, layer.lora_a.detach())])
+    monkeypatch.setattr(export.dist, "get_rank", lambda: 0)
+    folder = tmp_path / "me@here"
+    folder.mkdir()
+    bases = {
+        "owner/base@v2": ("owner/base", "v2"),
+        "owner/base": ("owner/base", None),
+        str(folder): (str(folder), None),
+    }
+    for base, expected in bases.items():
+        export.export_adapters(SimpleNamespace(module=layer, name=base), tmp_path / "adapter")
+        config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+        assert (config["base_model_name_or_path"], config["revision"]) == expected

@@ -181,6 +181,12 @@ def test_tensors_that_are_not_read_are_named(folder: pathlib.Path, capsys):
     ]
 
 
+def test_a_tensor_in_the_files_of_two_saves(folder: pathlib.Path):
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    message = refusal(folder)
+    assert "in model-00001-of-00001.safetensors and in model.safetensors" in message, message
+
+
 # ---- chat templates -------------------------------------------------------------------------------------------------
 
 TEMPLATES = {

@@ -245,7 +245,8 @@ def test_what_experts_keep_is_what_torch_saves():
     mixture, dense = (trainer_gib(sizes(r), config)["activations"] for r in (raw, raw | DENSE))
     num_blocks = raw["num_hidden_layers"] + 1  # and one at work
     of_a_token = (mixture - dense) * 2**30 / config.trainer.micro_batch_tokens / num_blocks
-    module = moe_config(64, 32, 4, 2, renormalize=True).build().bfloat16()
+    hf = transformers.AutoConfig.for_model(**raw)
+    module = moe_config(hf).build().bfloat16()
     x_BTD = torch.randn(1, 512, 64, dtype=torch.bfloat16, requires_grad=True)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)

@@ -4,12 +4,20 @@ import json
 import pathlib
 
 import pytest
+import transformers
 
-from grpo.config import DataConfig, SFTConfig
+from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, SFTConfig
 from grpo.data import toy
 from grpo.data.chat import load_tokenizer
 from grpo.models.export import write_form
-from grpo.models.hf_folder import COPIED_FILES, ChatForm, copied_files, read_hf_config, stop_token_ids
+from grpo.models.hf_folder import (
+    COPIED_FILES,
+    ChatForm,
+    copied_files,
+    read_hf_config,
+    served_end_ids,
+    stop_token_ids,
+)
 from grpo.run.inputs import learned_form
 
 
@@ -96,11 +104,25 @@ def test_a_form_brings_its_template_and_what_ends_a_turn(tmp_path):
 
 def test_a_form_without_news_leaves_the_folder_as_it_is(tmp_path):
     tokenizer = load_tokenizer(str(base_tokenizer(tmp_path, ChatForm())))
-    write_form(tmp_path, ChatForm("", (tokenizer.eos_token_id,)))
+    (tmp_path / "generation_config.json").unlink()
+    eos = tokenizer.eos_token_id
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, eos]}))  # what transformers reads then
+    write_form(tmp_path, ChatForm("", (eos,)))
     assert tokenizer.chat_template == toy.CHAT_TEMPLATE
     assert not (tmp_path / "generation_config.json").exists()
-    write_form(tmp_path, ChatForm("", (2,)))  # no such file before
-    assert stop_token_ids(str(tmp_path), tokenizer) == sorted({2, tokenizer.eos_token_id})
+    write_form(tmp_path, ChatForm("", (5,)))  # no such file before
+    assert served_end_ids(tmp_path) == {*stop_token_ids(str(tmp_path), tokenizer)} == {2, 5, eos}
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json", ""])
+def test_answers_of_an_exported_folder_end_where_completions_ended(name, tmp_path):
+    """Many folders name one end in the tokenizer and another in the file from which transformers takes the ends."""
+    if name:
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": 7}))
+    tokenizer = load_tokenizer(str(base_tokenizer(tmp_path, ChatForm())))
+    ends = {7, tokenizer.eos_token_id} if name else {tokenizer.eos_token_id}
+    options = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert {*options.eos_token_id} == ends
 
 
 @pytest.mark.parametrize(
@@ -114,6 +136,14 @@ def test_what_sft_carries_to_the_folder_it_leaves(template: str, carried: str, t
         tokenizer.chat_template, path = template, str(tmp_path / "own.jinja")
     config = SFTConfig(data=DataConfig(prompt_template=path))
     assert learned_form(config, tokenizer).template == carried
+
+
+def test_what_ended_completions_in_grpo_ends_answers_of_the_folder_it_leaves(tmp_path):
+    """A base model was stopped at <|im_end|> while it learned to write that; nothing else would stop it there."""
+    tokenizer = load_tokenizer(str(base_tokenizer(tmp_path, ChatForm())))
+    config = GRPOConfig(generator=GeneratorConfig(stop_token_ids=(2,)))
+    write_form(tmp_path, learned_form(config, tokenizer))
+    assert stop_token_ids(str(tmp_path), tokenizer) == sorted({2, tokenizer.eos_token_id})
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "their_own"])

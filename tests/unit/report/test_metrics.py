@@ -19,7 +19,15 @@ from grpo.look import terminal_curves
 from grpo.report import log as run_log
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
-from grpo.report.samples import failure_lines, no_answer_line, unread_calls_line
+from grpo.report.samples import (
+    completion_records,
+    describe,
+    failing_calls_line,
+    failure_lines,
+    no_answer_line,
+    unequal_openings_line,
+    unread_calls_line,
+)
 from grpo.rewards.builtin import math_reward
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
@@ -171,21 +179,78 @@ def test_completions_without_an_answer_in_the_format_are_told_with_the_format_th
     assert no_answer_line([*tagged, make_rollout(0.0, text="")], "answer_tag") == ""
 
 
-def test_calls_that_are_not_read_are_told_with_the_style_that_reads_them():
+def test_what_says_that_a_completion_was_cut_off_names_the_limit():
+    """A conversation that runs out of turns has tokens left."""
+    cut = make_rollout(0.0, truncated=True)
+    episode = {"turns": [], "counts": {}, "ended_by": "turns", "waited": 0.0}
+    talk = dataclasses.replace(cut, completion=dataclasses.replace(cut.completion, episode=episode))
+    line = no_answer_line([talk, cut, talk], "boxed")
+    assert line.endswith("; 2 run out of turns; 1 run out of tokens")
+    records = completion_records([talk, cut], ["?", "?"])
+    assert [record["finish_reason"] for record in records] == ["length", "length"]
+    heads = [describe(record).splitlines()[0] for record in records]
+    assert heads[0].endswith("2 tokens, ended by turns") and heads[1].endswith("2 tokens, finish reason length")
+
+
+@pytest.mark.parametrize(
+    ("num_read", "advice"),
+    [
+        (0, "--environment.calls fence reads 2 of them"),
+        (1, "--environment.calls fence reads 2 of them"),
+        (2, "show the model the form that is read, in data.system_prompt"),  # nothing would be gained
+        (592, "show the model the form that is read, in data.system_prompt"),
+    ],
+)
+def test_calls_that_are_not_read_are_told_with_a_style_that_reads_more(num_read, advice):
     fenced = {"text": 'So \x1b[2J:\n```json\n{"name": "add"}\n```', "unread": "fence"}
     tagged = {"text": "<tool>add 1</tool>", "unread": "tag"}
     rollouts = []
-    for turns in ([tagged], [fenced, {"text": "4"}], [fenced]):
+    for turns, num_calls in (([tagged], 0), ([fenced, {"text": "4"}], num_read), ([fenced], 0)):
         rollout = make_rollout(0.0)
-        completion = dataclasses.replace(rollout.completion, episode={"turns": turns, "counts": {"calls": 2}})
+        completion = dataclasses.replace(rollout.completion, episode={"turns": turns, "counts": {"calls": num_calls}})
         rollouts.append(dataclasses.replace(rollout, completion=completion))
     line = unread_calls_line(rollouts)
-    assert (
-        line.startswith("3 of 4 turns call a tool in a form that is not read, beside 6 calls that are; ")
-        and line.isprintable()
-    )
-    assert line.endswith('--environment.calls fence reads 2 of them, such as \'```json {"name": "add"} ```\'')
+    assert line.startswith("3 of 4 turns call a tool in a form that is not read, such as ") and line.isprintable()
+    assert '\'```json {"name": "add"} ```\'' in line and f"beside {num_read} calls that are" in line
+    assert line.endswith(advice)
+
+
+def test_a_call_that_no_style_reads_is_told_without_a_style():
+    turn = {"text": "[add(number=1)]", "unread": "unknown"}
+    line = unread_calls_line([with_episode(make_rollout(0.0), turns=[turn], counts={"calls": 0})])
+    assert "such as '[add(number=1)]'" in line and "show the model the form" in line and "environment.calls" not in line
+
+
+def test_no_call_that_is_not_read_is_no_warning():
     assert unread_calls_line([make_rollout(0.0)]) == ""
+
+
+def with_episode(rollout, **episode):
+    completion = dataclasses.replace(rollout.completion, episode={"turns": [], "counts": {}} | episode)
+    return dataclasses.replace(rollout, completion=completion)
+
+
+@pytest.mark.parametrize(
+    ("num_wrong", "num_bad", "is_told"), [(7, 0, True), (6, 0, False), (6, 2, True), (6, 4, False)]
+)
+def test_calls_that_mostly_raise_are_told_with_the_error(num_wrong, num_bad, is_told):
+    """Of twelve: calls that fit no tool are the policy's own, and fewer than ten say little."""
+    right = with_episode(make_rollout(0.0), counts={"calls": 12 - num_wrong, "bad_calls": num_bad})
+    turn = {"text": "", "answers": ["KeyError: 'KEY'\x1b"]}
+    wrong = with_episode(make_rollout(0.0), counts={"calls": 1, "tool_errors": 1}, turns=[turn])
+    line = failing_calls_line([make_rollout(0.0), right, *[wrong] * num_wrong])
+    assert bool(line) == is_told and line.isprintable()
+    if is_told:
+        assert line.startswith(f"{num_wrong} of {12 - num_bad} calls of tools raise, most often \"KeyError: 'KEY'")
+
+
+def test_different_beginnings_of_one_group_are_told():
+    first, second = (with_episode(make_rollout(0.0), opening=text) for text in ("Find 3.", "Find 5."))
+    other_prompt = dataclasses.replace(second, prompt=dataclasses.replace(second.prompt, index=1))
+    lost = with_episode(make_rollout(None), opening=None)
+    assert unequal_openings_line([make_rollout(0.0), lost, first, first, other_prompt]) == ""
+    line = unequal_openings_line([first, other_prompt, second])
+    assert "'Find 3.' and 'Find 5.'" in line and "seed" in line
 
 
 # --- files
@@ -359,13 +424,13 @@ def test_samples_cannot_act_on_a_terminal_and_completions_are_strict_json(tmp_pa
 def test_what_an_environment_says_is_strict_json(tmp_path):
     """Its numbers may be none, by what the policy did."""
     rollout = make_rollout(1.0, {"f": 1.0})
-    episode = {"turns": [], "info": {"score": math.inf, "all": [math.nan, 0.5]}, "reward": 1.0, "waited": 0.1}
+    episode = {"turns": [], "ended_by": "done", "info": {"score": math.inf, "all": [math.nan, 0.5]}, "waited": 0.1}
     rollout = dataclasses.replace(rollout, completion=dataclasses.replace(rollout.completion, episode=episode))
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
     log.completions(1, [rollout], ["prompt"])
     log.close()
     *_, record = read_records(tmp_path, "completions.jsonl")
-    assert record["episode"] == {"turns": [], "info": {"score": None, "all": [None, 0.5]}, "reward": 1.0}
+    assert record["episode"] == {"turns": [], "ended_by": "done", "info": {"score": None, "all": [None, 0.5]}}
 
 
 def test_tensorboard_shows_samples_as_they_are(tmp_path):

@@ -91,6 +91,20 @@ def test_one_step_alone(recorded_run, capsys):
         main([str(recorded_run), "--html", "--step", "3"])
 
 
+def test_a_step_with_dynamic_sampling_says_that_groups_are_left_out(recorded_run):
+    """Its list has the groups that were trained on alone, and its curves are of all that were sampled."""
+    file = recorded_run / "metrics.jsonl"
+    metrics = [json.loads(line) for line in file.read_text().splitlines()]
+    metrics[1]["sampling/informative_frac"] = 0.375
+    file.write_text("".join(json.dumps(record) + "\n" for record in metrics))
+    held_out = json.loads((recorded_run / "completions.jsonl").read_text().splitlines()[-1]) | {"kind": "greedy"}
+    (recorded_run / "evaluation.jsonl").write_text(json.dumps(held_out) + "\n")
+    main([str(recorded_run), "--html"])
+    first, second, greedy = pieces(recorded_run)[0]["steps"]
+    assert first["note"] == greedy["note"] == ""
+    assert second["note"] == "of groups that were trained on; 38% of the sampled groups had different rewards"
+
+
 @pytest.mark.parametrize("text", ["12+30=<answer>42</answer>", " é日本 👩‍👧 x\n\n  y", "\u202e half: \ufffd."])
 def test_texts_of_tokens_are_the_whole_text(tmp_path, text):
     """Characters of several tokens too, none of which is shown as a broken one."""
@@ -146,6 +160,7 @@ def test_without_a_recorded_batch_there_are_texts_turn_by_turn_of_held_out_promp
     page = opened(browser, tmp_path)
     steps = page.run("[...document.querySelectorAll('#step option')].map((option) => option.textContent)")
     assert steps == ["step 1, trained on, 1", "step 1, greedy, 1"]
+    assert page.run("document.getElementById('note').textContent") == ""
     parts = page.run("[...document.querySelectorAll('#detail summary')].map((part) => part.textContent)")
     assert parts == ["prompt  1+2=", "model, 2 tokens  5?", "environment  higher", "model, 1 token  7"]
     assert not page.run("document.getElementById('no-tokens').hidden") and page.run("legend.hidden")

@@ -37,14 +37,18 @@ def wandb(monkeypatch) -> mock.MagicMock:
 
 def test_metrics_and_samples_reach_the_project(wandb, tmp_path):
     run_dir = tmp_path / "run"
-    log = RunLog(CONFIG, str(run_dir), num_steps=2, whole_config={"seed": 0})
+    options = {"judge": {"url": "u", "api_key": "sk-1", "keys": ["a"], "many": [{"hf_TOKEN": "t"}], "token": 5}}
+    whole_config = {"seed": 0, "reward": {"options": options}}
+    log = RunLog(CONFIG, str(run_dir), num_steps=2, whole_config=whole_config)
     log.log(1, {"loss": 0.5, "kl": math.nan})
     log.completions(1, [ROLLOUT], ["1+2="])
     log.log_held_out(1, {"eval/accuracy": 0.25})
     log.close()
     init = wandb.init.call_args.kwargs
     assert (init["project"], init["name"], init["dir"]) == ("additions", "run", str(run_dir))
-    assert (init["config"], init["resume"]) == ({"seed": 0}, "allow")
+    shown = {"judge": {"url": "u", "api_key": "...", "keys": ["a"], "many": [{"hf_TOKEN": "..."}], "token": 5}}
+    assert (init["config"], init["resume"]) == ({"seed": 0, "reward": {"options": shown}}, "allow")
+    assert options["judge"]["api_key"] == "sk-1"
     wandb.define_metric.assert_called_with("*", step_metric="step")
     first, samples, evaluation = (call.args[0] for call in wandb.log.call_args_list)
     assert (first["step"], first["loss"]) == (1, 0.5) and math.isnan(first["kl"])

@@ -23,6 +23,24 @@ STREAMS = {
         {"completion/truncated_frac": [0.3] * 10 + [0.8, -0.2]},
         {11: "35% of the completions run out of tokens"},
     ),
+    "conversations out of turns": (  # half of them; of tokens only a twentieth
+        {
+            "completion/truncated_frac": [0.55] * 10,
+            "environment/ended_by/tokens_frac": [0.05] * 10,
+            "environment/ended_by/turns_frac": [0.5] * 10,
+            "environment/ended_by/seconds_frac": [0.0] * 10,
+        },
+        {10: "50% of the conversations run out of turns: raise environment.max_turns(?!.*tokens)"},
+    ),
+    "conversations out of tokens and seconds": (
+        {
+            "completion/truncated_frac": [0.4] * 10,
+            "environment/ended_by/tokens_frac": [0.2] * 10,
+            "environment/ended_by/turns_frac": [0.0] * 10,
+            "environment/ended_by/seconds_frac": [0.2] * 10,
+        },
+        {10: "20% .* tokens: raise generator.max_completion_tokens .*; 20% .* seconds: raise environment.rollout_sec"},
+    ),
     "not finite": (
         {"completion/truncated_frac": [math.nan, None, math.inf, *[0.4] * 10]},
         {13: "40% of the completions"},
@@ -40,6 +58,7 @@ STREAMS = {
         {"reward/mean": [0.5, 0.6] * 26},
         {50: r"in 50 steps .*\(0 ± 0.0236\)"},
     ),
+    "no rise with a teacher": ({"reward/mean": [0.0] * 52, "distill/reverse_kl": [0.1] * 52}, {}),
     "a rise": ({"reward/mean": [0.5, 0.6] * 20 + [0.6, 0.7] * 6}, {}),  # 0.1, more than 2 x 0.0236
     "a collapse is no short limit": (  # means of ten: 0.09 at step 10; 0.4 - 0.09 is more than half of 0.5
         {

@@ -136,6 +136,10 @@ def test_what_is_no_number(text):
         ("5", "  ", None),
         ("5", None, None),
         ("5", "no solution ####", None),
+        ("5", r"so x is $\boxed{4}$ and $\boxed{5}$.", 0.0),
+        ("4, 5", r"so x is $\boxed{4}$ and $\boxed{5}$.", 1.0),
+        ("5", r"$\boxed{5}$. So it is $\boxed{5}$.", 1.0),
+        ("5", r"first \boxed{4}, and from it \boxed{5}", 1.0),
     ],
 )
 def test_math_reward(given, reference, reward):
@@ -220,8 +224,7 @@ PIECES = ["<answer>", "</answer>", "<think>", "</think>", "< ", "\\boxed{", "\\f
           "~", "\\", "final answer is", "and", " or ", "'", "_{1}", "..", "*", "\ufeff"]  # fmt: skip
 
 
-def _seconds(text: str) -> float:
-    start = time.process_time()
+def read_in_every_way(text: str) -> None:
     for answer_format in ("answer_tag", "boxed", "hashes"):
         extract_answer(text, answer_format)
     without_thoughts(text)
@@ -229,7 +232,20 @@ def _seconds(text: str) -> float:
     parse_number(text)
     same_answer(text, "42", tolerance=1e-6, latex=False)
     same_answer("42 cm", text, tolerance=1e-6, latex=False)
-    return time.process_time() - start
+
+
+def seconds_to_read(text: str, enough: float) -> float:
+    """Measure the CPU seconds of this thread, and up to four times more, until they are below `enough`.
+
+    Quadratic time shows each time. What the garbage of five thousand tests costs, or a busy core, does not.
+    """
+    for _ in range(5):
+        start = time.thread_time()
+        read_in_every_way(text)
+        seconds = time.thread_time() - start
+        if seconds < enough:
+            break
+    return seconds
 
 
 def test_no_text_costs_more_than_its_length():
@@ -238,11 +254,14 @@ def test_no_text_costs_more_than_its_length():
     texts = ["".join(pieces) for pieces in zip(PIECES, draw.sample(PIECES, len(PIECES)), strict=True)] + PIECES
     ends = ("", ""), ("<answer>5 ", "!</answer>"), ("\\boxed{", "}"), ("\\boxed{4}", "\\boxed{5}")
     around = [(head, text, tail) for text in texts for head, tail in ends]
-    seconds = {(head, text, tail): _seconds(head + text * (8_000 // len(text)) + tail) for head, text, tail in around}
+    seconds = {
+        (head, text, tail): seconds_to_read(head + text * (8_000 // len(text)) + tail, 0.4)
+        for head, text, tail in around
+    }
     slowest = max(seconds, key=seconds.get)
     head, text, tail = slowest
     assert seconds[slowest] < 0.4, slowest  # about 0.04 s
-    assert _seconds(head + text * (100_000 // len(text)) + tail) < 5, slowest
+    assert seconds_to_read(head + text * (100_000 // len(text)) + tail, 5) < 5, slowest
 
 
 def test_no_short_text_takes_exponential_time():
@@ -251,4 +270,4 @@ def test_no_short_text_takes_exponential_time():
     for _ in range(1000):
         few = draw.sample(PIECES, draw.randint(1, 4))
         text = "5" + "".join(draw.choice(few) for _ in range(80)) + draw.choice("!x5 ")
-        assert _seconds(text[:NUMBER_CHARACTERS]) < 0.5, text
+        assert seconds_to_read(text[:NUMBER_CHARACTERS], 0.5) < 0.5, text

@@ -88,6 +88,41 @@ def test_success_cannot_be_had_by_leaving_early(code):
     assert code_reward([program(code)], tests=["assert False"], timeout_seconds=seconds) == [0.0]
 
 
+TEST_CASE = (
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add(2, 3), 5)\n"
+)
+SET_UP = """
+import unittest
+class T(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.sum = add(2, 3)
+    def test(self):
+        self.assertEqual(self.sum, 5)
+unittest.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "reward_of_right"),
+    [
+        (f"{TEST_CASE}unittest.main()", 1.0),
+        (f"{TEST_CASE}if __name__ == '__main__':\n    unittest.main(argv=[''], verbosity=2, exit=False)", 1.0),
+        (f"from unittest import main\n{TEST_CASE}main()", 1.0),
+        (f"{TEST_CASE}unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))", 1.0),
+        (SET_UP, 1.0),
+        ("import unittest\nunittest.TestCase().assertEqual(add(2, 3), 5)", 1.0),
+        ("import unittest\nunittest.main()", 0.0),  # not one test
+    ],
+)
+def test_unittest_pays_the_right_program_alone(tests, reward_of_right):
+    """And none that is wrong, that leaves, or that skips its own test."""
+    bodies = ("return a - b", "raise SystemExit(0)", "import unittest; raise unittest.SkipTest", "quit(0)")
+    wrong = [program(f"def add(a, b):\n    {body}") for body in bodies]
+    rewards = code_reward([ADD, *wrong], tests=[tests] * (1 + len(wrong)), timeout_seconds=SECONDS)
+    assert rewards == [reward_of_right, *[0.0] * len(wrong)]
+
+
 def test_success_is_a_marker_that_is_drawn_anew(monkeypatch):
     monkeypatch.setattr(builtin.secrets, "token_hex", lambda length: "the-marker")
     known = program("print('the-marker'); import os, sys; sys.stdout.flush(); os._exit(0)")
@@ -114,7 +149,32 @@ def test_all_tests_of_a_completion_share_the_time(monkeypatch):
         assert granted == expected
 
 
-@pytest.mark.parametrize("tests", [5, {"input": "1"}, [{"input": "1"}], '[{"inputs": ["1"]}]', [1, 2]])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        *(5, {"input": "1"}, [{"input": "1"}], '[{"inputs": ["1"]}]', [1, 2], '{"inputs": ["1"], "outputs": ["2"]}'),
+        [{"input": "1\n2", "output": "3", "testtype": "functional"}],  # arguments and not stdin: no program would pass
+        [{"input": "1", "output": "2", "fn_name": "add"}],
+        [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}],
+    ],
+)
 def test_unreadable_tests_are_refused(tests):
     with pytest.raises(ValueError, match=r'cannot read tests .* list \(or its JSON\) of {"input": text'):
         code_reward([ADD], tests=[tests])
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        ("def check(candidate):\n    assert candidate(2, 3) == 5\n", "assert and call nothing"),
+        ("import unittest\nclass T(unittest.TestCase):\n    def test(self): self.fail()\n", "assert and call nothing"),
+        ("import pytest\ndef test(): assert add(2, 3) == 5\npytest.main(['-q'])", "pytest.main, which raises nothing"),
+        ("import doctest\ndoctest.testmod()", "doctest.testmod, which raises nothing"),
+        (["TASK = 'add'", "TASK == 'sub'"], "assert and call nothing"),
+        ("Input: 2 3 Output: 5", "are no Python"),
+        ("(" * 10_000, "are no Python"),
+    ],
+)
+def test_tests_that_no_program_can_fail_or_pass_are_refused(tests, reason):
+    with pytest.raises(ValueError, match=reason):
+        code_reward([program("pass")], tests=[tests])

@@ -21,8 +21,17 @@ KEY = "sk-hunter2"
 
 
 # What the judge says of a completion; None is no content at all.
-REPLIES = {"good": "7", "best": " 10.0\n", "half": "0.5", "worst": "0"}
-GARBAGE = {"over": "11", "minus": "-1", "words": "Score: 7", "two": "7 8", "nan": "nan", "digit": "٧", "none": None}
+REPLIES = {"good": "7", "best": " 10.0\n", "half": "0.5", "worst": "0", "thinks": "<think>9? No.</think>\n\n2"}
+GARBAGE = {
+    "open": "<think>7",
+    "over": "11",
+    "minus": "-1",
+    "words": "Score: 7",
+    "two": "7 8",
+    "nan": "nan",
+    "digit": "٧",
+    "none": None,
+}
 DEEP = "[" * 200_000  # JSON that no parser follows
 STUMBLES = {"busy": [429, 500, 503], "hangs up": [0], "refused": [400], "down": [500] * 4}  # then "7"; 0 says nothing
 
@@ -100,7 +109,7 @@ def scores(server, monkeypatch):
 def test_scores_are_tenths_and_garbage_is_none(scores, server):
     texts = [*REPLIES, *GARBAGE, "page", "deep"]
     rollouts = scores(*texts)
-    assert [r.reward for r in rollouts] == [0.7, 1.0, 0.05, 0.0, *[None] * (len(GARBAGE) + 2)]
+    assert [r.reward for r in rollouts] == [0.7, 1.0, 0.05, 0.0, 0.2, *[None] * (len(GARBAGE) + 2)]
     assert [r.failures for r in rollouts] == [{}] * len(texts)
     assert set(server.asked.values()) == {1}  # a judge that babbles is not asked again
 

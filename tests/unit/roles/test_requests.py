@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from grpo.roles.engine.generator import Generator, Request, continuation_seed, enough_groups, request_seed, share_out
-from grpo.roles.engine.loop import Stretch
+from grpo.roles.engine.loop import EngineLoop, Stretch
 from grpo.types import Prompt, Requests
 
 
@@ -69,3 +71,12 @@ def test_only_a_completion_that_ends_itself_is_not_truncated():
         made[reason] = Generator._completion(SimpleNamespace(version=3), stretch, temperature=1.0, index=0)
     assert [made[reason].truncated for reason in made] == [False, True, True, False]
     assert [made[reason].ended for reason in made] == [True, True, True, False]
+
+
+def test_a_completion_that_the_engine_gave_up_ends_the_rank_and_is_not_trained_on():
+    """As when a grammar and allowed_token_ids leave no token."""
+    sample = SimpleNamespace(token_ids=[0], finish_reason="error")
+    output = SimpleNamespace(request_id="0", outputs=[sample])
+    loop = SimpleNamespace(engine=SimpleNamespace(step=lambda: [output]))
+    with pytest.raises(RuntimeError, match="ended a completion by an error"):
+        EngineLoop.step(loop)

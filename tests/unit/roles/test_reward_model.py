@@ -82,7 +82,7 @@ def test_what_it_cannot_read_has_a_reason_in_its_place(folder: str, tmp_path: pa
 class ReadsIds:
     """A model whose output behind each token is that token's id."""
 
-    def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
+    def token_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         return batch.ids_N.roll(1).float()
 
 

@@ -221,6 +221,25 @@ def test_rounds_of_dynamic_sampling_by_hand():
     assert buffer.metrics().items() >= expected.items()
 
 
+def test_groups_that_differ_by_length_alone_are_dropped():
+    """Groups 0 and 1 are all wrong; only group 1 has a long completion. Groups 2 and 3 have a right one."""
+    buffer, run = buffer_of(dynamic=True, max_rounds=1)
+    right = [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    length = [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0, -0.5]
+
+    def score(prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
+        rollouts = []
+        for place, done in enumerate(completions):
+            rewards = {"math_reward": right[place], "overlong_penalty": length[place]}
+            rollouts.append(Rollout(prompts[place // 2], done, "", rewards=rewards, reward=sum(rewards.values())))
+        return rollouts
+
+    buffer.fill(run.stream.draw, score)
+    buffer.add([completion(i, 3) for i in range(8)])
+    assert buffer.fill(run.stream.draw, score) is None
+    assert [r.prompt.index for r in buffer.rollouts()[::2]] == [2, 3]
+
+
 def test_a_group_that_goes_back_counts_in_the_step_that_trains_on_it():
     """The first round has 2 of 4 groups that differ, the second 3 where 2 are enough: group 7 waits for the next step.
 

@@ -1,12 +1,17 @@
-"""What is refused before rows are read."""
+"""What is refused before a run starts: reward functions that cannot be called, and another base than before."""
 
 import pathlib
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from configs.examples.toys import addition_tokenizer
 from grpo.config import GRPOConfig, change
+from grpo.data import toy
+from grpo.models.hf_folder import weights_checksum
 from grpo.rewards.pool import EPISODE_COLUMNS
-from grpo.run.inputs import check_functions
+from grpo.run.inputs import Inputs, check_functions, resumed_stream, with_checked_weights
+from tests.tiny_models import SMALL
 
 FILE = """
 def scored(completions, **columns):
@@ -37,3 +42,79 @@ def test_a_column_that_rewards_would_get_otherwise_is_refused(tmp_path: pathlib.
     check_functions(change(with_environment, {"data.prompt_column": "messages"}))
     with pytest.raises(ValueError, match="has completion_ids, but"):
         check_functions(change(alone, {"data.columns": {"completion_ids": "ids"}}))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two models of one shape, with other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = addition_tokenizer()
+    made = [toy.make_model(folder / str(seed), tokenizer, seed, SMALL) for seed in (0, 1)]
+    return str(made[0]), str(made[1])
+
+
+def test_a_checksum_is_of_the_weights_and_not_of_their_files(folders: tuple[str, str], tmp_path: pathlib.Path):
+    tensors = load_file(f"{folders[0]}/model.safetensors")
+    names = sorted(tensors)
+    for part, some in enumerate((names[1:], names[:1])):
+        save_file({name: tensors[name] for name in some}, tmp_path / f"model-{part}.safetensors", {"format": "pt"})
+    assert weights_checksum(str(tmp_path)) == weights_checksum(folders[0]) != weights_checksum(folders[1])
+    name = names[0]
+    changed = {
+        "other values": {name: tensors[name] * 1.01},
+        "another dtype": {name: tensors[name].bfloat16()},
+        "another shape": {name: tensors[name].T.contiguous()},
+        "another name": {"other": tensors[name]},
+    }
+    checksums = {weights_checksum(folders[0])}
+    for tensor in changed.values():
+        save_file(tensor, tmp_path / "model-1.safetensors")
+        checksums.add(weights_checksum(str(tmp_path)))
+    assert len(checksums) == 1 + len(changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "checked"),
+    [
+        ({"trainer.lora_rank": 4, "algorithm.kl_coef": 0.0}, ["model.path"]),
+        ({"algorithm.kl_coef": 0.01}, ["model.path"]),
+        ({"algorithm.kl_coef": 0.01, "model.reference_path": "other"}, ["model.reference_path"]),
+        ({"algorithm.kl_coef": 0.01, "algorithm.reference_interval": 5}, []),  # it is in the checkpoint
+        ({"algorithm.kl_coef": 0.0}, []),
+        ({"algorithm.kl_coef": 0.0, "reward.model": "a reward model"}, ["reward.model"]),
+    ],
+)
+def test_other_weights_than_the_checkpoint_relies_on_are_refused(folders, changes, checked, monkeypatch, capsys):
+    """A path stays the same while the files in it change, so a run would go on with another base, and nobody knew."""
+    monkeypatch.setattr("grpo.models.hf_folder.resolve_folder", lambda path, scores=False: path)
+    config = change(GRPOConfig(), changes)
+
+    def started(folder: str, state: dict, config: GRPOConfig = config) -> Inputs:
+        reward_model = folder if config.reward.model else ""
+        inputs = Inputs(folder, None, None, state, step=7, reference_folder=folder, reward_model=reward_model)
+        return with_checked_weights(config, inputs)
+
+    first = started(folders[0], {})
+    assert list(first.weights) == checked
+    assert started(folders[0], {"weights": first.weights}).weights == first.weights
+    assert list(started(folders[1], {"step": 7}).weights) == checked  # an older checkpoint does not say
+    if not checked:
+        started(folders[1], {"weights": first.weights})
+        return
+    before = first.weights[checked[0]]
+    now = weights_checksum(folders[1])
+    with pytest.raises(ValueError, match=rf"{checked[0]}: .* step 7 .*{now}, then {before}.*--allow-changes"):
+        started(folders[1], {"weights": first.weights})
+    allowed = started(folders[1], {"weights": first.weights}, change(config, {"allow_changes": True}))
+    assert allowed.weights == {checked[0]: now}
+    assert f"resumed all the same: {checked[0]}" in capsys.readouterr().out
+
+
+def test_a_driver_state_with_and_without_checksums_is_read():
+    class Rows:
+        def load_state_dict(self, place: int) -> None:
+            self.place = place
+
+    for more in ({}, {"weights": {"model.path": "01234567"}}):
+        stream = resumed_stream(Rows, {"step": 2, "data": 5, **more}, ("step", "data"), allow_changes=False)
+        assert stream.place == 5

@@ -38,6 +38,43 @@ def test_a_file_stops_the_run_once(tmp_path, monkeypatch):
     assert stopping.stop_reason(str(run_dir)) == reason  # it stays asked for, and the first reason counts
 
 
+def test_the_next_run_of_a_notebook_is_not_stopped_by_what_stopped_the_one_before(tmp_path):
+    (tmp_path / "stop").touch()
+    stopping.obey_stop(stopping.stop_reason(str(tmp_path)), 7, str(tmp_path))
+    stopping.forget_old_stop(str(tmp_path / "next"))
+    assert stopping.stop_reason(str(tmp_path / "next")) == ""
+
+
+RUN_TWICE = """
+import os, signal, time
+from grpo.roles.process_groups import setup_trainers
+from grpo.watch.failures import run_script, set_place
+from grpo.watch.stopping import end_with_launcher
+from grpo.watch.watchdog import watched
+
+
+def main():
+    roles = setup_trainers()
+    with watched(roles, 10):
+        set_place(phase="train")
+    with watched(roles, 10):
+        set_place(phase="startup")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+
+end_with_launcher()
+run_script(main)
+"""
+
+
+def test_a_signal_before_the_first_step_of_a_notebooks_second_run_ends_it_at_once(tmp_path):
+    (tmp_path / "run.py").write_text(RUN_TWICE)
+    result = finish(start_python(tmp_path / "run.py"), deadline=120)
+    assert result.stdout == "SIGTERM before the first step: nothing to save\n"
+    assert result.returncode == 128 + signal.SIGTERM
+
+
 def test_the_last_line_of_a_stopped_run():
     line = stopping.obey_stop("SIGTERM", 12, "runs/a")
     assert line.startswith("stopped by SIGTERM, saved after step 12; everything is in runs/a, continue with ")
