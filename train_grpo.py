@@ -93,7 +93,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
         timer.enter("sync")
-        check_sync(plan.probe, trainer, generator, config.largest_mismatch, roles)  # every sync_check_interval steps
+        check_sync(plan.probe, trainer, generator, config.model.dtype, roles)  # every sync_check_interval steps
 
         timer.enter("generate")
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins

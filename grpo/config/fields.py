@@ -47,7 +47,8 @@ class ModelConfig:
     """Precision of compute, frozen weights and export in any role; trained weights are float32."""
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], ResumeSafe] = "auto"
     """How the sequences of a packed row are kept apart. flash: FlashAttention 4 (H100 or B200, bfloat16);
-    flex: flex_attention, on any GPU; documents: plain torch, not compiled; auto: the first that runs here."""
+    flex: flex_attention, on any GPU; documents: plain torch, not compiled, and in bfloat16 on a GPU its gradients do
+    not repeat to the last bit; auto: the first that runs here."""
 
     @property
     def is_built(self) -> bool:
@@ -709,11 +710,6 @@ class GRPOConfig(RunConfig):
     def reference_is_base(self) -> bool:
         """True if the reference is the policy with its adapters off."""
         return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not self.model.reference_path
-
-    @property
-    def largest_mismatch(self) -> float:
-        """Mean absolute log-prob difference (nats) of trainer and generator above which a sync check stops the run."""
-        return {"float32": 1e-3, "bfloat16": 0.1}[self.model.dtype]
 
 
 # Tokens of an example that are labels, see grpo/data/turns.py

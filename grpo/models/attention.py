@@ -461,8 +461,12 @@ flash_attention.register_autograd(_backward, setup_context=_keep)
 
 @own_config
 class SelectiveCheckpointing(SelectiveAC):
-    """torchtitan's selective checkpointing, which here keeps the output of flash-attn-4 too."""
+    """torchtitan's selective checkpointing, which here keeps the output of flash-attn-4 too.
+
+    The products of a gated delta rule are computed again: kept in float32, they are larger than all else of a block.
+    """
 
     def get_save_ops(self) -> set:
         """Return the operations whose outputs are kept for the backward."""
-        return super().get_save_ops() | {torch.ops.grpo.flash_attention.default}
+        kept = super().get_save_ops() | {torch.ops.grpo.flash_attention.default}
+        return kept - {torch.ops.aten.bmm.default}

@@ -186,7 +186,7 @@ def agreement(out: pathlib.Path) -> None:
             exact_N = exact_logprobs(folder, batch, roles.device)
             facts["trainer - float32"] = summary((trainer_N - exact_N)[batch.loss_mask_N])
             facts["vLLM - float32"] = summary((batch.generator_logprobs_N - exact_N)[batch.loss_mask_N])
-        check_sync(prompts, trainer, generator, config.largest_mismatch, roles)
+        check_sync(prompts, trainer, generator, config.model.dtype, roles)
         facts["sync check"] = "passed"
         say(out, "agreement", **facts)
         if version == 3:
@@ -199,7 +199,7 @@ def agreement(out: pathlib.Path) -> None:
         stale = summary((trainer.logprobs(batch) - batch.generator_logprobs_N)[batch.loss_mask_N])
         refused = False
         try:
-            check_sync(prompts, trainer, generator, config.largest_mismatch, roles)
+            check_sync(prompts, trainer, generator, config.model.dtype, roles)
         except RuntimeError:
             refused = True
         num_unnoticed += not refused

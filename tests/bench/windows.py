@@ -9,7 +9,7 @@ of tokens, and mean and largest difference of the log-probs in nats. `trainer` c
 worst tensor's difference over its size. Two lines show what would be seen: transformers with a window that is one token
 shorter, and an engine that misses an update.
 The exit code is 1 if another mean is above what a sync check allows, a gradient is off by more than a fifth, or a
-second backward gives other gradients, if only by a bit.
+second backward gives other gradients, if only by a bit; `documents` in bfloat16 may give others.
 """
 
 import pathlib
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
+from grpo.config import DataConfig, GeneratorConfig, ModelConfig, RolesConfig, TrainerConfig
 from grpo.data.batches import make_batch, sample_of
 from grpo.metrics import StepMetrics
 from grpo.models.attention import choose_attention
@@ -31,7 +31,7 @@ from grpo.models.export import hf_tensors
 from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles, setup_trainers
 from grpo.roles.trainer import Trainer
-from grpo.roles.weight_sync import sync_weights
+from grpo.roles.weight_sync import largest_mismatch, sync_weights
 from grpo.types import Prompt, Requests, TrainBatch
 from tests.dist.programs.parity import original_values, random_batch, sharded_values
 from tests.tiny_models import tensors_of
@@ -52,9 +52,8 @@ VARIANTS = (
     ("flex", "float32", True),
     ("flex", "float32", False),
 )
-LARGEST_MEANS = {
-    dtype: GRPOConfig(model=ModelConfig(dtype=dtype)).largest_mismatch for dtype in ("float32", "bfloat16")
-}
+# Its gradients need not repeat: torch's kernels for it add them as they come
+NOT_REPEATED = ("documents", "bfloat16")
 LARGEST_GRADIENT_ERROR = 0.2
 TRAINER = TrainerConfig(
     micro_batch_tokens=2048,
@@ -129,7 +128,8 @@ def compare_with_transformers(folder: str, roles: Roles) -> bool:
         label = f"{name}, {kind} {dtype}, {prompts} prompts"
         more = f", gradients {errors[worst]:.1e} ({worst}), {'the same' if repeats else 'OTHERS'} again"
         mean = print_difference(label, got_2N - expected_2N, batch, more)
-        is_close &= mean < LARGEST_MEANS[dtype] and errors[worst] < LARGEST_GRADIENT_ERROR and repeats
+        is_close &= mean < largest_mismatch(dtype, roles.device) and errors[worst] < LARGEST_GRADIENT_ERROR
+        is_close &= repeats or (kind, dtype) == NOT_REPEATED
     return is_close
 
 
@@ -176,7 +176,7 @@ def compare_with_engine(folder: str, dtype: str, cache_bytes: str = "67108864") 
     batch = sample(generator, AutoConfig.from_pretrained(folder).vocab_size)
     means += compare(f"{name}, {dtype}, after a sync", trainers, batch)
     close_roles(roles, generator.close)
-    return max(means) < LARGEST_MEANS[dtype]
+    return max(means) < largest_mismatch(dtype, roles.device)
 
 
 def sample(generator: Generator, vocab_size: int) -> TrainBatch:

@@ -163,7 +163,7 @@ def assert_check(
     prompts = [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
     refused, before = False, snapshot(trainer) if trainer else {}
     try:
-        check_sync(prompts, trainer, generator, config.largest_mismatch, roles)
+        check_sync(prompts, trainer, generator, config.model.dtype, roles)
     except RuntimeError as error:
         refused = "the generator does not hold the policy's weights" in str(error)
         if not refused:
@@ -198,7 +198,7 @@ def assert_adapters_are_guarded(
         held[1] = torch.nextafter(held[1], torch.tensor(torch.inf))
     prompts = [Prompt(index=0, ids=PROMPTS[0])]
     try:
-        check_sync(prompts, trainer, generator, config.largest_mismatch, roles)
+        check_sync(prompts, trainer, generator, config.model.dtype, roles)
     except RuntimeError as error:
         assert "o_proj.lora_B.weight" in str(error) and not roles.trains
     else:
