@@ -26,6 +26,8 @@ FOR_ONE_START: dict[str, Any] = {
     "profile": 0,
 }
 
+# Losses that differ from another one, with the same advantages and aggregation, only where ratios are not 1
+SAME_AT_RATIO_1 = {"gspo": "grpo", "cispo": "dapo", "sapo": "grpo"}
 # Flags of other tools, for which tyro would suggest another field or none
 FIELDS_OF_FLAGS = {
     "--lr": "trainer.learning_rate",
@@ -273,6 +275,12 @@ def derived(config: Config) -> list[str]:
     own = [f"{name}={resolved[name]!r}" for name in OWN_LOSS_DEFAULTS if resolved[name] != paper[name]]
     if own:
         lines.append(f"set to another value than follows: {', '.join(own)}")
+    twin = SAME_AT_RATIO_1.get(config.algorithm.loss)
+    if twin and config.updates_per_step == 1 and resolved["old_logprobs"] == "policy":
+        lines.append(
+            f"one update per step: each ratio is 1, so {config.algorithm.loss} takes the steps that {twin} takes with "
+            "these advantages and this aggregation; --algorithm.num-mini-batches 4 makes them differ"
+        )
     return lines
 
 

@@ -25,6 +25,7 @@ from grpo.types import Record, Rollout, Scalars
 # How the console line shows metrics, padded so that numbers of successive lines mostly line up
 CONSOLE_COLUMNS = {
     "reward/mean": "reward {:<6}",
+    "distill/reverse_kl": "teacher kl {:<6}",
     "loss": "loss {:<6}",
     "kl": "kl {:<6}",
     "entropy": "ent {:<6}",
@@ -91,7 +92,8 @@ class RunLog:
             self.step_seconds.append(metrics["time/step"])
         parts = [f"step {self._progress(step)}"]
         for name, column in CONSOLE_COLUMNS.items():
-            if name in metrics:
+            only_measured = name == "reward/mean" and not metrics.get(name) and "distill/reverse_kl" in metrics
+            if name in metrics and not only_measured:
                 number = compact_number(metrics[name])
                 parts.append(column.format(number))
         if self.step_seconds:

@@ -316,10 +316,11 @@ def measured_metrics(
     times: Scalars,
     num_tokens: int,
 ) -> Scalars:
-    """Return what the updates measured, the step's times, tokens per second and memory."""
+    """Return what the updates measured, the step's times, tokens per second without held-out data, and memory."""
     metrics = with_effective_sample_size(measured.means())
     metrics |= times
-    metrics["tokens_per_second"] = num_tokens / times["time/step"]
+    held_out_seconds = times.get("time/evaluate", 0) + times.get("time/validate", 0)
+    metrics["tokens_per_second"] = num_tokens / (times["time/step"] - held_out_seconds)
     if torch.cuda.is_available():
         metrics["memory/peak_gib"] = peak_bytes() / 2**30
     return metrics

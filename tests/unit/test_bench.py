@@ -220,16 +220,16 @@ def test_one_row_says_what_a_real_run_reached(tmp_path, monkeypatch):
     }
 
 
-def test_the_copy_of_a_long_file_is_its_last_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(real, "MOST_BYTES", 12)
+def test_the_copy_of_a_long_file_has_its_first_and_last_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(real, "MOST_BYTES", 14)
     source = tmp_path / "source"
     target = tmp_path / "target"
-    source.write_text("1234\n5678\n90ab\n")  # the last 12 bytes are the end of the first line and two more
-    real.copy_end(source, target)
-    assert target.read_text() == "5678\n90ab\n"
-    source.write_text("1234\n")
-    real.copy_end(source, target)
-    assert target.read_text() == "1234\n"
+    source.write_text("1234\n5678\n90ab\ncdef\n")  # 7 bytes at each end hold a line and a part of another
+    real.copy_ends(source, target)
+    assert target.read_text() == "1234\ncdef\n"
+    source.write_text("1234\n5678\n90a\n")
+    real.copy_ends(source, target)
+    assert target.read_text() == "1234\n5678\n90a\n"
 
 
 @pytest.fixture

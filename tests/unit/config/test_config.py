@@ -478,6 +478,11 @@ def test_the_console_says_what_is_not_the_recipes_and_what_follows_from_the_loss
         assert part in told
     assert "from algorithm.loss=dapo follow advantages='group_std', aggregation='token_mean', clip_low=0.2," in told
     assert "set to another value than follows: clip_high=0.5\n" in told
+    assert "each ratio is 1" not in told
+    load(GRPOConfig, DEFAULT, ["--algorithm.loss", "gspo"])
+    assert "each ratio is 1, so gspo takes the steps that grpo takes" in capsys.readouterr().out
+    load(GRPOConfig, DEFAULT, ["--algorithm.loss", "gspo", "--algorithm.num-mini-batches", "2"])
+    assert "each ratio is 1" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("loss", PAPER_DEFAULTS)
