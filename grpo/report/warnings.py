@@ -18,6 +18,7 @@ History = dict[str, list[float]]
 
 WINDOW = 10  # steps that a mean is over, because a single step is noisy
 EQUAL_REWARD_STEPS = 3
+SLOW_STEPS = 3
 MIN_ENTROPY = 0.01  # nats
 MAX_TRUNCATED = 0.3  # share of completions
 # What a conversation can run out of -> what to do about it
@@ -148,6 +149,18 @@ def truncation(history: History) -> str:
     )
 
 
+def not_saved(history: History, launcher_seconds: float) -> str:
+    """Warn that a step takes so long that torchrun, after a signal, kills its ranks before they save."""
+    seconds = history["time/step"][-SLOW_STEPS:]
+    if len(seconds) < SLOW_STEPS or min(seconds) < launcher_seconds / 2:
+        return ""
+    return (
+        f"steps take {compact_number(min(seconds))} s and more, and torchrun kills its ranks "
+        f"{compact_number(launcher_seconds)} s after a signal, saved or not: start it with --shutdown-timeout 600, or "
+        "stop the run by a file `stop` in its folder"
+    )
+
+
 RULES: list[Callable[[History], str]] = [
     no_comparison,
     not_moved,
@@ -187,9 +200,14 @@ def lost_accuracy(evaluations: list[Evaluation]) -> str:
 class CurveReader:
     """The metrics so far, and the warnings about them: each once, and again only if it went away in between."""
 
-    def __init__(self, kl_is_to_start: bool = True) -> None:
-        """Begin without metrics. kl_is_to_start: a `kl` of 0 means that the policy has not moved."""
+    def __init__(self, kl_is_to_start: bool = True, launcher_seconds: float = math.inf) -> None:
+        """Begin without metrics.
+
+        kl_is_to_start: a `kl` of 0 means that the policy has not moved. launcher_seconds: how long the launcher waits
+        after a signal before it kills this process.
+        """
         self.kl_is_to_start = kl_is_to_start
+        self.launcher_seconds = launcher_seconds
         self.history: History = collections.defaultdict(list)
         self.evaluations: dict[str, list[Evaluation]] = collections.defaultdict(list)
         self._shown: set[str] = set()
@@ -205,6 +223,7 @@ class CurveReader:
         warnings = {}
         for rule in RULES:
             warnings[rule.__name__] = rule(self.history)
+        warnings["not_saved"] = not_saved(self.history, self.launcher_seconds)
         for name in finite:
             if name.startswith("eval/") and name.endswith("accuracy"):
                 warnings[name] = self._accuracy_warning(name, finite)

@@ -39,7 +39,14 @@ from grpo.run.scorer import check_version
 from grpo.run.step_timer import StepTimer, profile_step
 from grpo.types import Completion, Scalars
 from grpo.watch.failures import BadInput, here, refuse_bad_input, set_place, show_lines_at_once
-from grpo.watch.stopping import forget_old_stop, hold_signals, obey_stop, repeat_behind_launcher, stop_reason
+from grpo.watch.stopping import (
+    forget_old_stop,
+    hold_signals,
+    launcher_seconds,
+    obey_stop,
+    repeat_behind_launcher,
+    stop_reason,
+)
 from grpo.watch.watchdog import watched
 
 MOST_SKIPPED = 3  # steps in a row without an update, which end the run
@@ -183,6 +190,7 @@ class Session:
             start_step=step,
             whole_config=asdict(logged_config),
             kl_is_to_start=kl_is_to_start,
+            launcher_seconds=launcher_seconds(),
         )
 
     def start_up(self) -> tuple[Trainer | None, Reference | None, Generator | None]:

@@ -12,6 +12,8 @@ it keeps for itself. Programs that the run starts inherit the blocked signals, s
 leaves them alive. End them by SIGKILL.
 """
 
+import itertools
+import math
 import os
 import signal
 import subprocess
@@ -25,6 +27,10 @@ from grpo.workers import kernel
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOP_FILE = "stop"
 STOP_VARIABLE = "GRPO_STOP_FILE"  # for launch scripts, which do not know the run folder; they remove that file
+
+# What torchrun reads besides --shutdown-timeout, and its default
+SHUTDOWN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+TORCHRUN_SECONDS = 30
 
 LOOK_SECONDS = 0.2  # until the thread that hears signals at the start sees that the watchdog hears them
 
@@ -80,6 +86,17 @@ def repeat_behind_launcher(line: str) -> None:
 def launched_by_torchrun() -> bool:
     """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def launcher_seconds() -> float:
+    """Return how long torchrun waits after a signal before it kills its ranks; without torchrun infinity."""
+    if not launched_by_torchrun():
+        return math.inf
+    words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
+    options = " ".join(words).replace("_", "-").replace("=", " ").split()
+    given = [after for word, after in itertools.pairwise(options) if word == "--shutdown-timeout"]
+    given += [os.environ[name] for name in SHUTDOWN_VARIABLES if name in os.environ]
+    return float(next(iter(given), TORCHRUN_SECONDS))
 
 
 def end_with_launcher() -> None:

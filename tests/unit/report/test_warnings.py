@@ -162,3 +162,11 @@ def test_each_held_out_set_is_watched_for_itself():
         found.append(watch.look({"eval/a/accuracy": a, "eval/b/accuracy": b, "eval/a/reward_mean": 1.0}))
     assert [len(texts) for texts in found] == [0, 1, 0, 0, 1]  # it went away in between
     assert found[1][0].startswith("eval/a/accuracy is 0.4 and was 0.5, while the reward rose from 0.2 to 0.4")
+
+
+def test_steps_that_outlast_the_launchers_patience_are_named():
+    """A long first step, which compiles, is no reason. Nobody loses patience with a plain process."""
+    for launcher_seconds, num_told in ((30, 1), (600, 0), (math.inf, 0)):
+        watch = CurveReader(launcher_seconds=launcher_seconds)
+        found = [watch.look({"time/step": seconds}) for seconds in (90.0, 14.0, 14.0, 16.0, 20.0, 17.0, 18.0)]
+        assert [len(texts) for texts in found] == [0] * 5 + [num_told, 0]

@@ -1,8 +1,10 @@
 """How a run is asked to stop and what it answers; how the processes of one start find each other."""
 
 import datetime
+import math
 import pathlib
 import signal
+import subprocess
 import threading
 
 import pytest
@@ -226,3 +228,25 @@ def test_behind_the_traceback_of_torchrun_stands_how_to_go_on(tmp_path: pathlib.
     result = finish(process, deadline=180)
     assert result.returncode and "SignalException" in result.stdout
     assert result.stdout.splitlines()[-1] == "continue with --resume"
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "seconds"),
+    [
+        ([], "", 30),
+        (["--shutdown-timeout", "600"], "7", 600),
+        (["--shutdown_timeout=45"], "", 45),
+        ([], "120", 120),
+    ],
+)
+def test_how_long_torchrun_waits_for_a_stopped_run_is_what_its_options_say(monkeypatch, options, variable, seconds):
+    assert stopping.launcher_seconds() == math.inf
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    if variable:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
+    command = ["torchrun", "-c", "echo; read end", *options, "train_grpo.py"]
+    with subprocess.Popen(command, executable="sh", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        launcher.stdout.readline()  # it has begun, so that the kernel shows its command
+        monkeypatch.setattr(stopping.os, "getppid", lambda: launcher.pid)
+        assert stopping.launcher_seconds() == seconds
+        launcher.communicate()
