@@ -39,7 +39,7 @@ _BLANKS = re.compile(r"[^\S\n]+")
 _SENTENCE_END = re.compile(r"[.!?]\s+|\n\s*")
 _TAKEN_BACK = re.compile(
     r"\b(?:not?|cannot|wait|wrong|incorrect|mistaken?|actually|correction|sorry|hmm+)\b|n['’]t\b"
-    r"|\A[\W\d]*\b(?:(?:and|also)\W+)*(?:or|maybe|perhaps)\b|\A[\W\d]*\b(?:(?:and|also)\W+)+\d|\A\s*\\?[,;/&]\W*\d",
+    r"|\A[\W\d]*\b(?:(?:and|also)\W+)*(?:or|maybe|perhaps)\b|\A[\W\d]*\b(?:(?:and|also)\W+)+\d|\A[\s\\%$€£¥₹¢]*[,;/&]\W*\d",
     re.IGNORECASE,
 )
 # Words next to a box that change what is in it
@@ -54,10 +54,11 @@ _OFTEN += r"|(?:an?|each|every)\s(?:second|minute|hour|day|night|week|weekend|mo
 # What may be before and after a box without changing it. The sign and the unit belong to the answer.
 _BEFORE = re.compile(
     rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|(?<![0-9]),\s|[:.;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}|(?!and\b){_WORD}{{2,}})\s*"
-    r"(?P<sign>-|≈|\\approx(?![a-zA-Z])|\\\$|)\s*\Z"
+    r"(?P<sign>-|≈|\\approx(?![a-zA-Z])|\\\$|[€£¥₹]|)\s*\Z"
 )
 _AFTER = re.compile(
-    rf"(?:[ ^{{]*(?P<unit>\\?%|(?:°|\\circ\b)[ }}]*[CF]?\b|(?!in\b){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
+    r"(?:[ ^{]*(?P<unit>\\?%|\\\$|[€£¥₹¢]|(?:°|\\circ\b)[ }]*[CF]?\b"
+    rf"|(?!in\b){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
     rf"(?:\Z|\n|[.;:?)}}\"”。](?![0-9])|[,，](?!\s*[0-9])|(?<=\s)!|[—\u2600-\u27bf\U0001f300-\U0001faff]"
     rf"| \([a-zA-Z]{{2}}|<[/|]|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{_WORD}{{2,}}"
     rf"|(?i:times)\b(?=\s?(?:{_OFTEN})))"
