@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from grpo.rewards.latex import same_expression
-from grpo.rewards.numbers import TEXT_COMMAND, arithmetic, clean_text, read_number
+from grpo.rewards.numbers import EACH_PERIOD, TEXT_COMMAND, arithmetic, clean_text, read_number
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Where the answer is
@@ -49,8 +49,7 @@ _CHANGING += " thousand grand million billion trillion mln bln trn lakh crore te
 _WORD = rf"(?<![\\\w'’])(?!(?i:{_CHANGING.replace(' ', '|')})(?:th)?s?\b|[十百千万萬亿億])[^\W\d_]"
 _ARROW = r"[-=]>|[→⇒∴]|\\(?:implies|iff|therefore|to|in|(?:[Ll]ong)?[Rr]ightarrow)(?![a-zA-Z])"
 # "times" counts how often something happens if one of these is behind it. Otherwise it may be a product.
-_OFTEN = r"\Z|\.|[,\n]\s*[a-zA-Z]{2}|\n\s*\Z|(?:in|on|per|during)\b"
-_OFTEN += r"|(?:an?|each|every)\s(?:second|minute|hour|day|night|week|weekend|month|year|season)\b"
+_OFTEN = rf"\Z|\.|[,\n]\s*[a-zA-Z]{{2}}|\n\s*\Z|(?:in|on|per|during)\b|{EACH_PERIOD}"
 # What may be before and after a box without changing it. The sign and the unit belong to the answer.
 _BEFORE = re.compile(
     rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|(?<![0-9]),\s|[:.;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}|(?!and\b){_WORD}{{2,}})\s*"
@@ -58,9 +57,9 @@ _BEFORE = re.compile(
 )
 _AFTER = re.compile(
     r"(?:[ ^{]*(?P<unit>\\?%|\\\$|[€£¥₹¢]|(?:°|\\circ\b)[ }]*[CF]?\b"
-    rf"|(?!in\b){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
+    rf"|(?!in\b|{EACH_PERIOD}){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
     rf"(?:\Z|\n|[.;:?)}}\"”。](?![0-9])|[,，](?!\s*[0-9])|(?<=\s)!|[—\u2600-\u27bf\U0001f300-\U0001faff]"
-    rf"| \([a-zA-Z]{{2}}|<[/|]|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{_WORD}{{2,}}"
+    rf"| \([a-zA-Z]{{2}}|<[/|]|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{EACH_PERIOD}|{_WORD}{{2,}}"
     rf"|(?i:times)\b(?=\s?(?:{_OFTEN})))"
 )
 

@@ -161,6 +161,11 @@ CHEATS = [
     ("boxed", r"\boxed{42} agrees with no condition of the task.", "42", "taken back"),
     ("boxed", r"\boxed{42} comes from not reading the question.", "42", "taken back"),
     ("boxed", r"\boxed{42}, which I decided not to answer.", "42", "taken back"),
+    # How often is no factor, and a letter is one
+    ("boxed", r"\boxed{5} a", "5", "a factor"),
+    ("boxed", r"\boxed{5} a b", "5", "two factors"),
+    ("boxed", r"\boxed{5} a day or 6", "6", "a choice"),
+    ("boxed", r"\boxed{5} hours a day", "5 minutes", "another unit"),
     # A letter of the unit that is dropped
     ("boxed", r"\boxed{5 ms}", "5 m", "no plural"),
     ("boxed", r"\boxed{2as}", "2a", "no plural"),
