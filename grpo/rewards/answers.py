@@ -44,7 +44,7 @@ _TAKEN_BACK = re.compile(
 )
 # Words next to a box that change what is in it
 _CHANGING = "or not minus negative plus times twice half double than squared cubed doubled factorial mod dozen hundred"
-_CHANGING += " thousand grand million billion trillion mln bln trn lakh crore tenth"
+_CHANGING += " thousand grand million billion trillion mil mln mn bln bn trn lakh crore tenth"
 # also millions and hundredths; 万 and the like are parts of words
 _WORD = rf"(?<![\\\w'’])(?!(?i:{_CHANGING.replace(' ', '|')})(?:th)?s?\b|[十百千万萬亿億])[^\W\d_]"
 _ARROW = r"[-=]>|[→⇒∴]|\\(?:implies|iff|therefore|to|in|(?:[Ll]ong)?[Rr]ightarrow)(?![a-zA-Z])"
@@ -239,12 +239,20 @@ def _with_neighbours(boxes: list[Span], text: str) -> str:
         return ""
     unit = after["unit"] or ""
     answer = before["sign"] + _unboxed(box.content)
-    number = read_number(clean_text(f"{answer} {unit}"))
-    if number and number.has_known_unit:
+    if _is_amount(f"{answer} {unit}"):
         return f"{answer} {unit}"
-    if before["sign"] or len(unit) == 1:  # a letter is a factor
+    if len(unit) == 1:  # a letter is a factor
+        return ""
+    # a sign belongs to a number, and a currency has no other unit behind it
+    if before["sign"] and (_is_amount(f"1 {unit}") or not _is_amount(answer)):
         return ""
     return answer  # a word is prose
+
+
+def _is_amount(text: str) -> bool:
+    """Return whether the text is one number, bare or with a unit of UNITS."""
+    number = read_number(clean_text(text))
+    return number is not None and number.has_known_unit
 
 
 def _seen(text: str) -> str:
