@@ -49,7 +49,7 @@ _CHANGING += " thousand grand million billion trillion mil mln mn bln bn trn lak
 _WORD = rf"(?<![\\\w'’])(?!(?i:{_CHANGING.replace(' ', '|')})(?:th)?s?\b|[十百千万萬亿億])[^\W\d_]"
 _ARROW = r"[-=]>|[→⇒∴]|\\(?:implies|iff|therefore|to|in|(?:[Ll]ong)?[Rr]ightarrow)(?![a-zA-Z])"
 # "times" counts how often something happens if one of these is behind it. Otherwise it may be a product.
-_OFTEN = rf"\Z|\.|[,\n]\s*[a-zA-Z]{{2}}|\n\s*\Z|(?:in|on|per|during)\b|{EACH_PERIOD}"
+_OFTEN = rf"[)}}]?(?:\Z|\.(?![0-9]))|[,\n]\s*[a-zA-Z]{{2}}|\n\s*\Z|(?:in|on|per|during)\b|{EACH_PERIOD}"
 # What may be before and after a box without changing it. The sign and the unit belong to the answer.
 _BEFORE = re.compile(
     rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|(?<![0-9]),\s|[:.;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}|(?!and\b){_WORD}{{2,}})\s*"

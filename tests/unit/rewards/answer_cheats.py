@@ -141,6 +141,8 @@ CHEATS = [
     ("boxed", r"\boxed{42} times \(3\)", "42", "a factor in a formula"),
     ("boxed", r"\boxed{42} times (3)", "42", "a factor in brackets"),
     ("boxed", r"\boxed{42} times every 3", "42", "a factor"),
+    ("boxed", r"(so \boxed{42} times)(3)", "42", "a factor"),
+    ("boxed", r"{\boxed{42} times}{3}", "42", "a factor"),
     # Currencies next to a box
     ("boxed", r"£\boxed{8}€", "8", "two currencies"),
     ("boxed", r"\$\boxed{8}\%", "8", "two units"),
