@@ -241,7 +241,7 @@ def _with_neighbours(boxes: list[Span], text: str) -> str:
     answer = before["sign"] + _unboxed(box.content)
     if _is_amount(f"{answer} {unit}"):
         return f"{answer} {unit}"
-    if len(unit) == 1:  # a letter is a factor
+    if len(unit) == 1 or re.match(r"\w/|\w+\^", unit):  # a letter is a factor, and so is a power
         return ""
     # a sign belongs to a number, and a currency has no other unit behind it
     if before["sign"] and (_is_amount(f"1 {unit}") or not _is_amount(answer)):

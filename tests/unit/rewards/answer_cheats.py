@@ -171,10 +171,13 @@ CHEATS = [
     ("boxed", r"\boxed{42} agrees with no condition of the task.", "42", "taken back"),
     ("boxed", r"\boxed{42} comes from not reading the question.", "42", "taken back"),
     ("boxed", r"\boxed{42}, which I decided not to answer.", "42", "taken back"),
-    # How often is no factor, and a letter is one
+    # How often is no factor, and a letter or a power is one
     ("boxed", r"\boxed{5} a", "5", "a factor"),
     ("boxed", r"\boxed{5} a b", "5", "two factors"),
-    ("boxed", r"\boxed{5} a day or 6", "6", "a choice"),
+    ("boxed", r"\boxed{5}x^2", "5", "a power"),
+    ("boxed", r"\boxed{5} xy^2", "5", "a product with a power"),
+    ("boxed", r"\boxed{5}x/y", "5", "a factor"),
+    ("boxed", r"£\boxed{5} k^2", "5", "a power"),
     ("boxed", r"\boxed{5} hours a day", "5 minutes", "another unit"),
     # A letter of the unit that is dropped
     ("boxed", r"\boxed{5 ms}", "5 m", "no plural"),
