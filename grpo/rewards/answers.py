@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from grpo.rewards.latex import same_expression
-from grpo.rewards.numbers import TEXT_COMMAND, arithmetic, clean_text, read_number
+from grpo.rewards.numbers import EACH_PERIOD, TEXT_COMMAND, arithmetic, clean_text, read_number
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Where the answer is
@@ -39,27 +39,27 @@ _BLANKS = re.compile(r"[^\S\n]+")
 _SENTENCE_END = re.compile(r"[.!?]\s+|\n\s*")
 _TAKEN_BACK = re.compile(
     r"\b(?:not?|cannot|wait|wrong|incorrect|mistaken?|actually|correction|sorry|hmm+)\b|n['’]t\b"
-    r"|\A[\W\d]*\b(?:(?:and|also)\W+)*(?:or|maybe|perhaps)\b|\A[\W\d]*\b(?:(?:and|also)\W+)+\d|\A\s*\\?[,;/&]\W*\d",
+    r"|\A[\W\d]*\b(?:(?:and|also)\W+)*(?:or|maybe|perhaps)\b|\A[\W\d]*\b(?:(?:and|also)\W+)+\d|\A[\s\\%$€£¥₹¢]*[,;/&]\W*\d",
     re.IGNORECASE,
 )
 # Words next to a box that change what is in it
 _CHANGING = "or not minus negative plus times twice half double than squared cubed doubled factorial mod dozen hundred"
-_CHANGING += " thousand grand million billion trillion mln bln trn lakh crore tenth"
+_CHANGING += " thousand grand million billion trillion mil mln mn bln bn trn lakh crore tenth"
 # also millions and hundredths; 万 and the like are parts of words
 _WORD = rf"(?<![\\\w'’])(?!(?i:{_CHANGING.replace(' ', '|')})(?:th)?s?\b|[十百千万萬亿億])[^\W\d_]"
 _ARROW = r"[-=]>|[→⇒∴]|\\(?:implies|iff|therefore|to|in|(?:[Ll]ong)?[Rr]ightarrow)(?![a-zA-Z])"
 # "times" counts how often something happens if one of these is behind it. Otherwise it may be a product.
-_OFTEN = r"\Z|\.|[,\n]\s*[a-zA-Z]{2}|\n\s*\Z|(?:in|on|per|during)\b"
-_OFTEN += r"|(?:an?|each|every)\s(?:second|minute|hour|day|night|week|weekend|month|year|season)\b"
+_OFTEN = rf"[)}}]?(?:\Z|\.(?![0-9]))|[,\n]\s*[a-zA-Z]{{2}}|\n\s*\Z|(?:in|on|per|during)\b|{EACH_PERIOD}"
 # What may be before and after a box without changing it. The sign and the unit belong to the answer.
 _BEFORE = re.compile(
     rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|(?<![0-9]),\s|[:.;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}|(?!and\b){_WORD}{{2,}})\s*"
-    r"(?P<sign>-|≈|\\approx(?![a-zA-Z])|\\\$|)\s*\Z"
+    r"(?P<sign>-|≈|\\approx(?![a-zA-Z])|\\\$|[€£¥₹]|)\s*\Z"
 )
 _AFTER = re.compile(
-    rf"(?:[ ^{{]*(?P<unit>\\?%|(?:°|\\circ\b)[ }}]*[CF]?\b|(?!in\b){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
+    r"(?:[ ^{]*(?P<unit>\\?%|\\\$|[€£¥₹¢]|(?:°|\\circ\b)[ }]*[CF]?\b"
+    rf"|(?!in\b|{EACH_PERIOD}){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
     rf"(?:\Z|\n|[.;:?)}}\"”。](?![0-9])|[,，](?!\s*[0-9])|(?<=\s)!|[—\u2600-\u27bf\U0001f300-\U0001faff]"
-    rf"| \([a-zA-Z]{{2}}|<[/|]|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{_WORD}{{2,}}"
+    rf"| \([a-zA-Z]{{2}}|<[/|]|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{EACH_PERIOD}|{_WORD}{{2,}}"
     rf"|(?i:times)\b(?=\s?(?:{_OFTEN})))"
 )
 
@@ -239,12 +239,20 @@ def _with_neighbours(boxes: list[Span], text: str) -> str:
         return ""
     unit = after["unit"] or ""
     answer = before["sign"] + _unboxed(box.content)
-    number = read_number(clean_text(f"{answer} {unit}"))
-    if number and number.has_known_unit:
+    if _is_amount(f"{answer} {unit}"):
         return f"{answer} {unit}"
-    if before["sign"] or len(unit) == 1:  # a letter is a factor
+    if len(unit) == 1 or re.match(r"\w/|\w+\^", unit):  # a letter is a factor, and so is a power
+        return ""
+    # a sign belongs to a number, and a currency has no other unit behind it
+    if before["sign"] and (_is_amount(f"1 {unit}") or not _is_amount(answer)):
         return ""
     return answer  # a word is prose
+
+
+def _is_amount(text: str) -> bool:
+    """Return whether the text is one number, bare or with a unit of UNITS."""
+    number = read_number(clean_text(text))
+    return number is not None and number.has_known_unit
 
 
 def _seen(text: str) -> str:

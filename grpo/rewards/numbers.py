@@ -191,6 +191,9 @@ _NUMBER = re.compile(
 _OPERATION = re.compile(rf"({_DECIMAL}) ?([-+/]|{_TIMES}) ?({_DECIMAL})")
 # The s of a word of four letters or more. Fewer letters may be symbols.
 _PLURAL = re.compile("(?<=[a-zA-Z]{3})(?<!s)s$")
+# "a day" and "every day" are "per day"
+EACH_PERIOD = r"(?:an?|each|every)\s(?=(?:second|minute|hour|day|night|week|weekend|month|year|season)\b)"
+_PER = re.compile(rf" ?/ ?|(?:^| )(?:per |{EACH_PERIOD})")
 _TEMPERATURE = re.compile(r"(?!.$)(?:°|deg(?:rees?)?)? ?(c|f)(?:elsius|ahrenheit)?", re.IGNORECASE)
 
 
@@ -210,7 +213,7 @@ def read_number(text: str) -> Number | None:
     if value is None:
         return None
     after_digits = match["unit"] or ""
-    names = [_unit_name(part) for part in re.split(r" ?/ ?|(?:^| )per ", after_digits.strip())]
+    names = [_unit_name(part) for part in _PER.split(after_digits.strip())]
     unit = _UNIT_NAMES.get(match["currency"], "") + "/".join(names)
     may_be_symbol = len(after_digits) == 1 and after_digits.isalpha() and not match["gap"]  # 5h, 5m
     is_known = all(part.partition("^")[0] in _UNIT_NAMES.values() for part in unit.split("/"))
