@@ -4,7 +4,8 @@
 #   bash launch/test.sh
 #   bash launch/test.sh tests/unit -k losses
 #
-# Without any, the programs of several ranks run beside the unit tests, because ranks often wait for each other.
+# Without any, three parts run beside each other, so that no core waits for the longest: whole runs, the programs of
+# several ranks, and the unit tests.
 set -euo pipefail
 # shellcheck source=launch/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -18,12 +19,17 @@ python -m mypy
 if [[ $# -gt 0 ]]; then
     exec python -m pytest "$@"
 fi
-runs_log=$(mktemp)
-python -m pytest tests/e2e tests/dist >"$runs_log" 2>&1 &
-runs=$!
-trap 'kill "$runs" 2>/dev/null || true; rm -f "$runs_log"' EXIT
+logs=$(mktemp -d)
+others=()
+trap 'kill "${others[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
+for folder in e2e dist; do
+    python -m pytest "tests/$folder" >"$logs/$folder" 2>&1 &
+    others+=($!)
+done
 status=0
 python -m pytest tests --ignore=tests/e2e --ignore=tests/dist || status=$?
-wait "$runs" || status=$?
-cat "$runs_log"
+for other in "${others[@]}"; do
+    wait "$other" || status=$?
+done
+cat "$logs/e2e" "$logs/dist"
 exit "$status"

@@ -2,9 +2,9 @@
 
 A fork runs what `python words...` would: torchrun itself too, whose ranks then are forks with an environment, session,
 output and exit code of their own. Ranks are forked before torchrun has threads: a fork inherits the locks that threads
-hold, and one start in some hundred hung. What differs from a start of its own: modules are there already, all ranks
-hash strings alike, and /proc shows another command line. With COLD_STARTS in the environment, and on machines with
-GPUs, whose driver cannot be forked, each program is started by itself.
+hold, and one start in some hundred hung. What differs from a start of its own: modules are there already and hold
+vLLM's kernels for CPUs, all ranks hash strings alike, and /proc shows another command line. With COLD_STARTS in the
+environment, and on machines with GPUs, whose driver cannot be forked, each program is started by itself.
 """
 
 import atexit
@@ -32,6 +32,11 @@ from grpo.run.command_line import quiet_libraries
 MODULES = (
     *("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay", "torch.distributed.run"),
     *("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "torch.utils.tensorboard", "datasets"),
+    # what the first engine, the first model and the first command line of a process import, half a second of each rank
+    *("vllm.entrypoints.launchers.cli_args", "vllm.plugins.lora_resolvers.filesystem_resolver"),
+    *("vllm.v1.attention.backends.cpu_attn", "vllm.v1.core.sched.async_scheduler"),
+    *("vllm.model_executor.layers.quantization.online.base", "vllm.distributed.elastic_ep.elastic_execute"),
+    *("torchtitan.trainer", "torchtitan.models.qwen3.sharding", "tyro._backends._tyro_backend", "typeguard"),
 )
 
 
@@ -91,6 +96,14 @@ class Rank(subprocess.Popen):
             pickle.dump((words[1:], dict(environment)), pipe)
 
 
+def replace_kernels_once() -> None:
+    """Let vLLM replace its Triton kernels here, not in each engine: it looks at all names of six thousand modules."""
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
 def _begin(words: list[str], environment: dict[str, str], folder: pathlib.Path, output: str) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -145,5 +158,6 @@ if os.environ.pop("IMPORT_FOR_FORKS", ""):  # in the process that is forked
     quiet_libraries()
     for name in MODULES:
         importlib.import_module(name)
+    replace_kernels_once()
     gc.collect()
     gc.freeze()  # the forks' garbage collections leave these objects, and so their memory, alone

@@ -16,7 +16,7 @@ BY_CHANCE = f"{pathlib.Path(__file__).parent}/tiny_rewards.py:passes_by_chance"
 
 @pytest.fixture
 def cold_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start each program by itself (forks.py), where a command line is read or torch.compile is on."""
+    """Start each program by itself (forks.py), where its command line or what it imports is part of the test."""
     monkeypatch.setenv("COLD_STARTS", "1")
 
 

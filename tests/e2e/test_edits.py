@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.runs import TINY, read_completions, read_metrics
 from tests.torchrun import ROOT, torchrun
 
-ADDITION = "configs/examples/toys.py:addition"
+ADDITION = f"{pathlib.Path(__file__).parent}/tiny_rows.py:addition"
 
 # What of the page is replaced, and by what
 EDITS = {

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 
 from configs.examples import toys
 from tests.e2e.runs import read_metrics
@@ -60,11 +59,21 @@ def test_nan_then_a_damaged_checkpoint_then_another_config(model: pathlib.Path, 
     assert {"step-00000002", "step-00000003", "config-step-00000002.py"} <= names
 
 
+SMALL_FILES = """
+import resource
+
+from configs.toy_sft import config
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, 100 << 10))
+"""
+
+
 def test_no_room_for_a_checkpoint_is_one_line_of_one_rank(model: pathlib.Path, tmp_path: pathlib.Path):
     """By the largest size of a file, which holds for all that the ranks write."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in toys.addition("test")[:50]))
-    flags = ["configs/toy_sft.py", "--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 1]
+    (tmp_path / "recipe.py").write_text(SMALL_FILES)
+    flags = [tmp_path / "recipe.py", "--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 1]
     flags += ["--data.path", rows]  # few, since what they are as tokens is kept in a file too
     flags += [
         "--metrics.no-tensorboard",
@@ -74,14 +83,9 @@ def test_no_room_for_a_checkpoint_is_one_line_of_one_rank(model: pathlib.Path, t
         "--checkpoint.interval",
         100,
     ]
-    command = ("ulimit -f 100; exec torchrun --standalone --nproc_per_node=2 train_sft.py", *map(str, flags))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    root = pathlib.Path(__file__).parents[2]
-    result = subprocess.run(
-        ["bash", "-c", " ".join(command)], cwd=root, env=environment, capture_output=True, text=True, timeout=180
-    )
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert result.returncode and len(errors) == 1, result.stderr[-3000:]
+    result = run_torchrun("train_sft.py", *flags, nproc=2)
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode and len(errors) == 1, result.stdout[-3000:]
     assert "the checkpoint of step 1 could not be saved in" in errors[0] and "File too large" in errors[0]
-    assert "CheckpointException" not in result.stderr
+    assert "CheckpointException" not in result.stdout
     assert list((tmp_path / "run/checkpoints").iterdir()) == []

@@ -38,7 +38,7 @@ toy.make_model(folder / "model", toys.addition_tokenizer(), seed=0, changes=SMAL
 (folder / "mine/notes").touch()
 changes = {"model.path": f"{folder}/model", "run_dir": f"{folder}/mine", "prompts_per_step": 2, "group_size": 2}
 changes |= {"data.max_prompt_tokens": 32, "generator.max_completion_tokens": 8, "trainer.micro_batch_tokens": 128}
-changes |= {"num_steps": 1, "evaluation.interval": 0}
+changes |= {"num_steps": 1, "evaluation.interval": 0, "data.path": "tests/e2e/tiny_rows.py:addition"}
 config = for_one_process(change(pathlib.Path("configs/toy_arithmetic.py").absolute(), changes))
 try:
     train_grpo.main(config)
@@ -56,7 +56,6 @@ train_grpo.main(change(config, {"resume": True}))
 """
 
 
-@pytest.mark.usefixtures("cold_starts")
 def test_a_notebook_goes_on_after_a_run_that_was_refused_and_one_that_failed(tmp_path):
     (tmp_path / "cells.py").write_text(AFTER_FAILURES)
     output = run_python(tmp_path / "cells.py", tmp_path, deadline=240)

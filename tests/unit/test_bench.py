@@ -236,6 +236,7 @@ def test_the_copy_of_a_long_file_has_its_first_and_last_lines(tmp_path, monkeypa
 def blocks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """A mixture of two blocks, each in a file of its own, where thirty.py looks for it."""
     monkeypatch.setenv("BENCH_MODELS", str(tmp_path))
+    monkeypatch.setattr(random_checkpoint, "NUM_PROMPTS", 4)  # which no test reads
     folder = tmp_path / "tiny-moe-2-in-blocks"
     folder.mkdir()
     random_checkpoint.main(random_checkpoint.Arguments("tiny-moe", folder, num_layers=2, writers=2))
