@@ -91,7 +91,7 @@ def train(config: GRPOConfig, session: Session) -> None:
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, driver.state)
             break
-        kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
+        kl_coef = config.algorithm.kl_coef  # a schedule goes here; the config's, above 0, brings the reference
         timer.enter("sync")
         check_sync(plan.probe, trainer, generator, config.model.dtype, roles)  # every sync_check_interval steps
 
@@ -150,7 +150,7 @@ def sample(
 
 
 # The algorithm, on the trainers. The default formulas are written out; the config can name others, functions of `x`,
-# the inputs of a formula. `metrics.record` takes numbers; of values per token the mean over the loss tokens is logged.
+# the inputs of a formula. `metrics.record` takes numbers; for values per token it logs their mean over the loss tokens.
 
 
 def add_advantages(
@@ -172,7 +172,7 @@ def add_advantages(
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # by the generator's log-probs
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
-        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # not finite: the trainer skips the update
+        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # the trainer skips an update with others
 
     x = AdvantageInputs.of(batch, rewards_S, has_reward_S, parts_FS, config)
     if algorithm.advantages == "group_std":
@@ -196,6 +196,8 @@ def add_advantages(
 def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> None:
     """Make the step's optimizer updates, one for each mini-batch of each epoch; by default there is one."""
     algorithm = config.algorithm.resolved
+    if kl_coef and batch.ref_logprobs_N is None:
+        raise ValueError(f"kl_coef is {kl_coef}, and no reference is loaded: set algorithm.kl_coef above 0")
     if algorithm.kl_coef:
         metrics.record(kl_coef=kl_coef)
     if algorithm.old_logprobs == "generator":

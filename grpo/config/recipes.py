@@ -51,6 +51,11 @@ FIELDS_OF_FLAGS = {
     "--reward-weights": "reward.functions",
     "--save-steps": "checkpoint.interval",
     "--eval-steps": "evaluation.interval",
+    "--top-p": "generator.sampling",
+    "--top-k": "generator.sampling",
+    "--min-p": "generator.sampling",
+    "--mask-truncated-completions": "algorithm.mask_truncated",
+    "--vllm-gpu-memory-utilization": "generator.gpu_memory_utilization",
 }
 OF_OTHER_TOOLS = "configs/COMING_FROM.md has the names of TRL and verl beside ours, --help has all of ours"
 

@@ -4,6 +4,7 @@ What is left out is printed with numbers. If next to nothing would be left, the 
 GRPO is evaluated and SFT validated, go the same way.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -249,7 +250,8 @@ def load_eval_prompts(
     prompts = []
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)
-        rows = _prompt_rows(source, data)
+        with _named(evaluation.section):
+            rows = _prompt_rows(source, data)
         encoded = _encode_usable(rows, encoder, max_rows=evaluation.num_prompts)
         for row in encoded.usable:
             prompts.append(encoded.prompt(row, len(prompts)))
@@ -270,10 +272,20 @@ def load_validation(
     sets = {}
     for source in validation.held_out(config.data):
         _warn_of_training_data(source, config.data, validation.section)
-        rows = _chat_rows(source, config)
+        with _named(validation.section):
+            rows = _chat_rows(source, config)
         encoded = _encode_usable(rows, encoder, max_rows=validation.num_examples)
         sets[source.label] = [encoded.get(row) for row in encoded.usable]
     return sets
+
+
+@contextlib.contextmanager
+def _named(section: str) -> Iterator[None]:
+    """Say of rows that cannot be read that they are the held-out ones of this section, perhaps the recipe's."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{section}.path: {error}") from error
 
 
 def warn_of_repeated_rows(section: str, held_out: Sequence[Sequence[int]], training: Sequence[EncodedRows]) -> None:
@@ -299,7 +311,7 @@ def _warn_of_training_data(source: Source, data: DataConfig, section: str) -> No
             continue
         pairs = itertools.product(_parts_of(source), _parts_of(training))
         if any(_overlap(part, other) for part, other in pairs):
-            print(f"warning: {section} uses the training data {source.path}; set {section}.path")
+            print(f"warning: {section} uses rows of the training data {source.path}; name others in {section}.path")
 
 
 def _parts_of(source: Source) -> list[Part]:

@@ -94,7 +94,8 @@ def open_run_folder(
         if groups:
             state["flight"] = None
             num_groups = len(groups.get("counts", ()))
-            print(f"{num_groups} groups in flight are left out: they are of the old config")
+            if num_groups:
+                print(f"{num_groups} groups in flight are left out: they are of the old config")
     return checkpoint, state
 
 

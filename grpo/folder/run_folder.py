@@ -32,10 +32,12 @@ from grpo.text import replace_file
 MARKER = "run.json"
 LOCK = "run.lock"
 CONFIG = "config.py"
+SCRIPT = "script.py"
 CHECKPOINTS = "checkpoints"
 # What a run writes into its folder, and all that `overwrite` deletes
 RUN_FILES = (
     CONFIG,
+    SCRIPT,
     "metrics.jsonl",
     "completions.jsonl",
     "evaluation.jsonl",
@@ -53,11 +55,11 @@ RUN_FILES = (
     MARKER,
 )
 # These of them are there already when a start fails while models load; the corrected run may begin
-WRITTEN_BEFORE_RUN = (CONFIG, "tensorboard", "wandb", "initial_model", LOCK, MARKER)
+WRITTEN_BEFORE_RUN = (CONFIG, SCRIPT, "tensorboard", "wandb", "initial_model", LOCK, MARKER)
 PARTIAL = ".partial"  # ending of a checkpoint that is being written or deleted
 UNFINISHED = (PARTIAL, ".tmp")  # endings of what is being written, or was when its run died
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
-OLD_CONFIG = re.compile(r"config-step-[0-9]{8,}\.py")  # the config up to that step, see `begin_run`
+EARLIER = re.compile(r"(config|script)-step-[0-9]{8,}\.py")  # of the steps up to that one, see `begin_run`
 PACKAGES = ("torch", "torchtitan", "vllm", "transformers")
 ROOT = Path(__file__).parents[2]
 
@@ -127,12 +129,13 @@ def check_run_folder(
         )
 
 
-def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
-    """Take the folder, delete what must go, and save the config and `run.json`; prints the versions of packages.
+def begin_run(config: RunConfig, script: str, step: int = 0, program: str = "") -> int:
+    """Take the folder, delete what must go, save config, script and `run.json`; prints the versions of packages.
 
     Files that an earlier run was writing when it was killed are deleted, and with `overwrite` all that it left. A
-    resumed run replaces `run.json` and the config, so they describe what ran last. If the config has changed, the one
-    of the steps up to `step` stays as config-step-N.py. Returns the descriptor of the lock: the folder belongs to this
+    resumed run replaces `run.json`, config and script, so they describe what ran last. If the config has changed, the
+    one of the steps up to `step` stays as config-step-N.py, and likewise script-step-N.py. program: the text of the
+    script, which users edit; "" if it is not known. Returns the descriptor of the lock: the folder belongs to this
     process until it ends or closes the descriptor. Raises ValueError if another run holds the lock.
     """
     folder = Path(config.run_dir)
@@ -165,16 +168,18 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
     }
     replace_file(folder / MARKER, json.dumps(marker, indent=2) + "\n")
 
-    recipe = as_recipe(config)
-    saved = folder / CONFIG
-    earlier = folder / f"config-step-{step:08d}.py"
-    # if `earlier` exists, it has the config of the steps up to this one; no later config led to a checkpoint
-    may_differ = config.resume and step and saved.is_file() and not earlier.exists()
-    if may_differ and saved.read_text("utf-8") != recipe:
-        saved.rename(earlier)
-    replace_file(saved, recipe)
+    for name, text in ((CONFIG, as_recipe(config)), (SCRIPT, program)):
+        if not text:
+            continue
+        saved = folder / name
+        earlier = folder / f"{saved.stem}-step-{step:08d}.py"
+        # if `earlier` exists, it has what led up to this step; what came later led to no checkpoint
+        may_differ = config.resume and step and saved.is_file() and not earlier.exists()
+        if may_differ and saved.read_text("utf-8") != text:
+            saved.rename(earlier)
+        replace_file(saved, text)
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    short_commit = commit[:10] if commit else "unknown"
+    short_commit = commit.replace(commit[10:40], "") if commit else "unknown"
     print(f"{packages}; commit {short_commit}")
     return lock
 
@@ -240,7 +245,7 @@ def _files_of_runs(folder: Path) -> list[Path]:
     for name in RUN_FILES:
         if name != CHECKPOINTS:
             files += [folder / f"{name}{ending}" for ending in ("", *UNFINISHED)]
-    files += [path for path in folder.glob("config-step-*.py") if OLD_CONFIG.fullmatch(path.name)]
+    files += [path for path in folder.glob("*-step-*.py") if EARLIER.fullmatch(path.name)]
     for path in (folder / CHECKPOINTS).glob("step-*"):
         if STEP_FOLDER.fullmatch(path.name.removesuffix(PARTIAL)):
             files.append(path)
@@ -264,9 +269,12 @@ def installed_version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the project's git commit, None without git or if the project is not the root of a repository."""
+    """Return the project's git commit, with "-dirty" behind it if files have changed since.
+
+    None without git, or if the project is not the root of a repository.
+    """
     if not (ROOT / ".git").exists() or not shutil.which("git"):  # git would find a repository around the project
         return None
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     result = subprocess.run(command, capture_output=True, text=True)
     return result.stdout.strip() or None

@@ -18,7 +18,7 @@ History = dict[str, list[float]]
 
 WINDOW = 10  # steps that a mean is over, because a single step is noisy
 EQUAL_REWARD_STEPS = 3
-SLOW_STEPS = 3
+SLOW_STEPS = 2
 MIN_ENTROPY = 0.01  # nats
 MAX_TRUNCATED = 0.3  # share of completions
 # What a conversation can run out of -> what to do about it

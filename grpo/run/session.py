@@ -5,6 +5,7 @@ Rank 0 reads the inputs (inputs.py), opens the run folder and the log; then ever
 
 import contextlib
 import gc
+import inspect
 import os
 import pathlib
 import tempfile
@@ -86,7 +87,7 @@ def run(
     )
     set_place(role=roles.name)
     with watched(roles, config.deadline_minutes):
-        session = Session(config, script, read_inputs, layout, roles)
+        session = Session(config, script, read_inputs, layout, roles, text_around(train))
         try:
             train(config, session)
         except BaseException as failure:
@@ -100,6 +101,14 @@ def run(
             raise
     if session.repository and session.is_exported:  # here no rank waits, however long it takes
         print(push(config, session.repository))
+
+
+def text_around(function: Callable) -> str:
+    """Return the text of the file in which a function is written; "" if it is in none, as in a notebook."""
+    try:
+        return pathlib.Path(inspect.getsourcefile(function)).read_text("utf-8")
+    except (TypeError, OSError):
+        return ""
 
 
 def dry_run(config: Config, script: str, read_inputs: ReadInputs) -> bool:
@@ -125,10 +134,12 @@ class Session:
         read_inputs: ReadInputs,
         layout: RolesConfig | None = None,
         roles: Roles | None = None,
+        program: str = "",
     ) -> None:
-        """Hold what `run` gives. Nothing is read yet."""
+        """Hold what `run` gives. Nothing is read yet. program: the text of the script."""
         self.config = config
         self.script = script
+        self.program = program
         # not bound to this object: a notebook's next run would fork a child that collects the cycle, and hangs in it
         self.read_inputs = read_inputs
         self.layout = layout or config.roles
@@ -157,7 +168,7 @@ class Session:
             if config.checkpoint.push_to_hub and self.layout.num_trainers:
                 self.repository = open_repository(config.checkpoint.push_to_hub)
             # another run may have begun there meanwhile
-            lock = begin_run(config, self.script, inputs.step)
+            lock = begin_run(config, self.script, inputs.step, self.program)
             self.held.callback(os.close, lock)
             forget_old_stop(config.run_dir)
             self.run_log = self._open_log(inputs.step)  # W&B may refuse

@@ -13,6 +13,7 @@ is gone, or the store says that the run is over.
 import contextlib
 import datetime
 import json
+import math
 import os
 import signal
 import socket
@@ -323,7 +324,11 @@ class Watchdog:
         self.asked = name
         if self.roles.is_driver:
             stopping.ask_to_stop(name)
-            print(f"{name}: the run stops when this step is done and saved", file=self.stdout, flush=True)
+            line = f"{name}: the run stops when this step is done and saved"
+            patience = stopping.launcher_seconds()
+            if math.isfinite(patience) and name != signal.SIGUSR1.name:
+                line += f"; torchrun kills its ranks after {patience:.0f} s (--shutdown-timeout)"
+            print(line, file=self.stdout, flush=True)
         else:
             self.store.set("asked", name)
 

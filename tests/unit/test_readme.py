@@ -62,6 +62,8 @@ OTHER_FILES = {
     "tools.py",
     "path/file.py",
     "config-step-N.py",
+    "script.py",
+    "script-step-N.py",
     "configs/my_run.py",
     "apps/grpo/main.py",
     "apps/sft/main.py",

@@ -46,6 +46,13 @@ def take_step(trainer: Trainer, algorithm: AlgorithmConfig) -> dict[str, float]:
     return metrics.means()
 
 
+def test_a_schedule_of_the_kl_without_a_reference_is_refused(folder):
+    """Written into the script, it would change nothing, and nobody would see it."""
+    trainer = trainer_of(folder)
+    with pytest.raises(ValueError, match="no reference is loaded: set algorithm.kl_coef above 0"):
+        update(GRPOConfig(group_size=2), trainer, step_batch(), 0.5, StepMetrics(4))
+
+
 # Ten steps, of which two warm up; 8 steps lead from the peak to 0.2 of it, which an eleventh would have
 RATES = {
     "constant": [0.5] + [1] * 9,

@@ -292,7 +292,7 @@ def test_held_out_prompts_are_the_first_that_fit(tokenizer, ten_rows, tmp_path, 
 def test_two_parts_of_one_file_are_no_training_data(tokenizer, ten_rows, capsys, split, held_out, warns):
     evaluation = EvaluationConfig(path=f"{ten_rows}:{held_out}")
     load_eval_prompts(config_of(f"{ten_rows}:{split}"), evaluation, tokenizer)
-    assert ("evaluation uses the training data" in capsys.readouterr().out) == warns
+    assert ("evaluation uses rows of the training data" in capsys.readouterr().out) == warns
 
 
 @pytest.mark.parametrize(("split", "warns"), [("train", False), ("train+test", True)])
@@ -303,4 +303,4 @@ def test_a_split_among_several_is_training_data(tokenizer, ten_rows, tmp_path, c
         (folder / f"{name}.jsonl").write_text(pathlib.Path(ten_rows).read_text())
     evaluation = EvaluationConfig(path=f"{tmp_path}/./folder")
     load_eval_prompts(config_of(f"{folder}:{split}"), evaluation, tokenizer)
-    assert ("evaluation uses the training data" in capsys.readouterr().out) == warns
+    assert ("evaluation uses rows of the training data" in capsys.readouterr().out) == warns

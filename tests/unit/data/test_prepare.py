@@ -316,7 +316,16 @@ def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, tal
     out = capsys.readouterr().out
     assert "held out: 2 of 4 rows of talks (" in out and "held out: 3 of 5 rows of answers (" in out
     assert "left out: 1 without a token to learn, 1 longer than max_sequence_tokens=9" in out
-    assert f"warning: validation uses the training data {ten_answers}; set validation.path" in out
+    assert f"warning: validation uses rows of the training data {ten_answers}; name others in validation.path" in out
+
+
+def test_held_out_rows_that_cannot_be_read_are_named_by_their_field(tokenizer, ten_answers, tmp_path):
+    """They may be the recipe's, whose path the user never saw."""
+    missing = str(tmp_path / "missing.jsonl")
+    with pytest.raises(ValueError, match=r"^validation\.path: .*missing\.jsonl"):
+        load_validation(sft_of(ten_answers, validation=ValidationConfig(interval=1, path=missing)), tokenizer)
+    with pytest.raises(ValueError, match=r"^evaluation\.path: .*missing\.jsonl"):
+        load_eval_prompts(config_of(ten_answers), EvaluationConfig(interval=1, path=missing), tokenizer)
 
 
 def test_held_out_rows_that_are_trained_on_under_another_name_are_counted(tokenizer, tmp_path, capsys):

@@ -118,7 +118,25 @@ def test_what_the_marker_says(tmp_path):
     assert list(marker["versions"]) == ["python", "torch", "torchtitan", "vllm", "transformers"]
     assert marker["versions"]["torch"].startswith("2.") and marker["versions"]["vllm"]
     if (ROOT / ".git").exists() and shutil.which("git"):
-        assert re.fullmatch("[0-9a-f]{40}", marker["commit"])
+        assert re.fullmatch("[0-9a-f]{40}(-dirty)?", marker["commit"])
+
+
+def test_the_edited_script_is_kept_and_the_one_before_a_resume_too(tmp_path):
+    config = GRPOConfig(run_dir=str(tmp_path))
+    resumed = GRPOConfig(run_dir=str(tmp_path), resume=True)
+    for known, step, program in (
+        (config, 0, "first"),
+        (resumed, 3, "first"),
+        (resumed, 5, "second"),
+        (resumed, 5, "third"),
+    ):
+        os.close(begin_run(known, GRPO, step, program))
+    assert {path.name: path.read_text() for path in tmp_path.glob("script*")} == {
+        "script.py": "third",
+        "script-step-00000005.py": "first",
+    }
+    os.close(begin_run(GRPOConfig(run_dir=str(tmp_path), overwrite=True), GRPO))
+    assert not list(tmp_path.glob("script*"))
 
 
 # What somebody may have put into a run's folder under the name of a file that a run writes
