@@ -358,7 +358,8 @@ class EnvironmentConfig:
     max_turns: Positive = 8
     """Most turns of the model; calls in the last one are carried out and not answered."""
     max_turn_tokens: Count = 0
-    """Longest turn in tokens; 0: what is left of `generator.max_completion_tokens`, which answers take from too."""
+    """Longest turn in tokens; one that reaches it ends the episode. 0: what is left of
+    `generator.max_completion_tokens`, which answers take from too."""
     max_answer_tokens: Positive = 512
     """Longest answer of a tool or environment in tokens; a longer one is cut in its middle, and says so."""
     call_seconds: Annotated[AboveZero, Below(math.inf), ResumeSafe] = 10.0
