@@ -258,8 +258,8 @@ def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> N
             ) from error
         hints = [f"; {argument} is TRL's: {hint}" for argument, hint in FROM_TRL.items() if argument in str(error)]
         raise ValueError(
-            f"reward function {name} cannot be called with completions and the columns {', '.join(columns)} (`answer` is "
-            f"the one that data.answer_column names): {error}; "
+            f"reward function {name} cannot be called with completions and the columns {', '.join(columns)} (`answer` "
+            f"is the one that data.answer_column names): {error}; "
             f"end its arguments with **columns and list the columns it needs in data.columns{''.join(hints)}"
         ) from error
 
