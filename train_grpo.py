@@ -172,7 +172,7 @@ def add_advantages(
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # by the generator's log-probs
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
-        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # the trainer skips an update with others
+        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # not finite: trainer.py will skip the update
 
     x = AdvantageInputs.of(batch, rewards_S, has_reward_S, parts_FS, config)
     if algorithm.advantages == "group_std":

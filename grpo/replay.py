@@ -248,7 +248,7 @@ def compare(
         history[name] = []
         print("\n  ".join([f"method {name}", *derived(method)]))
 
-    if config.updates_per_step == 1 and config.algorithm.resolved.old_logprobs == "policy":
+    if config.ratio_is_1:
         print(RATIO_IS_1)
     print(table_line("step", "method", COLUMNS))
 

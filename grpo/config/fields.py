@@ -678,6 +678,11 @@ class GRPOConfig(RunConfig):
         return self.algorithm.num_mini_batches * self.algorithm.num_epochs
 
     @property
+    def ratio_is_1(self) -> bool:
+        """True if policy and old policy are the same whenever a gradient is taken, so that no clip can act."""
+        return self.updates_per_step == 1 and self.algorithm.resolved.old_logprobs == "policy"
+
+    @property
     def has_lag(self) -> bool:
         """True if the generators' weights may be older than the policy at the start of a step."""
         return self.overlap_steps > 0 or self.sampling.carry_over > 0

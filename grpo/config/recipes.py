@@ -51,9 +51,6 @@ FIELDS_OF_FLAGS = {
     "--reward-weights": "reward.functions",
     "--save-steps": "checkpoint.interval",
     "--eval-steps": "evaluation.interval",
-    "--top-p": "generator.sampling",
-    "--top-k": "generator.sampling",
-    "--min-p": "generator.sampling",
     "--mask-truncated-completions": "algorithm.mask_truncated",
     "--vllm-gpu-memory-utilization": "generator.gpu_memory_utilization",
 }
@@ -281,7 +278,7 @@ def derived(config: Config) -> list[str]:
     if own:
         lines.append(f"set to another value than follows: {', '.join(own)}")
     twin = SAME_AT_RATIO_1.get(config.algorithm.loss)
-    if twin and config.updates_per_step == 1 and resolved["old_logprobs"] == "policy":
+    if twin and config.ratio_is_1:
         lines.append(
             f"one update per step: each ratio is 1, so {config.algorithm.loss} takes the steps that {twin} takes with "
             "these advantages and this aggregation; --algorithm.num-mini-batches 4 makes them differ"

@@ -129,13 +129,13 @@ def check_run_folder(
         )
 
 
-def begin_run(config: RunConfig, script: str, step: int = 0, program: str = "") -> int:
+def begin_run(config: RunConfig, script: str, step: int = 0, script_text: str = "") -> int:
     """Take the folder, delete what must go, save config, script and `run.json`; prints the versions of packages.
 
     Files that an earlier run was writing when it was killed are deleted, and with `overwrite` all that it left. A
     resumed run replaces `run.json`, config and script, so they describe what ran last. If the config has changed, the
-    one of the steps up to `step` stays as config-step-N.py, and likewise script-step-N.py. program: the text of the
-    script, which users edit; "" if it is not known. Returns the descriptor of the lock: the folder belongs to this
+    one of the steps up to `step` stays as config-step-N.py, and likewise script-step-N.py. script_text: the
+    script as the user edited it; "" if it is not known. Returns the descriptor of the lock: the folder belongs to this
     process until it ends or closes the descriptor. Raises ValueError if another run holds the lock.
     """
     folder = Path(config.run_dir)
@@ -168,7 +168,7 @@ def begin_run(config: RunConfig, script: str, step: int = 0, program: str = "") 
     }
     replace_file(folder / MARKER, json.dumps(marker, indent=2) + "\n")
 
-    for name, text in ((CONFIG, as_recipe(config)), (SCRIPT, program)):
+    for name, text in ((CONFIG, as_recipe(config)), (SCRIPT, script_text)):
         if not text:
             continue
         saved = folder / name

@@ -134,12 +134,12 @@ class Session:
         read_inputs: ReadInputs,
         layout: RolesConfig | None = None,
         roles: Roles | None = None,
-        program: str = "",
+        script_text: str = "",
     ) -> None:
-        """Hold what `run` gives. Nothing is read yet. program: the text of the script."""
+        """Hold what `run` gives. Nothing is read yet. script_text: the script, as users edit it."""
         self.config = config
         self.script = script
-        self.program = program
+        self.script_text = script_text
         # not bound to this object: a notebook's next run would fork a child that collects the cycle, and hangs in it
         self.read_inputs = read_inputs
         self.layout = layout or config.roles
@@ -168,7 +168,7 @@ class Session:
             if config.checkpoint.push_to_hub and self.layout.num_trainers:
                 self.repository = open_repository(config.checkpoint.push_to_hub)
             # another run may have begun there meanwhile
-            lock = begin_run(config, self.script, inputs.step, self.program)
+            lock = begin_run(config, self.script, inputs.step, self.script_text)
             self.held.callback(os.close, lock)
             forget_old_stop(config.run_dir)
             self.run_log = self._open_log(inputs.step)  # W&B may refuse

@@ -12,6 +12,7 @@ it keeps for itself. Programs that the run starts inherit the blocked signals, s
 leaves them alive. End them by SIGKILL.
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -92,8 +93,10 @@ def launcher_seconds() -> float:
     """Return how long torchrun waits after a signal before it kills its ranks; without torchrun infinity."""
     if not launched_by_torchrun():
         return math.inf
-    words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
-    options = " ".join(words).replace("_", "-").replace("=", " ").split()
+    command = ""
+    with contextlib.suppress(OSError):  # of a process that is gone, or that this one may not see
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace")
+    options = command.replace("\0", " ").replace("_", "-").replace("=", " ").split()
     given = [after for word, after in itertools.pairwise(options) if word == "--shutdown-timeout"]
     given += [os.environ[name] for name in SHUTDOWN_VARIABLES if name in os.environ]
     return float(next(iter(given), TORCHRUN_SECONDS))
