@@ -21,6 +21,10 @@ from grpo.models.muon import BLOCK_MATRICES
 # Least and most KV cache of an engine on a CPU
 CPU_KV_CACHE_GIB = 1 / 16
 MOST_CPU_KV_CACHE_GIB = 1 / 4
+# On a GPU a cache is for an engine's sequences and no more, if that is at most this part of the room for it: the rest
+# must hold what vLLM computes with, which it then does not measure
+SMALL_CACHE_FRAC = 0.5
+LEAST_KV_CACHE_GIB = 1  # of such a cache
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # What is added to an estimate before it is compared with a GPU
 MARGIN_FRAC = 0.05
@@ -139,7 +143,7 @@ def trainer_moments(
         return {TRAINS: parts}
     engine = generator.gpu_memory_utilization * gpu_gib
     if cache := generator.engine.get("kv_cache_memory_bytes"):
-        engine = (sum(_engine_weights(sizes, config).values()) + cache) / 2**30
+        engine = (sum(_engine_weights(sizes, config).values()) + cache) / 2**30 + MARGIN_GIB
     if not generator.sleep:
         return {TRAINS: parts | {"an engine": engine}}
     at_rest = {part: gib for part, gib in parts.items() if part in STAYING}
@@ -284,12 +288,15 @@ def fit_engine(
     num_asked: int,
     gpu_gib: float | None,
 ) -> Config:
-    """Return the config with vLLM's `max_num_seqs`, and its cache on a CPU, decided where `generator.engine` does not.
+    """Return the config with vLLM's `max_num_seqs` and its cache decided where `generator.engine` does not say them.
 
     `max_num_seqs` becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above
     MAX_NUM_SEQS only as many as the KV cache holds at half of their longest length. Sequences that grow together need
-    less, unless most of them run to the limit. Then vLLM puts some off and computes them again. On a CPU the cache
-    holds them at full length, up to MOST_CPU_KV_CACHE_GIB, and two in any case. gpu_gib: of a GPU; None for a CPU.
+    less, unless most of them run to the limit. Then vLLM puts some off and computes them again.
+
+    The cache holds these sequences at full length: on a CPU up to MOST_CPU_KV_CACHE_GIB, and two in any case; on a GPU
+    if that is at most SMALL_CACHE_FRAC of the room for it and nothing else is cached. Otherwise vLLM takes all of that
+    room. gpu_gib: of a GPU; None for a CPU.
     """
     generator = config.generator
     engine = dict(generator.engine)
@@ -306,8 +313,24 @@ def fit_engine(
     num_tokens = engine.get("max_num_batched_tokens")
     if isinstance(num_tokens, int):  # of all sequences together in a step of the engine
         number = min(number, num_tokens)
-    engine.setdefault("max_num_seqs", max(1, number))
+    number = engine.setdefault("max_num_seqs", max(1, number))
+    needed = max(LEAST_KV_CACHE_GIB * 2**30, number * cache_of_one)
+    if gpu_gib is not None and needed <= SMALL_CACHE_FRAC * cache and _caches_sequences_alone(sizes, config):
+        engine.setdefault("kv_cache_memory_bytes", int(needed))
     return replace(config, generator=replace(generator, engine=engine))
+
+
+def _caches_sequences_alone(sizes: Sizes, config: Config) -> bool:
+    """Return whether an engine's cache has nothing but the tokens of its running sequences, all of each.
+
+    Layers with windows or states share blocks of another size; drafts come from a model of their own; a conversation's
+    tokens stay in the cache while a tool works.
+    """
+    if isinstance(config, GRPOConfig) and config.environment.enabled:
+        return False
+    if has_states(sizes.hf) or any(window is not None for window in windows_of(sizes.hf)):
+        return False
+    return not any(name.startswith("spec") or name == "num_gpu_blocks_override" for name in config.generator.engine)
 
 
 def num_adapter_parameters(sizes: Sizes, trainer: TrainerConfig) -> int:

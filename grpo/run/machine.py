@@ -150,7 +150,7 @@ def _fit_engine(
     trains: bool,
     gpu_gib: float | None,
 ) -> Config:
-    """Decide and print `max_num_seqs`, and a CPU's cache. trains: engines sample for steps, not only evaluations."""
+    """Decide and print `max_num_seqs` and the cache. trains: engines sample for steps, not only evaluations."""
     num_completions = config.evaluation_completions
     if trains:
         num_completions = config.completions_at_once
@@ -159,9 +159,8 @@ def _fit_engine(
     number = decided.generator.max_num_seqs
     share = "all" if number >= num_asked else f"{number}"
     line = f"engines: {config.num_engines}; each gets at most {num_asked} sequences and decodes {share} of them at once"
-    if gpu_gib is None:
-        cache_gib = decided.generator.engine["kv_cache_memory_bytes"] / 2**30
-        line += f", as far as {cache_gib:.2f} GiB of KV cache go"
+    if cache := decided.generator.engine.get("kv_cache_memory_bytes"):
+        line += f", as far as {cache / 2**30:.2f} GiB of KV cache go"
     print(line)
     return decided
 
@@ -234,7 +233,10 @@ def check_memory(
         weights = generator.pop("weights")
         share = config.generator.gpu_memory_utilization * device.gib
         cache = "; ".join(f"{part}: {gib:.1f}" for part, gib in generator.items())
-        found = f"weights {weights:.1f} of {share:.1f} GiB, the rest is for the cache ({cache})"
+        left = "the rest is"
+        if chosen := config.generator.engine.get("kv_cache_memory_bytes"):
+            left = f"{chosen / 2**30:.1f} are"
+        found = f"weights {weights:.1f} of {share:.1f} GiB, {left} for the cache ({cache})"
         to_do = "raise --generator.tensor-parallel or --generator.gpu-memory-utilization"
         verdicts.append(Verdict("memory of a generator", weights < share, found, to_do))
     if reference:

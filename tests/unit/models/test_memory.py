@@ -27,6 +27,7 @@ from grpo.models.memory import (
     sizes_of,
     state_bytes,
     trainer_gib,
+    trainer_moments,
     trainer_peak,
 )
 from grpo.run.command_line import DEFAULT_RECIPES
@@ -341,6 +342,39 @@ def test_an_engine_on_a_cpu_has_a_cache_for_its_sequences(num_asked, tokens, mib
     assert decided.generator.engine["kv_cache_memory_bytes"] == mib * 2**20
     named = c.change(config, {"generator.engine": {"kv_cache_memory_bytes": 5, "max_num_seqs": 3}})
     assert fit_engine(sizes(QWEN3_1_7B), named, num_asked, gpu_gib=None) == named
+
+
+# Flags, sequences that an engine gets, GiB of the GPU -> MiB of KV cache, None for all that vLLM's share leaves
+CACHES = {
+    "128 sequences of 168 MiB": ([], 128, 80, 128 * 168),
+    "as many as are decoded at once": (["--generator.engine", "max_num_seqs", 8], 512, 80, 8 * 168),
+    "short sequences": (["--generator.max-completion-tokens", 16, "--data.max-prompt-tokens", 16], 8, 80, 1024),
+    "half of the room": ([], 188, 80, 188 * 168),
+    "more than half of 61.8 GiB": ([], 189, 80, None),
+    "two ranks share a cache": (["--generator.tensor-parallel", 2], 128, 80, 128 * 84),
+    "conversations, which wait for tools": (["--environment.tools", "calculator"], 128, 80, None),
+    "drafts": (["--generator.engine", "spec_method", "ngram"], 128, 80, None),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_an_engine_on_a_gpu_takes_the_cache_that_its_sequences_need(name):
+    flags, num_asked, gpu_gib, mib = CACHES[name]
+    decided = fit_engine(sizes(QWEN3_1_7B), config_of(*flags), num_asked, gpu_gib)
+    assert decided.generator.engine.get("kv_cache_memory_bytes") == (mib and mib * 2**20)
+    for raw in (MISTRAL_7B_V0_1, QWEN3_5_TEXT):  # windows, states
+        assert "kv_cache_memory_bytes" not in fit_engine(sizes(raw), config_of(), 1, 80).generator.engine
+
+
+def test_a_trainer_beside_a_small_cache_has_the_rest_of_the_gpu():
+    """128 sequences of 168 MiB and weights of 3.2 GiB beside it, not 70 % of 80 GiB, and 3 GiB to compute."""
+    flags = "--roles.colocated", "--roles.num-trainers", 1, "--generator.gpu-memory-utilization", 0.7
+    config = config_of(*flags)
+    decided = fit_engine(sizes(QWEN3_1_7B), config, 128, 80)
+    of_share = trainer_moments(sizes(QWEN3_1_7B), config, 80)["while it trains"]["an engine"]
+    of_cache = trainer_moments(sizes(QWEN3_1_7B), decided, 80)["while it trains"]["an engine"]
+    assert of_share == pytest.approx(56)
+    assert of_cache == pytest.approx(3.2 + 21 + 3, abs=0.1)
 
 
 def test_sequences_that_engines_get_at_one_time():

@@ -169,6 +169,7 @@ def test_a_start_warns_of_each_problem_in_one_line(tmp_path, monkeypatch, capsys
     assert decided.trainer.activation_checkpointing == "selective" and decided.generator.max_num_seqs == 64
     choice = "trainer.activation_checkpointing: {}, by arithmetic"
     engines = "engines: 4; each gets at most 64 sequences and decodes all of them at once"
+    engines += ", as far as 13.50 GiB of KV cache go"  # 64 x 1,536 tokens of 144 KiB
     assert capsys.readouterr().out == f"{engines}\n{choice.format('selective')}\n"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**30))
     monkeypatch.setattr(machine, "look_at_device", lambda: Device(8, "L4", 22.0))
