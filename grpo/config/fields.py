@@ -96,7 +96,9 @@ class GeneratorConfig:
     stop_token_ids: tuple[Count, ...] = ()
     """Token ids that end a completion, in addition to the model's own."""
     gpu_memory_utilization: Annotated[AboveZero, AtMost(1), ResumeSafe] = 0.85
-    """Share of the GPU's memory that vLLM may use for weights and KV cache; colocated, leave room for the trainer."""
+    """Share of the GPU's memory that vLLM may use for weights and KV cache; colocated, leave room for the trainer.
+
+    A KV cache for short sequences is smaller (`fit_engine`)."""
     sleep: Annotated[bool, ResumeSafe] = False
     """Colocated only: the engine gives its memory back while the trainer works."""
     engine: Table[Json] = field(default_factory=dict)

@@ -12,6 +12,7 @@ join the roles. Colocated, every rank holds every role, one default group serves
 """
 
 import collections
+import ctypes
 import datetime
 import gc
 import os
@@ -34,6 +35,9 @@ MEETING_SECONDS = 0.02
 MEETING_NOTICE_SECONDS = 60
 # Timeout of a collective, in `deadline_minutes`: beyond the deadline of every phase, so that a hang is named first
 TIMEOUT_DEADLINES = 4
+# Of glibc's malloc.h: how many blocks may be mapped on their own, and the free bytes at the end that are given back
+M_MMAP_MAX = -4
+M_TRIM_THRESHOLD = -1
 # Description of the group whose threads write checkpoints
 SAVERS = "checkpoints"
 
@@ -157,6 +161,8 @@ def setup_roles(
         reference_ranks = trainer_ranks
     if device.type == "cuda" and rank not in generator_ranks:  # vLLM decides for its own
         _let_segments_grow()
+    if device.type == "cpu":
+        _keep_freed_memory()
 
     control = learners = _make_bridge("control", everyone, "gloo", rank, store, timeout)
     if learner_ranks != everyone:
@@ -274,6 +280,17 @@ def _join_own_world(roles: Roles, backend: str, timeout: datetime.timedelta) -> 
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     if roles.device.type == "cuda":  # NCCL connects here, before an engine changes its environment
         dist.barrier(device_ids=[roles.device.index])
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc keep memory that is freed for the next tensor, instead of giving each page back to the system.
+
+    A micro-batch of a model on a CPU frees a gigabyte, whose pages the system would clear again for the next one.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    if set_option:
+        set_option(M_MMAP_MAX, 0)
+        set_option(M_TRIM_THRESHOLD, -1)
 
 
 def _let_segments_grow() -> None:
