@@ -14,8 +14,8 @@ three and a half minutes after the launch, with filled ones after about a minute
 
 Memory: float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 0.49e9 x 16 = 7.4 GiB; on top come
 the activations of one micro-batch of 16384 tokens and the logits of 4096 (2.3 GiB per float32 copy). The engine takes 1
-GiB of weights, 5.3 GiB of KV cache for 512 sequences, and about 2 to compute; 35 % of a GPU where that is less. In all
-it is 38 GiB on an H200, where nothing is recomputed.
+GiB of weights, 5.3 GiB of KV cache for 512 sequences, and about 2 to compute; on a GPU below 45 GB it fills its 35 %.
+In all it is 38 GiB on an H200, where nothing is recomputed.
 """
 
 from grpo import config as c
