@@ -20,7 +20,7 @@ config = c.GRPOConfig(
     reward=c.RewardConfig(functions={"configs/examples/smallest.py:last_number": 1.0}),
     generator=c.GeneratorConfig(max_completion_tokens=14),
     trainer=c.TrainerConfig(
-        micro_batch_tokens=384,
+        micro_batch_tokens=320,
         logprob_chunk_tokens=256,
         learning_rate=1e-5,
         schedule="linear",
