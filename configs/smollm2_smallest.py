@@ -8,7 +8,7 @@ gets the model and runs this, which is also
 
 What to expect on two CPU cores, weights from a 4-bit file: greedy accuracy on 256 held-out questions (standard error
 0.01 to 0.03) 0.24 at the start, 0.78 to 0.87 after 20 steps, 0.93 to 0.96 after 40 (five runs), 0.97 to 0.98 with
-`--num-steps 60`. 40 steps take 9.5 to 13 minutes, and 6.2 GB of memory. Answers and steps become shorter.
+`--num-steps 60`. 40 steps take 9 to 18 minutes, and less than 6 GB of memory. Answers and steps become shorter.
 """
 
 from grpo import config as c
