@@ -143,7 +143,8 @@ def trainer_moments(
         return {TRAINS: parts}
     engine = generator.gpu_memory_utilization * gpu_gib
     if cache := generator.engine.get("kv_cache_memory_bytes"):
-        engine = (sum(_engine_weights(sizes, config).values()) + cache) / 2**30 + MARGIN_GIB
+        held = sum(_engine_weights(sizes, config).values()) + cache
+        engine = held / 2**30 + MARGIN_GIB  # for what vLLM computes with
     if not generator.sleep:
         return {TRAINS: parts | {"an engine": engine}}
     at_rest = {part: gib for part, gib in parts.items() if part in STAYING}
