@@ -197,8 +197,8 @@ def test_10_steps_equal_5_a_stop_and_5(
 
     assert steps_of(parts) == [*range(1, NUM_STEPS + 1)]
     assert [without_clocks(m) for m in read_metrics(parts)] == [without_clocks(m) for m in read_metrics(whole)]
-    # the comparison means something: the steps differ
-    assert len({m["loss"] for m in read_metrics(whole) if "loss" in m}) == NUM_STEPS
+    # The comparison means something: the steps differ. A loss of GRPO can be rounding errors alone, some of them equal.
+    assert len({m["grad_norm"] for m in read_metrics(whole) if "loss" in m}) == NUM_STEPS
     if mode.script == "grpo":
         assert read_completions(parts) == read_completions(whole)
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, parts)]
