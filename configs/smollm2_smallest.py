@@ -7,8 +7,8 @@ gets the model and runs this, which is also
     torchrun --nproc_per_node=1 train_grpo.py configs/smollm2_smallest.py
 
 What to expect on two CPU cores, weights from a 4-bit file: greedy accuracy on 256 held-out questions (standard error
-0.01 to 0.03) 0.24 at the start, 0.69 to 0.90 after 15 steps, 0.94 to 0.98 after 30 (three seeds). 30 steps take 6 to 12
-minutes and less than 6 GiB of memory. Answers and steps become shorter.
+0.01 to 0.03) 0.24 at the start, 0.69 to 0.90 after 15 steps, 0.94 to 0.98 after 30 (three seeds). 30 steps take 6 to 8
+minutes on quiet cores, and less than 6 GiB of memory. Answers and steps become shorter.
 """
 
 from grpo import config as c
