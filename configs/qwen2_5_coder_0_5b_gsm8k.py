@@ -8,7 +8,7 @@ Without the hub, a folder of the model and files of the questions:
         --data.path gsm8k/train.jsonl --evaluation.path gsm8k/test.jsonl
 
 What to expect on one H100, weights from a 5-bit file: greedy accuracy on all 1,319 held-out questions (standard error
-0.013, three seeds) 0.26 at the start, 0.32 to 0.34 after 25 steps, 0.38 to 0.39 after 50, 0.39 to 0.41 after 100. A
+0.013, three seeds) 0.26 at the start, 0.32 to 0.34 after 25 steps, 0.37 to 0.39 after 50, 0.39 to 0.41 after 100. A
 step takes 4.2 s (2.6 to sample, 1.3 to train), an evaluation 7 to 16 s. With empty caches the first step ends two to
 three and a half minutes after the launch, with filled ones after about a minute.
 
