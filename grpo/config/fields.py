@@ -44,7 +44,10 @@ class ModelConfig:
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of compute, frozen weights and export in any role; trained weights are float32."""
+    """Precision of compute, frozen weights and export in any role; trained weights are float32.
+
+    To bfloat16 they are rounded in every step: a move of less than 0.2 to 0.4 % of a weight is not seen until later
+    steps add to it."""
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], ResumeSafe] = "auto"
     """How the sequences of a packed row are kept apart. flash: FlashAttention 4 (H100 or B200, bfloat16);
     flex: flex_attention, on any GPU; documents: plain torch, not compiled, and in bfloat16 on a GPU its gradients do
