@@ -4,7 +4,7 @@
 
 As sft_qwen3_8b.py. Memory per GPU (`--dry-run --gpus 8` with this recipe): 16 bytes per parameter,
 1.7e9 x 16 / 8 ranks = 3.2 GiB; with the activations of 16384 tokens and the rest about 45 GiB,
-without activation checkpointing. One GPU of 80 GB is enough too (--num-trainers 1): it then holds 68 GiB.
+without activation checkpointing. One GPU of 80 GB is enough too (--num-trainers 1): it then holds 70 GiB.
 """
 
 from grpo.config import change

@@ -1,4 +1,4 @@
-"""GSM8K's worked answers into a random model of 1 M parameters, on a laptop: what `toy_gsm8k.py` then starts from.
+"""GSM8K's worked answers into a random model of 1 M parameters, on a laptop.
 
     torchrun --nproc_per_node=2 train_sft.py configs/toy_sft_gsm8k.py
 
