@@ -9,14 +9,16 @@ number of the row is tried as it is, such as a column `solution`. The function i
 with the same limits, environment variables and, for a built-in one, lockdown. Shown are the columns with their types,
 the values, the seconds, and what the function prints, which a run throws away. Data and options are those of the recipe
 (without one: of train_grpo.py). `num_tokens` counts words, because no tokenizer is loaded, and `completion_ids` are as
-many zeros. Exit code 1 if a call fails.
+many zeros. No environment plays, so a function that reads an episode is refused. Exit code 1 if a call fails.
 """
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import sys
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from grpo.data.rows import Example, as_messages
 from grpo.rewards import loading
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.pool import call_columns
+from grpo.rewards.pool import EPISODE_COLUMNS, call_columns
 from grpo.run.command_line import subject_of, tool_config
 from grpo.text import one_line, printable, shorten
 from grpo.types import Completion, Prompt, Rollout
@@ -66,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         column_names = list(examples[0].columns)
         max_tokens = config.generator.max_completion_tokens
         functions = loading.load_functions(reward, column_names, max_tokens)
+        refuse_what_reads_episodes(functions[name], name, column_names)
         for example in examples:
             loading.try_built_ins(functions, example.columns)
             as_json([example.prompt, example.columns])
@@ -76,6 +79,24 @@ def main(arguments: list[str] | None = None) -> int:
 
     with contextlib.closing(workers):
         return show(functions[name], examples, reward, workers)
+
+
+def refuse_what_reads_episodes(
+    function: RewardFunction,
+    name: str,
+    column_names: Collection[str],
+) -> None:
+    """Raise ValueError if the function needs what only a played episode has."""
+    needed = []
+    for argument, parameter in inspect.signature(function).parameters.items():
+        is_given = argument in column_names or parameter.default is not parameter.empty
+        if argument in EPISODE_COLUMNS and not is_given:
+            needed.append(argument)
+    if needed:
+        raise ValueError(
+            f"{name} reads {', '.join(needed)}, which only an episode of a run has; try it with train_grpo.py and "
+            "--num-steps 1, whose completions.jsonl has its values"
+        )
 
 
 def show(

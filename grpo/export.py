@@ -21,7 +21,7 @@ from grpo.data.chat import load_tokenizer
 from grpo.folder.checkpoint import best_checkpoint, check_checkpoint, load_model
 from grpo.folder.run_folder import step_folders, step_of
 from grpo.models.build import build_model
-from grpo.models.export import export_hf
+from grpo.models.export import adapters_folder, export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.comm import broadcast
 from grpo.roles.process_groups import close_roles, setup_trainers
@@ -49,8 +49,12 @@ def main(arguments: list[str] | None = None) -> None:
         checkpoint = find_checkpoint(run_dir, options.step, config.checkpoint.keep_best)
         check_checkpoint(checkpoint)
         target = options.to or run_dir / f"model-{checkpoint.name}"
-        if target.exists():
-            raise ValueError(f"{target} exists; remove it or choose another folder with --to")
+        written = [target]
+        if config.trainer.lora_rank:
+            written.append(adapters_folder(target))
+        for folder in written:
+            if folder.exists():
+                raise ValueError(f"{folder} exists; remove it or choose another folder with --to")
     roles = setup_trainers()
     # a run that goes on may have saved another checkpoint since the first rank looked
     checkpoint, target = broadcast((checkpoint, target), roles.control)

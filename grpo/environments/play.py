@@ -238,20 +238,19 @@ class Player:
             episode.ids = list(episode.prompt.ids)
         else:
             *earlier, last = as_messages(episode.prompt.content)
-            episode.opening = last["content"] + text
-            messages = [*earlier, last | {"content": episode.opening}]
-            turns = self.turns[episode.environment]
-            episode.write(turns.opening(messages))
-        num_tokens = len(episode.ids)
-        episode.num_prompt_tokens = num_tokens
-        if num_tokens > self.max_prompt_tokens:
-            reason = (
-                f"the prompt with reset's text has {num_tokens} tokens; raise "
-                f"data.max_prompt_tokens={self.max_prompt_tokens}"
-            )
-            self._fail(episode, reason, "lost")
-        else:
-            self._next_turn(episode, episode.ids)
+            opening = last["content"] + text
+            messages = [*earlier, last | {"content": opening}]
+            ids = self.turns[episode.environment].opening(messages)
+            if len(ids) > self.max_prompt_tokens:  # not written, since no micro-batch may have room for them
+                reason = (
+                    f"the prompt with reset's text has {len(ids)} tokens; raise "
+                    f"data.max_prompt_tokens={self.max_prompt_tokens}"
+                )
+                return self._fail(episode, reason, "lost")
+            episode.opening = opening
+            episode.write(ids)
+        episode.num_prompt_tokens = len(episode.ids)
+        self._next_turn(episode, episode.ids)
 
     def _answer(self, episode: Episode, reply: Values) -> None:
         """Append the answer to a turn and begin the next turn, or end the episode."""

@@ -358,15 +358,18 @@ def _by_name(
     first: str,
     hints: Mapping[str, Any],
 ) -> Arguments:
-    """Return arguments by name. A text goes to the argument `first`, as JSON unless that one is a text.
+    """Return arguments by name. A text goes to the argument `first`, as JSON unless only the text itself has its type.
 
     first: empty for a tool without arguments.
     """
     if isinstance(arguments, dict):
         return arguments
-    if hints.get(first) is not str:
+    hint = hints.get(first)
+    if hint is not str:
         with contextlib.suppress(ValueError, RecursionError):
-            return {first: json.loads(arguments)}
+            value = json.loads(arguments)
+            if _has_type(value, hint) or not _has_type(arguments, hint):
+                return {first: value}
     if not first and not arguments:
         return {}
     return {first: arguments}

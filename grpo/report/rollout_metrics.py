@@ -1,7 +1,7 @@
 """Metrics of a step and of an evaluation: rewards, lengths, held-out accuracy, pass@k, staleness.
 
-A completion passes if the first reward function gives it at least `reward.pass_value`. Sampling is measured by counts,
-never by clocks.
+A completion passes if the first reward function, or the environment, gives it at least `reward.pass_value`. Sampling
+is measured by counts, never by clocks.
 """
 
 import collections
@@ -96,16 +96,24 @@ def are_equal(rollouts: list[Rollout], group_size: int) -> list[bool]:
     return equal_rewards(rewards_PG, has_reward_PG).tolist()
 
 
-def differ_by_length_alone(rollouts: list[Rollout], group_size: int) -> list[bool]:
-    """Return for each group whether `overlong_penalty` is the only reward function, of several, whose values differ."""
+def differ_by_length_alone(
+    rollouts: list[Rollout],
+    group_size: int,
+    parts: Iterable[str],
+) -> list[bool]:
+    """Return for each group whether `overlong_penalty` is the only part of the reward, of several, whose values differ.
+
+    parts: names of those that count, see `counting_parts`. What only measures may differ.
+    """
+    others = [name for name in parts if name != "overlong_penalty"]
     flags = []
     for start in range(0, len(rollouts), group_size):
         outcomes = set()
         for rollout in rollouts[start : start + group_size]:
             if rollout.reward is not None:
-                others = [value for name, value in rollout.rewards.items() if name != "overlong_penalty"]
-                outcomes.add(tuple(others))
-        flags.append(len(outcomes) == 1 and outcomes != {()})
+                values = [rollout.rewards.get(name) for name in others]
+                outcomes.add(tuple(values))
+        flags.append(bool(others) and len(outcomes) == 1)
     return flags
 
 
@@ -187,22 +195,22 @@ def evaluation_metrics(
     greedy: list[Rollout],
     samples: list[Rollout],
     num_samples: int,
-    function: str,
+    functions: Sequence[str],
     answer_format: str | None = None,
     pass_value: float = 1.0,
 ) -> Scalars:
     """Return accuracy, reward and length (in tokens) of the greedy completions, and pass@k if there are samples.
 
-    greedy: one completion per prompt. samples: `num_samples` per prompt, group after group, or none at all. Completions
-    without a value of `function` have not passed. `eval/pass_at_K` is the mean of the prompts' estimates, for K = 1, 2,
-    4, ... and `num_samples`. Means of rewards are over the completions that have one, and NaN if none has. If there are
-    several held-out sets, each has its own metrics, such as `eval/SET/accuracy`.
+    greedy: one completion per prompt. samples: `num_samples` per prompt, group after group, or none at all.
+    Completions that none of `functions` gave a value have not passed. `eval/pass_at_K` is the mean of the prompts'
+    estimates, for K = 1, 2, 4, ... and `num_samples`. Means of rewards are over the completions that have one, and
+    NaN if none has. If there are several held-out sets, each has its own metrics, such as `eval/SET/accuracy`.
     """
     greedy_by_set = by_source(greedy)
     samples_by_set = by_source(samples)
     metrics = {}
     for held_out_set, rollouts in greedy_by_set.items():
-        has_passed = _have_passed(rollouts, function, pass_value)
+        has_passed = _have_passed(rollouts, functions, pass_value)
         accuracy = sum(has_passed) / len(rollouts)
         variance = accuracy * (1 - accuracy) / len(rollouts)
         lengths = [r.completion.num_tokens for r in rollouts]
@@ -222,7 +230,7 @@ def evaluation_metrics(
             num_passed_P = []
             for start in range(0, len(sampled), num_samples):
                 group = sampled[start : start + num_samples]
-                has_passed = _have_passed(group, function, pass_value)
+                has_passed = _have_passed(group, functions, pass_value)
                 num_passed_P.append(sum(has_passed))
             for k in passes(num_samples):
                 estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P]
@@ -240,11 +248,11 @@ def evaluation_metrics(
 
 def pass_rate(
     rollouts: list[Rollout],
-    function: str,
+    functions: Sequence[str],
     pass_value: float,
 ) -> float | None:
-    """Return the share that passed of the completions to which `function` gave a value; None if it gave none."""
-    have_passed = _have_passed(rollouts, function, pass_value)
+    """Return the share that passed of the completions to which one of `functions` gave a value; None if none did."""
+    have_passed = _have_passed(rollouts, functions, pass_value)
     if not have_passed:
         return None
     return statistics.fmean(have_passed)
@@ -252,12 +260,21 @@ def pass_rate(
 
 def _have_passed(
     rollouts: list[Rollout],
-    function: str,
+    functions: Sequence[str],
     pass_value: float,
 ) -> list[bool]:
-    """Return for each completion with a value of `function` whether it passed."""
-    values = [r.rewards.get(function) for r in rollouts]
+    """Return for each completion with a value of one of `functions` whether it passed."""
+    values = [_deciding_value(r, functions) for r in rollouts]
     return [value >= pass_value for value in values if value is not None]
+
+
+def _deciding_value(rollout: Rollout, functions: Sequence[str]) -> float | None:
+    """Return the value of the first of `functions` that gave one. One that failed leaves nothing to those behind it."""
+    for function in functions:
+        value = rollout.rewards.get(function)
+        if value is not None or function in rollout.failures:
+            return value
+    return None
 
 
 def passes(num_samples: int) -> list[int]:

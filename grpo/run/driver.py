@@ -27,7 +27,7 @@ from grpo.report.rollout_metrics import (
     sequence_advantages,
     stale_frac,
 )
-from grpo.rewards.pool import check_all_failed
+from grpo.rewards.pool import check_all_failed, counting_parts
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.groups import GroupBuffer
@@ -58,6 +58,7 @@ class Driver:
             config.prompts_per_step,
             config.group_size,
             session.inputs.groups,
+            counting_parts(config.reward_weights),
         )
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class Driver:
             check_all_failed(self.buffer.everything)
         pass_value = self.config.reward.pass_value
         for prompt, rollouts in self.buffer.finished():
-            rate = pass_rate(rollouts, self.scorer.pass_function, pass_value)
+            rate = pass_rate(rollouts, self.scorer.pass_functions, pass_value)
             if rate is not None:
                 self.stream.remember(prompt, rate, self.step + 1)
         return self.buffer.rollouts()

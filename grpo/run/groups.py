@@ -47,9 +47,11 @@ class GroupBuffer:
         prompts_per_step: int,
         group_size: int,
         groups: Iterable[Group] = (),
+        parts: Sequence[str] = (),
     ):
-        """Begin with the groups that are in flight already."""
+        """Begin with the groups that are in flight already. parts: names of the parts of the reward that count."""
         self.sampling = sampling
+        self.parts = parts
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
         self.groups = [*groups]
@@ -142,7 +144,7 @@ class GroupBuffer:
         self.everything += rollouts
         if self.sampling.dynamic:
             equal = are_equal(rollouts, self.group_size)
-            only_length = differ_by_length_alone(rollouts, self.group_size)
+            only_length = differ_by_length_alone(rollouts, self.group_size, self.parts)
             self.is_informative += [not any(flags) for flags in zip(equal, only_length, strict=True)]
         else:
             self.is_informative += [True] * len(taken)

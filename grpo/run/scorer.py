@@ -133,9 +133,6 @@ class Scorer:
         line = passed_end_line(tokenizer, config.data, self.stop_token_ids, generator.stop)
         if line:
             print(printable(line))
-        # A completion passes by the value of this one: the environment, or the first function; empty if there is none
-        first_function = next(iter(reward.weights), "")
-        self.pass_function = self.environment.reward_name or first_function
 
         opening, notes = look_at_prompt(tokenizer, config.data)
         for note in notes:
@@ -144,6 +141,17 @@ class Scorer:
         self.answer_format = answer_format_of(self.pool.functions)
         self.collected_before = False
         self.episode_lines = list(EPISODE_LINES)
+
+    @property
+    def pass_functions(self) -> list[str]:
+        """Names of what says whether a completion passes: the first that gives it a value.
+
+        They are the environment and the first function. An environment without `get_reward` gives no value.
+        """
+        names = list(self.weights)
+        if self.environment.all_classes:
+            return names[:2]
+        return names[:1]
 
     def submit(
         self,

@@ -412,7 +412,7 @@ class Session:
             rollouts["greedy"],
             rollouts["sample"],
             self.config.evaluation.num_samples,
-            scorer.pass_function,
+            scorer.pass_functions,
             scorer.answer_format,
             self.config.reward.pass_value,
         )

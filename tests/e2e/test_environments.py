@@ -121,12 +121,20 @@ def test_lost_episodes_are_left_out_and_too_many_end_the_run(model, tmp_path):
             assert record["environment/lost_count"] == record["reward/none_count"] == 4  # one of each group
     output = run(model, tmp_path / "most", 1, *flags, 1, succeeds=False)
     assert "episodes were lost" in output and "seed" in output and "row" in output
+
+
+def test_a_prompt_that_reset_makes_too_long_loses_its_episode(model, tmp_path):
+    """It is longer than a micro-batch."""
     (tmp_path / "long.py").write_text(
-        "class Long:\n    def reset(self): return '3+4' * 20\n    def reply(self, text): return None\n"
-        "    def get_reward(self): return 1.0\n"
+        "class Long:\n    def __init__(self, every): self.every = every\n"
+        "    def reset(self, rollout): return '3+4' * (1 if rollout % self.every else 200)\n"
+        "    def reply(self, text): return None\n    def get_reward(self): return 1.0\n"
     )
     long = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--environment.name", f"{tmp_path}/long.py:Long")
-    output = run(model, tmp_path / "long", 1, *long, succeeds=False)  # before a token is sampled
+    run(model, tmp_path / "some", 1, *long, "--environment.options", "every", 4)
+    records = [record for record in read_metrics(tmp_path / "some") if "time/step" in record]
+    assert [record["environment/lost_count"] for record in records] == [4] * len(records)  # one of each group
+    output = run(model, tmp_path / "all", 1, *long, "--environment.options", "every", 1, succeeds=False)
     assert "raise data.max_prompt_tokens=16" in output and "generator is broken" not in output
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo import export
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from grpo.folder.checkpoint import SafeReader
@@ -97,6 +98,9 @@ def test_4_steps_equal_2_resume_and_2(run, tmp_path):
         same = load_file(tmp_path / folder / file)
         for name, tensor in load_file(run_dir / folder.replace("newest", "model") / file).items():
             torch.testing.assert_close(same[name], tensor, atol=1e-6, rtol=1e-6)
+    shutil.rmtree(tmp_path / "newest")
+    with pytest.raises(BadInput, match="newest-adapter exists"):  # it may be another run's
+        export.main([str(run_dir), "--to", str(tmp_path / "newest")])
 
 
 def test_resume_with_other_targets_is_refused(run, tmp_path):

@@ -39,6 +39,12 @@ def loops(completions, **columns):
 def needs_a_key(completions, **columns):
     return [float(len(os.environ["JUDGE_KEY"]))]
 
+def counts(environments, **columns):
+    return [e.count for e in environments]
+
+def counts_if_there_are_any(completions, environments=(), **columns):
+    return [float(len(environments))] * len(completions)
+
 def shortest(completions, **columns):
     lengths = list(map(len, completions))
     return [float(length == min(lengths)) for length in lengths]
@@ -72,6 +78,11 @@ def test_it_shows_columns_values_and_what_is_printed(show):
     assert wrong.split()[:2] == ["wrong", "<answer>2</answer>"] and wrong.endswith("  0")
     assert empty.split()[0] == "empty" and empty.endswith("  0")
     assert "  prints: seen ['0 + 1?'] [1] [0]\n" in out
+
+
+def test_a_function_that_can_do_without_an_episode_is_called_without(show):
+    code, output = show("mine.py:counts_if_there_are_any")
+    assert code == 0 and "environments (" not in output
 
 
 def test_a_group_level_function_gets_all_of_a_row(show):
@@ -125,6 +136,7 @@ def test_a_built_in_function_is_confined_and_names_the_folder_that_is_closed_to_
     ("name", "flags", "message"),
     [
         ("mine.py:strict", (), "mine.py:strict cannot be called with completions and the columns"),
+        ("mine.py:counts", (), "mine.py:counts reads environments, which only an episode of a run has"),
         ("nothing", (), "unknown reward function 'nothing'"),
         ("math_reward", ("--data.path", "no.jsonl"), "no.jsonl does not exist"),
         ("math_reward", ("--data.answer-column", "gold"), "column 'gold' is missing in rows.jsonl"),

@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import json
 import pathlib
 import re
 import subprocess
@@ -169,6 +170,26 @@ def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
     toolbox = toolbox_of(tmp_path, CALLED, tools=("{here}:look",))
     said, how = run_call(toolbox, None, ToolCall(name, arguments))
     assert (said[: len(answer)], how) == (answer, kind)
+
+
+@pytest.mark.parametrize(
+    ("hint", "text", "value"),
+    [
+        ("str", "7", "7"),
+        ("str | None", "7", "7"),
+        ("str | None", "null", None),
+        ("str | None", "attic", "attic"),
+        ("Literal['1', '2']", "1", "1"),
+        ("int", "7", 7),
+        ("int | str", "7", 7),
+        ("list[int]", "[1, 2]", [1, 2]),
+        ("Any", "[1, 2]", [1, 2]),
+    ],
+)
+def test_a_call_with_a_text_alone_gives_the_first_argument_what_it_asks_for(tmp_path, hint, text, value):
+    code = f"from typing import Any, Literal\ndef look(place: {hint}):\n    'Look.'\n    return {{'is': place}}\n"
+    toolbox = toolbox_of(tmp_path, code, tools=("{here}:look",))
+    assert run_call(toolbox, None, ToolCall("look", text)) == (json.dumps({"is": value}), "ok")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_pass_at_k_is_the_product_form_and_does_not_overflow():
 def test_passed_is_at_least_the_pass_value():
     greedy = [make_rollout(value) for value in (1.0, 1.5, 0.99, 0.5, 0.4, None)]
     for function, pass_value, num_passed in (("f", 1.0, 2), ("f", 0.5, 4), ("other", 1.0, 6), ("absent", 0.0, 0)):
-        metrics = evaluation_metrics(greedy, [], 0, function, None, pass_value)
+        metrics = evaluation_metrics(greedy, [], 0, [function], None, pass_value)
         assert metrics["eval/accuracy"] == num_passed / 6
 
 
@@ -77,7 +77,7 @@ def test_greedy_metrics():
         make_rollout(None, num_tokens=6),
         make_rollout(2.0, num_tokens=2),
     ]
-    assert evaluation_metrics(greedy, [], 0, "f") == {
+    assert evaluation_metrics(greedy, [], 0, ["f"]) == {
         "eval/accuracy": 0.5,  # one without a value has not passed
         "eval/accuracy_stderr": 0.25,  # sqrt(0.5 * 0.5 / 4)
         "eval/reward_mean": 4 / 3,  # (1.5 + 0.5 + 2) / 3
@@ -95,7 +95,7 @@ def test_sample_metrics_are_means_over_prompts():
         *(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),  # 0 of 6
     ]
     samples = [make_rollout(value, num_tokens=1 + i // 6) for i, value in enumerate(values)]
-    metrics = evaluation_metrics(greedy, samples, 6, "f")
+    metrics = evaluation_metrics(greedy, samples, 6, ["f"])
     expected = {
         "eval/pass_at_1": (1 / 6 + 1 / 2 + 0) / 3,
         "eval/pass_at_2": (5 / 15 + 12 / 15 + 0) / 3,  # 15 pairs: 5 with the one; 3 without any of the three
@@ -110,7 +110,7 @@ def test_sample_metrics_are_means_over_prompts():
 
 
 def test_without_any_reward_the_mean_is_nan_not_zero():
-    metrics = evaluation_metrics([make_rollout(None)], [make_rollout(None)] * 2, 2, "f")
+    metrics = evaluation_metrics([make_rollout(None)], [make_rollout(None)] * 2, 2, ["f"])
     assert math.isnan(metrics["eval/reward_mean"]) and math.isnan(metrics["eval/sample_reward_mean"])
     assert metrics["eval/accuracy"] == metrics["eval/pass_at_2"] == 0.0
 
@@ -123,23 +123,23 @@ def of_source(source: str, reward: float, text: str = "text") -> Rollout:
 def test_several_held_out_sets_have_names_a_single_one_has_not():
     greedy = [of_source("math", 1.0), of_source("math", 0.0), of_source("code", 1.0)]
     samples = [of_source("math", 1.0)] * 2 + [of_source("math", 0.0)] * 2 + [of_source("code", 0.0)] * 2
-    metrics = evaluation_metrics(greedy, samples, 2, "f")
+    metrics = evaluation_metrics(greedy, samples, 2, ["f"])
     assert metrics["eval/math/accuracy"] == metrics["eval/math/pass_at_2"] == 0.5
     assert (metrics["eval/code/accuracy"], metrics["eval/code/pass_at_1"]) == (1.0, 0.0)
     prompts = [rollout.prompt for rollout in greedy]
     assert list(metrics) == [f"eval/{name}" for name in evaluation_names(prompts, 2, None)]
-    assert evaluation_metrics(greedy[:2], [], 0, "f")["eval/accuracy"] == 0.5
+    assert evaluation_metrics(greedy[:2], [], 0, ["f"])["eval/accuracy"] == 0.5
 
 
 def test_a_wrong_format_does_not_look_like_a_bad_model():
     """Three of four completions have an answer where the reward looks, one of them a right one."""
     texts = ["<answer>1</answer>", "<answer>2</answer>", "<answer> </answer><answer>3</answer>", "\\boxed{1}"]
     greedy = [of_source("", float(i == 0), text) for i, text in enumerate(texts)]
-    metrics = evaluation_metrics(greedy, [], 0, "f", "answer_tag")
+    metrics = evaluation_metrics(greedy, [], 0, ["f"], "answer_tag")
     assert (metrics["eval/accuracy"], metrics["eval/has_answer_frac"]) == (0.25, 0.75)
     assert list(metrics) == [f"eval/{name}" for name in evaluation_names([greedy[0].prompt], 0, "answer_tag")]
-    assert evaluation_metrics(greedy, [], 0, "f", "boxed")["eval/has_answer_frac"] == 0.25
-    assert "eval/has_answer_frac" not in evaluation_metrics(greedy, [], 0, "f")
+    assert evaluation_metrics(greedy, [], 0, ["f"], "boxed")["eval/has_answer_frac"] == 0.25
+    assert "eval/has_answer_frac" not in evaluation_metrics(greedy, [], 0, ["f"])
     assert rollout_metrics(greedy, 2, "answer_tag")["completion/has_answer_frac"] == 0.75
     assert "completion/has_answer_frac" not in rollout_metrics(greedy, 2)
 

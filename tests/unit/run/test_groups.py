@@ -12,6 +12,7 @@ import torch
 from grpo.config import GRPOConfig, SamplingConfig
 from grpo.environments.play import NOTED
 from grpo.report.rollout_metrics import stale_frac
+from grpo.rewards.pool import counting_parts
 from grpo.run.driver import Driver
 from grpo.run.groups import Group, GroupBuffer, saved_groups
 from grpo.run.inputs import groups_in_flight
@@ -221,23 +222,35 @@ def test_rounds_of_dynamic_sampling_by_hand():
     assert buffer.metrics().items() >= expected.items()
 
 
-def test_groups_that_differ_by_length_alone_are_dropped():
-    """Groups 0 and 1 are all wrong; only group 1 has a long completion. Groups 2 and 3 have a right one."""
-    buffer, run = buffer_of(dynamic=True, max_rounds=1)
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({"math_reward": 1.0, "overlong_penalty": 1.0, "measure": 0.0}, [2, 3]),
+        ({"math_reward": 0.0, "overlong_penalty": 1.0, "measure": 0.0}, [1, 3]),  # the only part that counts
+    ],
+)
+def test_groups_that_differ_by_length_alone_are_dropped(weights, expected):
+    """Groups 0 and 1 are all wrong; groups 1 and 3 have a long completion. Groups 2 and 3 have a right one.
+
+    A part of weight 0 measures each completion, and changes nothing.
+    """
+    run = Run(SamplingConfig(dynamic=True, max_rounds=1), overlap=False, seed=0)
+    buffer = GroupBuffer(run.sampling, PROMPTS, GROUP_SIZE, (), counting_parts(weights))
     right = [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
     length = [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0, -0.5]
 
     def score(prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
         rollouts = []
         for place, done in enumerate(completions):
-            rewards = {"math_reward": right[place], "overlong_penalty": length[place]}
-            rollouts.append(Rollout(prompts[place // 2], done, "", rewards=rewards, reward=sum(rewards.values())))
+            rewards = {"math_reward": right[place], "overlong_penalty": length[place], "measure": float(place)}
+            reward = sum(weights[name] * value for name, value in rewards.items())
+            rollouts.append(Rollout(prompts[place // 2], done, "", rewards=rewards, reward=reward))
         return rollouts
 
     buffer.fill(run.stream.draw, score)
     buffer.add([completion(i, 3) for i in range(8)])
     assert buffer.fill(run.stream.draw, score) is None
-    assert [r.prompt.index for r in buffer.rollouts()[::2]] == [2, 3]
+    assert [r.prompt.index for r in buffer.rollouts()[::2]] == expected
 
 
 def test_a_group_that_goes_back_counts_in_the_step_that_trains_on_it():

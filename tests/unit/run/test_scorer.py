@@ -7,6 +7,7 @@ import pytest
 from grpo.config import DataConfig, GRPOConfig
 from grpo.config.recipes import change
 from grpo.data import toy
+from grpo.report.rollout_metrics import evaluation_metrics, pass_rate
 from grpo.run.scorer import Scorer, passed_end_line
 from grpo.types import Completion, Piece, Prompt, Rollout
 
@@ -53,6 +54,24 @@ def test_an_episode_that_was_lost_has_no_reward_with_a_class_or_without(field):
     rollout.completion.episode["failure"] = "turn: look: ConnectionResetError"
     lost = scorer._with_environment(rollout)
     assert lost.reward is None and list(lost.failures.values()) == ["turn: look: ConnectionResetError"]
+
+
+@pytest.mark.parametrize(
+    ("of_class", "failure", "accuracy"),
+    [
+        (1.0, "", 1.0),
+        (0.5, "", 0.0),
+        (None, "", 1.0),  # a class without get_reward: by the first function, which gave 1
+        (None, "turn: look: ConnectionResetError", 0.0),
+    ],
+)
+def test_an_episode_passes_by_its_class_or_without_get_reward_by_the_first_function(of_class, failure, accuracy):
+    scorer, rollout = of_episode({"environment.name": "a.py:Game", "reward.functions": {"math_reward": 1.0}})
+    rollout.completion.episode.update(reward=of_class, failure=failure)
+    scored = [scorer._with_environment(rollout)]
+    metrics = evaluation_metrics(scored, scored * 2, 2, scorer.pass_functions)
+    assert metrics["eval/accuracy"] == metrics["eval/pass_at_2"] == accuracy
+    assert pass_rate(scored, scorer.pass_functions, 1.0) == (None if failure else accuracy)
 
 
 def of_episode(fields: dict) -> tuple[Scorer, Rollout]:
