@@ -35,6 +35,7 @@ from grpo.watch.failures import FULL_DISK, BadInput
 
 DRIVER_FILE = "driver.pt"
 METADATA_FILE = ".metadata"
+SAVED_CONFIG = "config"  # in the driver's state: the `written_fields` of the run
 # All that torch's description of a checkpoint may contain: passive classes, mostly of one module, and dtypes
 _CLASSES = [
     pathlib.PosixPath,
@@ -84,12 +85,16 @@ def open_run_folder(
     if not config.resume:
         return None, {}
     checkpoint, state = newest_checkpoint(config.run_dir)
-    if checkpoint is not None and step_of(checkpoint) > config.num_steps:
+    if checkpoint is None:
+        return None, {}
+    if step_of(checkpoint) > config.num_steps:
         raise ValueError(
             f"{checkpoint} is beyond num_steps={config.num_steps}; --num-steps {step_of(checkpoint)} exports what it "
             "has, and a larger number trains it further; remove its folder to go back to the one before"
         )
-    if checkpoint is not None and not is_same_run(config):
+    # not run.json's first: what ran last may have ended before it saved; older checkpoints do not say their config
+    old_config = state.get(SAVED_CONFIG) or read_marker(config.run_dir)["config"]
+    if not is_same_run(config, old_config):
         groups = state.get("flight")
         if groups:
             state["flight"] = None
@@ -99,13 +104,12 @@ def open_run_folder(
     return checkpoint, state
 
 
-def is_same_run(config: Config) -> bool:
+def is_same_run(config: Config, old_config: dict[str, str]) -> bool:
     """Return whether the result is that of the run which is resumed, and print each field of the config that differs.
 
-    The old config is read from `run.json`, which is data; config.py is not run. Raises ValueError if the result depends
-    on a field that differs, unless `allow_changes` is set.
+    old_config: its `written_fields`. Raises ValueError if the result depends on a field that differs, unless
+    `allow_changes` is set.
     """
-    old_config = read_marker(config.run_dir)["config"]
     changes = changes_since(old_config, config)
     refused = [text for text, breaks_exactness in changes.items() if breaks_exactness]
     if refused and not config.allow_changes:

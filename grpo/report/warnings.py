@@ -194,6 +194,11 @@ def lost_accuracy(evaluations: list[Evaluation]) -> str:
             "reward is being gamed or learned by heart; read samples.txt, mend the reward, or export the best "
             "checkpoint (checkpoint.keep_best)"
         )
+    if math.isnan(now.reward):  # supervised, or without rewards
+        return (
+            f"{fell}: the training rows are learned by heart, or {TOO_LARGE}, take fewer steps, or export the best "
+            "checkpoint (checkpoint.keep_best)"
+        )
     return f"{fell}, and the reward did not rise either: {TOO_LARGE}, or raise trainer.warmup_steps or prompts_per_step"
 
 

@@ -140,19 +140,24 @@ def code_reward(
 
 
 def _last_program(text: str) -> str | None:
-    """Return the last closed ```python block, or else the last without a language. Blocks are read line by line."""
+    """Return the last closed ```python block, or else the last without a language. Blocks are read line by line.
+
+    A block in a list is indented: each line loses what stands before the fence, as in Markdown.
+    """
     last_blocks = {}
     language = None
     for line in text.splitlines(keepends=True):
         fence = line.strip()
+        indent = len(line) - len(line.lstrip(" \t"))
         if language is None and fence.startswith("```"):
             language = fence[3:].strip().lower()
             block = ""
+            fence_indent = indent
         elif language is not None and fence == "```":
             last_blocks[language] = block
             language = None
         elif language is not None:
-            block += line
+            block += line[min(indent, fence_indent) :]
     programs = [last_blocks.get(name, "") for name in ("python", "py", "python3", "")]
     return next(filter(str.strip, programs), None)
 

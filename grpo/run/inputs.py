@@ -38,7 +38,7 @@ from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import end_of_turn
 from grpo.environments.serving import serving_template
 from grpo.environments.tools import load_toolboxes
-from grpo.folder.checkpoint import open_run_folder
+from grpo.folder.checkpoint import SAVED_CONFIG, open_run_folder
 from grpo.models import hf_folder
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import ChatForm
@@ -322,7 +322,7 @@ def resumed_stream(
     stream = new_stream()
     if state:
         with refuse_unless_allowed(allow_changes, "resumed all the same"):
-            check_saved("the driver's state", {*state} - {WEIGHTS}, parts)
+            check_saved("the driver's state", {*state} - {SAVED_CONFIG, WEIGHTS}, parts)
         with refuse_unless_allowed(allow_changes, "the data begin again"):
             check_saved("the driver's state", state, {*state, "data"})
             stream.load_state_dict(state["data"])

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.checks import check_world_size, describe_roles, num_processes, validate
 from grpo.config.fields import MAX_NUM_SEQS, Config
+from grpo.config.recipes import written_fields
 from grpo.folder import checkpoint
 from grpo.folder.hub import open_repository, push
 from grpo.folder.run_folder import begin_run
@@ -86,7 +87,7 @@ def run(
         needs_reward_model=bool(config.reward.model) and layout is None,
     )
     set_place(role=roles.name)
-    with watched(roles, config.deadline_minutes):
+    with watched(roles, config.deadline_minutes) as watchdog:
         session = Session(config, script, read_inputs, layout, roles, text_around(train))
         try:
             train(config, session)
@@ -101,6 +102,7 @@ def run(
             raise
     if session.repository and session.is_exported:  # here no rank waits, however long it takes
         print(push(config, session.repository))
+    watchdog.exit_if_interrupted()
 
 
 def text_around(function: Callable) -> str:
@@ -371,7 +373,12 @@ class Session:
             with self.timer.phase("save"):
                 state = None
                 if self.roles.is_driver:
-                    state = {"step": step, WEIGHTS: self.inputs.weights, **driver_state()}
+                    state = {
+                        "step": step,
+                        checkpoint.SAVED_CONFIG: written_fields(self.config),
+                        WEIGHTS: self.inputs.weights,
+                        **driver_state(),
+                    }
                 self.saver.save(step, trainer, state)
         self.saved_step = step
 
@@ -434,8 +441,8 @@ class Session:
         message = f"step {step} skipped {skipped_frac:.0%} of its update, because not finite: {', '.join(causes)}"
         if self.num_skipped == MOST_SKIPPED:
             raise BadInput(
-                f"{message}; so did the {MOST_SKIPPED - 1} before it. The weights are those before them: lower "
-                "trainer.learning_rate, or look at earlier metrics, and continue with --resume (--record keeps batches)"
+                f"{message}; so did the {MOST_SKIPPED - 1} before it, in part or whole. Lower trainer.learning_rate, "
+                "or look at earlier metrics, and continue with --resume (--record keeps batches)"
             )
         print(f"warning: {message}")
 

@@ -142,12 +142,12 @@ class HangDetector:
 
 
 @contextlib.contextmanager
-def watched(roles: Roles, deadline_minutes: float) -> Iterator[None]:
+def watched(roles: Roles, deadline_minutes: float) -> Iterator["Watchdog"]:
     """Watch this rank and hear stop signals while the `with` block runs. Every rank enters it."""
     watchdog = Watchdog(roles, deadline_minutes)
     watchdog.start()
     try:
-        yield
+        yield watchdog
     except BaseException:
         if here.goes_on:
             watchdog.close()
@@ -157,8 +157,6 @@ def watched(roles: Roles, deadline_minutes: float) -> Iterator[None]:
             watchdog.announce_end()
         raise  # the thread goes on: torchrun's SIGTERM then ends this process wherever it is
     watchdog.close()
-    if watchdog.asked == signal.SIGINT.name and not stopping.launched_by_torchrun():
-        raise SystemExit(128 + signal.SIGINT)
 
 
 class Watchdog:
@@ -206,6 +204,11 @@ class Watchdog:
         self.closed.set()
         self.thread.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def exit_if_interrupted(self) -> None:
+        """End the process with Ctrl-C's exit code if that was heard, so that a shell's loop stops too."""
+        if self.asked == signal.SIGINT.name and not stopping.launched_by_torchrun():
+            raise SystemExit(128 + signal.SIGINT)
 
     def announce_end(self, *hanging_ranks: int) -> None:
         """Tell all ranks that the run is over, and that somebody printed why this rank and `hanging_ranks` end."""

@@ -54,19 +54,19 @@ def test_changes_are_shown_and_refused(config, tmp_path, capsys):
     before = change(config, {"run_dir": str(tmp_path)})
     os.close(begin_run(before, "train.py"))
     capsys.readouterr()
-    assert is_same_run(before)
+    assert is_same_run(before, saved(before))
     assert capsys.readouterr().out == ""
     longer = change(before, {"num_steps": 999, "checkpoint.keep": 5, "resume": True})
-    assert is_same_run(longer)
+    assert is_same_run(longer, saved(before))
     assert capsys.readouterr().out == (
         f"resumed with another config than before\n  checkpoint.keep: 2 -> 5\n  num_steps: {before.num_steps} -> 999\n"
     )
     other = change(longer, {"seed": 7, "trainer.learning_rate": 1.0})
     with pytest.raises(ValueError, match="--allow-changes") as refused:
-        is_same_run(other)
+        is_same_run(other, saved(before))
     assert f"trainer.learning_rate: {before.trainer.learning_rate!r} -> 1.0; seed: 0 -> 7" in str(refused.value)
     assert "num_steps" not in str(refused.value)
-    assert not is_same_run(change(other, {"allow_changes": True}))
+    assert not is_same_run(change(other, {"allow_changes": True}), saved(before))
     assert "seed: 0 -> 7" in capsys.readouterr().out
 
 

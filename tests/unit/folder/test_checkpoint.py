@@ -11,6 +11,7 @@ import resource
 import shutil
 import threading
 from concurrent.futures import wait
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint import filesystem
 
 from grpo import export
 from grpo.config import CheckpointConfig, GRPOConfig
-from grpo.config.recipes import as_recipe
+from grpo.config.recipes import as_recipe, written_fields
 from grpo.export import find_checkpoint
 from grpo.folder import checkpoint
 from grpo.folder.checkpoint import CheckpointSaver, SafeReader
@@ -314,6 +315,27 @@ def test_a_checkpoint_beyond_the_last_step_is_refused_with_the_numbers(run_dir):
     config = GRPOConfig(run_dir=str(run_dir), resume=True, num_steps=3)
     with pytest.raises(ValueError, match="step-00000004 is beyond num_steps=3; --num-steps 4 exports what it has"):
         checkpoint.open_run_folder(config, "train_grpo.py", [])
+
+
+def test_a_run_that_ended_before_it_saved_does_not_make_the_checkpoint_its_own(tmp_path, capsys):
+    """The checkpoint is of groups of 4. A start with groups of 8 replaced run.json, and ended before its first step."""
+    config = GRPOConfig(run_dir=str(tmp_path), group_size=4, num_steps=9)
+    os.close(begin_run(config, "train_grpo.py"))
+    state = {"step": 2, "flight": {"counts": [4, 4]}, checkpoint.SAVED_CONFIG: written_fields(config)}
+    saver = saver_of(tmp_path)
+    saver.save(2, Trained(2), state)
+    saver.finish()
+    resumed = replace(config, resume=True)
+    other = replace(resumed, group_size=8)
+    os.close(begin_run(other, "train_grpo.py", step=2))
+
+    with pytest.raises(ValueError, match="group_size: 4 -> 8"):
+        checkpoint.open_run_folder(other, "train_grpo.py", [])
+    capsys.readouterr()
+    _, dropped = checkpoint.open_run_folder(replace(other, allow_changes=True), "train_grpo.py", [])
+    assert dropped["flight"] is None and "2 groups in flight are left out" in capsys.readouterr().out
+    _, kept = checkpoint.open_run_folder(resumed, "train_grpo.py", [])
+    assert kept["flight"] == state["flight"] and capsys.readouterr().out == ""
 
 
 def test_weights_of_another_shape_are_one_line(run_dir):

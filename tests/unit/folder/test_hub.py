@@ -1,14 +1,35 @@
 """`checkpoint.push_to_hub` with the real client of the hub, against a small server of the test's own."""
 
+import contextlib
 import dataclasses
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from grpo.config import CheckpointConfig, ModelConfig, RewardConfig, SFTConfig
 from grpo.config.recipes import as_recipe
 from grpo.folder.hub import open_repository, push
+from grpo.run import session
 from tests.hub import OWNER, hub_server  # noqa: F401
+
+
+def test_a_finished_run_is_uploaded_although_ctrl_c_came_in_its_last_step(monkeypatch, capsys):
+    @contextlib.contextmanager
+    def watched(roles, deadline_minutes):
+        yield SimpleNamespace(exit_if_interrupted=lambda: sys.exit(130))
+
+    def finished(*arguments):
+        return SimpleNamespace(repository="me/model", is_exported=True, saver=None)
+
+    monkeypatch.setattr(session, "watched", watched)
+    monkeypatch.setattr(session, "Session", finished)
+    monkeypatch.setattr(session, "push", lambda config, repository: f"uploaded to {repository}")
+    monkeypatch.setattr(session, "setup_roles", lambda *arguments, **options: SimpleNamespace(name="trainer"))
+    with pytest.raises(SystemExit) as ended:
+        session.run(SFTConfig(num_trainers=1), "train_sft.py", None, lambda config, session: None)
+    assert ended.value.code == 130 and "uploaded to me/model" in capsys.readouterr().out
 
 
 @pytest.fixture

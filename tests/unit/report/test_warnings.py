@@ -127,6 +127,7 @@ def test_a_small_kl_to_a_reference_that_moves_is_no_reason_to_learn_faster(kl_is
         ([(0.5, 0, 0.4), (0.6, 0, 0.5), (0.65, 0, 0.6)], ""),
         ([(0.5, 0, 0.4), (0.6, 0.03, 0.5), (0.48, 0.04, 0.4)], ""),  # 2.5 x 0.05 is more than 0.12
         ([(0.5, 0, 0.4), (0.6, 0.03, 0.5), (0.47, 0.04, 0.4)], "did not rise either"),
+        ([(0.5, 0, math.nan), (0.6, 0, math.nan), (0.55, 0, math.nan)], "learned by heart"),  # SFT
     ],
 )
 def test_lost_accuracy(evaluations, why):

@@ -35,6 +35,9 @@ def program(code: str) -> str:
         (ADD + "prints\n```\n5\n```", ADD_TESTS, 1.0),
         (ADD + "```text\n5\n```", ADD_TESTS, 1.0),
         ("```text\n5\n```\nbetween\n```\ndef add(a, b): return a + b\n```", ADD_TESTS, 1.0),
+        ("1. Adds:\n\n   ```python\n   def add(a, b):\n\n       return a + b\n   ```\n", ADD_TESTS, 1.0),  # in a list
+        ("  ```python\ndef add(a, b):\n    return a + b\n  ```", ADD_TESTS, 1.0),
+        (program("text = '''\n   3\n  \n'''"), "assert text == '\\n   3\\n  \\n'", 1.0),
         ("def add(a, b): return a + b", ADD_TESTS, 0.0),
         ("```python\ndef add(a, b): return a + b", ADD_TESTS, 0.0),
         ("", ADD_TESTS, 0.0),

@@ -140,13 +140,14 @@ def main():
     from grpo.roles.process_groups import setup_trainers
     from grpo.watch.watchdog import watched
 
-    with watched(setup_trainers(), 10):
+    with watched(setup_trainers(), 10) as watchdog:
         set_place(phase="train")
         if sys.argv[2] != "later":
             hear_twice()
         while sys.argv[2] == "later":
             os.kill(os.getpid(), number)
             time.sleep(3)
+    watchdog.exit_if_interrupted()
 
 
 number = signal.Signals[sys.argv[1]]
