@@ -56,7 +56,42 @@ def test_a_folder_may_have_any_name(tmp_path):
     assert rows_of(tmp_path / "rows[1]") == [{"a": "rows[1]"}]
 
 
-@pytest.mark.parametrize("spec", ["", "[main]", "a/b[main", "a/b]", ":train"])
+def test_a_part_of_a_file_or_folder_of_any_name(tmp_path, monkeypatch):
+    """A name up to its @ or [ may be a file or folder too, with other rows."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows@v2", "rows"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(f'{{"a": "{name}"}}\n' * 3)
+    for name in ("more[1]:b.jsonl", "more.jsonl"):
+        (tmp_path / name).write_text(f'{{"a": "{name}"}}\n' * 3)
+    assert rows_of("rows@v2:train[:1]") == [{"a": "rows@v2"}]
+    assert rows_of("rows:train[:1]") == [{"a": "rows"}]
+    assert rows_of("rows@v2/train.jsonl:train[1:]") == [{"a": "rows@v2"}] * 2
+    assert rows_of("more[1]:b.jsonl:train[:1]") == [{"a": "more[1]:b.jsonl"}]
+    (tmp_path / "rows@v2" / "mine.py").write_text("def rows(split):\n    return [{'a': split}]\n")
+    assert rows_of("rows@v2/mine.py:rows:test[:1]") == [{"a": "test"}]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("rows@v2:train[:1]", "rows is a local folder, which has no revisions; leave @v2 out"),
+        ("rows.jsonl@v2", "rows.jsonl is a local file, which has no revisions; leave @v2 out"),
+        ("rows.jsonl[main]:train", r"rows.jsonl is a local file, which has no configurations; leave \[main\] out"),
+        ("mine.py:rows@v2", "mine.py:rows is a local function, which has no revisions; leave @v2 out"),
+        ("mine.py:rows[main]", r"mine.py:rows is a local function, which has no configurations; leave \[main\] out"),
+    ],
+)
+def test_what_is_here_has_no_revision_and_a_file_no_configuration(spec, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "mine.py").write_text("def rows(split):\n    return [{'a': split}]\n")
+    with pytest.raises(ValueError, match=f"data.path='.*': {reason}$"):
+        parse_source(spec, "data.path")
+
+
+@pytest.mark.parametrize("spec", ["", "[main]", "a/b[main", "a/b]", ":train", f"{ROOT}:"])
 def test_a_source_that_is_none(spec):
     with pytest.raises(ValueError, match="data.path='.*' is no data set; write PATH"):
         parse_source(spec, "data.path")
