@@ -192,8 +192,8 @@ def _files_of(source: Source) -> tuple[str, Files]:
     """Find the files of a source: their kind (json, list, csv or parquet) and their paths by split.
 
     Both are empty for a hub data set, and for a folder with the card of a data set, which names its files. Raises
-    FileNotFoundError for a file that does not exist, ValueError for a compressed file, a split of a single file, and a
-    folder without files or with files of several kinds.
+    FileNotFoundError for a file that does not exist, ValueError for a compressed file, a split of a single file, a
+    folder without files or with files of several kinds, and a configuration of a folder without a card.
     """
     path = Path(source.path)
     if source.is_file:
@@ -206,7 +206,12 @@ def _files_of(source: Source) -> tuple[str, Files]:
                 f"{source.text}: a file has no splits; name the file alone, or a part as {path}:train[:90%]"
             )
         files = {split: [str(path)]}
-    elif source.kind == "folder" and not (path / "README.md").is_file():
+    elif source.kind == "folder" and not _has_card(path):
+        if source.name:
+            raise ValueError(
+                f"{source.text}: a folder has configurations only if its README.md names their files, under `configs` "
+                f"in its front matter; leave [{source.name}] out"
+            )
         files = _files_in_folder(str(path.absolute()))
     else:
         return "", {}
@@ -217,6 +222,31 @@ def _files_of(source: Source) -> tuple[str, Files]:
             content = f"files of several kinds ({', '.join(sorted(kinds))})"
         raise ValueError(f"data folder {source.path} has {content}; give one with files of one kind, or a single file")
     return kinds.pop(), files
+
+
+def _has_card(folder: Path) -> bool:
+    """Say whether the folder's README.md names the files of its configurations, as the card of a data set may.
+
+    Other cards, and notes, say nothing that is needed to find the files. Raises ValueError for front matter that cannot
+    be read, since it may name files.
+    """
+    import yaml
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    path = folder / "README.md"
+    if not path.is_file():
+        return False
+    front_matter = REGEX_YAML_BLOCK.match(path.read_text(encoding="utf-8", errors="replace"))
+    if front_matter is None:
+        return False
+    try:
+        entries = yaml.safe_load(front_matter[2])
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"{path} begins with front matter that is not YAML ({reason_of(error)}); correct it, or begin the file "
+            "with another line than ---"
+        ) from error
+    return isinstance(entries, dict) and bool(entries.get("configs"))
 
 
 def _files_in_folder(folder: str) -> Files:

@@ -179,6 +179,37 @@ def test_a_folder_has_splits_by_the_names_of_its_files(tmp_path):
         rows_of(tmp_path, "validation")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# My notes\n",
+        "---\nlicense: mit\ndataset_info:\n  features:\n  - name: answer\n    dtype: int64\n---\n# A card\n",
+        "---\nA line between rules\n---\n",
+        b"Notes in Latin-1: \xfc\n",
+    ],
+)
+def test_a_readme_that_names_no_files_changes_no_rows(text, tmp_path):
+    """The library would make numbers of the cells."""
+    (tmp_path / "README.md").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "train.csv").write_text("question,answer\nWhich code?,00712\nWhich country?,NA\n")
+    expected = [{"question": "Which code?", "answer": "00712"}, {"question": "Which country?", "answer": "NA"}]
+    assert rows_of(tmp_path) == expected
+    with pytest.raises(ValueError, match=r"\[main\]:train: a folder has configurations only if its README.md names"):
+        rows_of(f"{tmp_path}[main]")
+
+
+def test_a_card_that_names_files_is_followed(tmp_path):
+    configs = "configs:\n- config_name: main\n  data_files: b.jsonl\n- config_name: other\n  data_files: a.jsonl\n"
+    (tmp_path / "README.md").write_text(f"---\n{configs}---\n# A card\n")
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"a": "{name}"}}\n')
+    assert rows_of(f"{tmp_path}[main]") == [{"a": "b"}]
+    assert rows_of(f"{tmp_path}[other]:train[:1]") == [{"a": "a"}]
+    (tmp_path / "README.md").write_text("---\nconfigs: a: b\n---\n")
+    with pytest.raises(ValueError, match="^.*README.md begins with front matter that is not YAML .*; correct it.*$"):
+        rows_of(tmp_path)
+
+
 def test_files_without_a_split_beside_others_that_have_one_are_named(tmp_path, capsys):
     (tmp_path / "more.jsonl").write_text('{"a": 1}\n')
     assert rows_of(tmp_path) == [{"a": 1}] and "not read" not in capsys.readouterr().out
