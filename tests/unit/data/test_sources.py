@@ -220,6 +220,34 @@ def test_files_without_a_split_beside_others_that_have_one_are_named(tmp_path, c
     )
 
 
+@pytest.mark.parametrize("ending", ["bak", "old", "orig", "tmp", "jsonl~"])
+def test_backups_in_a_folder_are_no_data_and_named(ending, tmp_path, capsys):
+    """Nor does a split in the name of one of them, or of notes, decide about the data files."""
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "train_notes.txt").write_text("train notes")
+    (tmp_path / f"train.jsonl.{ending}").write_text('{"a": 2}\n')
+    assert rows_of(tmp_path) == [{"a": 1}]
+    told = f"do not end in .jsonl, .json, .csv, .parquet are not read: train.jsonl.{ending}, train_notes.txt\n"
+    assert told in capsys.readouterr().out
+    (tmp_path / "test.jsonl").write_text('{"a": 3}\n')
+    (tmp_path / "test.jsonl.gz").write_bytes(b"\x1f\x8b" + bytes(20))
+    with pytest.raises(ValueError, match="test.jsonl.gz is compressed or broken: .*; unpack it"):
+        rows_of(tmp_path, "test")
+
+
+def test_a_folder_of_save_to_disk_is_refused_with_what_writes_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = datasets.Dataset.from_list([{"a": 1}])
+    table.save_to_disk("rows")
+    datasets.DatasetDict(train=table).save_to_disk("splits")
+    for name, saved in (("rows", "rows"), ("splits", "splits/train")):
+        with pytest.raises(ValueError, match=f"data folder {name} is one that save_to_disk wrote") as refused:
+            rows_of(name)
+        assert f"write a file with datasets.load_from_disk('{saved}').to_parquet('train.parquet')" in str(refused.value)
+        datasets.load_from_disk(saved).to_parquet("train.parquet")
+        assert rows_of("train.parquet") == [{"a": 1}]
+
+
 def test_a_file_is_of_one_split_and_read_once(tmp_path):
     (tmp_path / "test_eval.jsonl").write_text('{"a": 1}\n')  # both words say test
     assert rows_of(tmp_path, "test") == [{"a": 1}]
