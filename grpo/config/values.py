@@ -187,18 +187,20 @@ class Source:
 def parse_source(spec: str, field: str, label: str = "", split: str = "train", weight: float = 1.0) -> Source:
     """Read a text such as `openai/gsm8k[main]@v1:train[:5%]` as a Source; `split` is for a text without one.
 
-    The path of an existing file or folder is taken as it is. Raises ValueError, which names the config's `field`, for a
-    text of another form.
+    The path of an existing file or folder is taken as it is, also with a split behind it. Raises ValueError, which
+    names the config's `field`, for a text of another form, and for a revision or configuration of what has none.
     """
-    if os.path.exists(spec):
-        return Source(label, spec, split=split, weight=weight)
+    path = _path_here(spec)
+    own_split = spec[len(path) + 1 :]
+    if path and (own_split or path == spec):
+        return Source(label, path, split=own_split or split, weight=weight)
     parts = _SOURCE_PARTS.fullmatch(spec)
     if parts is None:
         raise ValueError(
             f"{field}={spec!r} is no data set; write PATH[NAME]@REVISION:SPLIT, of which only PATH must be there, such "
             "as openai/gsm8k[main]:train[:90%] or rows.jsonl"
         )
-    return Source(
+    source = Source(
         label,
         parts["path"],
         parts["name"] or "",
@@ -206,3 +208,32 @@ def parse_source(spec: str, field: str, label: str = "", split: str = "train", w
         parts["split"] or split,
         weight,
     )
+    kind = "file" if source.is_file else source.kind
+    if source.revision and kind != "hub":
+        raise ValueError(
+            f"{field}={spec!r}: {source.path} is a local {kind}, which has no revisions; leave @{source.revision} out"
+        )
+    if source.name and kind not in ("hub", "folder"):
+        raise ValueError(
+            f"{field}={spec!r}: {source.path} is a local {kind}, which has no configurations; leave [{source.name}] out"
+        )
+    return source
+
+
+def _path_here(spec: str) -> str:
+    """Return the file, folder or function that `spec` is, or names before a colon; empty if none of that name exists.
+
+    It is the longest one, since names of files may have colons too.
+    """
+    path = spec
+    while path and not _is_here(path):
+        path, _, _ = path.rpartition(":")
+    return path
+
+
+def _is_here(path: str) -> bool:
+    """Say whether a file, a folder or the file of a function exists. A Python file without a function is no data."""
+    if names_function(path):
+        path, _, _ = path.rpartition(":")
+        return os.path.isfile(path)
+    return os.path.exists(path) and not path.endswith(".py")

@@ -456,6 +456,8 @@ def _values_at(rows: Rows, places: list[int]) -> dict[str, Counter]:
         names = [name for name, kind in table.features.items() if isinstance(kind, datasets.Value)]
         first_rows = table.select_columns(names)[:FIRST_ROWS]
         names = [name for name, values in first_rows.items() if len(set(values)) < len(values)]
+        if not names:  # a table without columns has no rows either
+            return defaultdict(Counter)
         table = table.select_columns(names)
     counts = defaultdict(Counter)
     for row in rows.rows_of(table[places], 0):

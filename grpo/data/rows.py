@@ -278,13 +278,13 @@ def read_chat(row_format: RowFormat, columns: ChatColumns, row: Row) -> Example:
 
 def _alpaca_chat(row: Row) -> Messages:
     """Read an Alpaca row: `system` if there is any, `instruction` with `input` below it, and `output`."""
-    if row.get("history"):
+    if optional(row, "history"):
         raise BadRow("column 'history' has earlier turns, which are not read; make `messages` of them with --data.row")
     chat = []
-    if row.get("system"):
+    if optional(row, "system"):
         chat += as_messages(column_of(row, "system", str), "system")
     question = column_of(row, "instruction", str)
-    if row.get("input"):
+    if optional(row, "input"):
         question += "\n\n" + column_of(row, "input", str)
     chat += as_messages(question)
     chat += as_messages(column_of(row, "output", str), "assistant")
@@ -320,6 +320,13 @@ def value_at(row: Any, path: str, default: Any = None) -> Any:
     return value
 
 
+def optional(row: Row, path: str) -> Any:
+    """Return the value at `path` of a column that a row may lack; None for NaN and blank text too."""
+    value = value_at(row, path)
+    is_blank = isinstance(value, str) and not value.strip()
+    return None if is_blank or _is_missing(value) else value
+
+
 def column_of(row: Row, path: str, *kinds: type) -> Any:
     """Return the value at `path`, which must be text (`str`) or messages (`list`) if kinds are given, and not empty.
 
@@ -353,26 +360,26 @@ def tools_of(row: Row, path: str) -> Tools | None:
     They may be JSON text, since a table cannot hold schemas of several shapes. Then nulls are the schemas' own.
     """
     place = f"column {path!r}"
-    value = value_at(row, path)
-    is_json = isinstance(value, str) and bool(value.strip())
+    value = optional(row, path)
+    is_json = isinstance(value, str)
     if is_json:
         value = _from_json(value, place)
-    if not value:
+    if not value or _is_missing(value):  # JSON text may say NaN too
         return None
     _check_kind(value, place, list)
     for number, tool in enumerate(value, 1):
         _check_kind(tool, f"{place}, entry {number}", dict)
     _check_surrogates(value, place)
-    return value if is_json else without_none(value)
+    return value if is_json else without_missing(value)
 
 
-def without_none(value: Any) -> Any:
-    """Drop entries that are None, at any depth: a table gives each row all entries that any row has."""
+def without_missing(value: Any) -> Any:
+    """Drop entries that are None or NaN, at any depth: a table gives each row all entries that any row has."""
     if isinstance(value, dict):
-        known = {key: entry for key, entry in value.items() if entry is not None}
-        return {key: without_none(entry) for key, entry in known.items()}
+        known = {key: entry for key, entry in value.items() if not _is_missing(entry)}
+        return {key: without_missing(entry) for key, entry in known.items()}
     if isinstance(value, list):
-        return [without_none(entry) for entry in value]
+        return [without_missing(entry) for entry in value]
     return value
 
 
@@ -387,9 +394,14 @@ def kinds_of(columns: dict[str, Any]) -> str:
     return ", ".join(kinds) or "none"
 
 
+def _is_missing(value: Any) -> bool:
+    """Say whether there is no value: None, or NaN, which tables write for what is missing."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def _check_kind(value: Any, place: str, *kinds: type) -> None:
     """Raise BadRow if the value is missing, or of none of these kinds, if any are given."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):  # tables write NaN for what is missing
+    if _is_missing(value):
         raise BadRow(f"{place} is missing")
     if kinds and not isinstance(value, kinds):
         expected = " or ".join(KINDS[kind] for kind in kinds)
@@ -412,7 +424,7 @@ def _check_surrogates(value: Any, place: str) -> None:
 def _message(message: Any, place: str) -> Message:
     """Return a message as chat templates take it: content is text, and the arguments of tool calls are tables."""
     _check_kind(message, place, dict)
-    message = without_none(message)
+    message = without_missing(message)
     if "role" not in message and "from" in message:
         raise BadRow(f"{place} has ShareGPT's from and value; make role and content of them with --data.row")
     role = message.get("role")

@@ -192,8 +192,8 @@ def _files_of(source: Source) -> tuple[str, Files]:
     """Find the files of a source: their kind (json, list, csv or parquet) and their paths by split.
 
     Both are empty for a hub data set, and for a folder with the card of a data set, which names its files. Raises
-    FileNotFoundError for a file that does not exist, ValueError for a compressed file, a split of a single file, and a
-    folder without files or with files of several kinds.
+    FileNotFoundError for a file that does not exist, ValueError for a compressed file, a split of a single file, a
+    folder without files or with files of several kinds, and a configuration of a folder without a card.
     """
     path = Path(source.path)
     if source.is_file:
@@ -206,7 +206,13 @@ def _files_of(source: Source) -> tuple[str, Files]:
                 f"{source.text}: a file has no splits; name the file alone, or a part as {path}:train[:90%]"
             )
         files = {split: [str(path)]}
-    elif source.kind == "folder" and not (path / "README.md").is_file():
+    elif source.kind == "folder" and not _has_card(path):
+        if source.name:
+            raise ValueError(
+                f"{source.text}: a folder has configurations only if its README.md names their files, under `configs` "
+                f"in its front matter; leave [{source.name}] out"
+            )
+        _check_not_saved(path)
         files = _files_in_folder(str(path.absolute()))
     else:
         return "", {}
@@ -219,23 +225,80 @@ def _files_of(source: Source) -> tuple[str, Files]:
     return kinds.pop(), files
 
 
+def _check_not_saved(folder: Path) -> None:
+    """Raise ValueError for a folder that the library's `save_to_disk` wrote: its files are no data files."""
+    has_splits = (folder / "dataset_dict.json").is_file()
+    has_rows = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    if has_splits or has_rows:
+        saved = folder / "train" if has_splits else folder
+        raise ValueError(
+            f"data folder {folder} is one that save_to_disk wrote, which is not read; write a file with "
+            f"datasets.load_from_disk({str(saved)!r}).to_parquet('train.parquet') and name that file"
+        )
+
+
+def _has_card(folder: Path) -> bool:
+    """Say whether the folder's README.md names the files of its configurations, as the card of a data set may.
+
+    Other cards, and notes, say nothing that is needed to find the files. Raises ValueError for front matter that cannot
+    be read, since it may name files.
+    """
+    import yaml
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    path = folder / "README.md"
+    if not path.is_file():
+        return False
+    front_matter = REGEX_YAML_BLOCK.match(path.read_text(encoding="utf-8", errors="replace"))
+    if front_matter is None:
+        return False
+    try:
+        entries = yaml.safe_load(front_matter[2])
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"{path} begins with front matter that is not YAML ({reason_of(error)}); correct it, or begin the file "
+            "with another line than ---"
+        ) from error
+    return isinstance(entries, dict) and bool(entries.get("configs"))
+
+
 def _files_in_folder(folder: str) -> Files:
     """Find the files of each split by their names; all are of the split train if no name has a split.
 
-    Prints a warning if some names have a split and others have none: the library leaves the others out. Raises
-    ValueError for a name with several splits.
+    Prints which files are not read: those of other kinds, and in a warning those whose names have no split beside
+    others that have one. Raises ValueError for a name with several splits and for compressed data.
     """
-    from datasets.data_files import DataFilesDict, get_data_patterns
+    from datasets.data_files import _get_data_files_patterns  # the public one looks at backups and notes too
 
-    base = glob.escape(folder)
+    others = [path for path in _matching("**", folder) if Path(path).suffix not in FILE_KINDS]
+    for path in others:
+        if FILE_KINDS.keys() & set(Path(path).suffixes):  # rows.jsonl.gz is data, rows.jsonl.bak a backup
+            _check_packed(path)
+    if others:
+        names = ", ".join(os.path.relpath(path, folder) for path in others[:SHOWN_FILES])
+        if len(others) > SHOWN_FILES:
+            names += ", .."
+        print(
+            printable(
+                f"data: data folder {folder}: files whose names do not end in {', '.join(FILE_KINDS)} are not read: "
+                f"{names}"
+            )
+        )
+
+    def find(pattern: str) -> list[str]:
+        """Find the data files whose names fit the pattern."""
+        return [path for path in _matching(pattern, folder) if Path(path).suffix in FILE_KINDS]
+
     try:
-        patterns = get_data_patterns(base) | {"": ["**"]}
-        found = DataFilesDict.from_patterns(patterns, base, allowed_extensions=list(FILE_KINDS))
+        patterns = _get_data_files_patterns(find)
     except FileNotFoundError:
         return {}
-    # a file that has the words of a split twice in its name is found twice
-    files = {str(split): dict.fromkeys(map(str, paths)) for split, paths in found.items()}
-    all_files = files.pop("")
+    all_files = find("**")
+    files = {}
+    for split, patterns_of_split in patterns.items():
+        # a file that has the words of a split twice in its name is found twice
+        paths = itertools.chain(*map(find, patterns_of_split))
+        files[str(split)] = dict.fromkeys(paths)
     unread = []
     for path in all_files:
         splits = [split for split, paths in files.items() if path in paths]
@@ -256,18 +319,33 @@ def _files_in_folder(folder: str) -> Files:
     return {split: [*paths] for split, paths in files.items()}
 
 
-def _kind_of(path: str) -> str:
-    """Return the kind that the file's name says, or `list` for a .json file with one list of all rows."""
+def _matching(pattern: str, folder: str) -> list[str]:
+    """Find the files in the folder whose paths fit the library's pattern. Hidden files and README.md are left out."""
+    from datasets.data_files import resolve_pattern
+
+    try:
+        return resolve_pattern(pattern, glob.escape(folder))
+    except FileNotFoundError:
+        return []
+
+
+def _check_packed(path: str) -> None:
+    """Raise ValueError for a file that begins as compressed or broken ones do."""
     with open(path, "rb") as file:
         beginning = file.read(max(map(len, PACKED_OR_BROKEN)))
-        if beginning.startswith(PACKED_OR_BROKEN):
-            raise ValueError(f"data file {path} is compressed or broken: it begins with {beginning}; unpack it")
-        if path.endswith(".json"):
-            file.seek(0)
+    if beginning.startswith(PACKED_OR_BROKEN):
+        raise ValueError(f"data file {path} is compressed or broken: it begins with {beginning}; unpack it")
+
+
+def _kind_of(path: str) -> str:
+    """Return the kind that the file's name says, or `list` for a .json file with one list of all rows."""
+    _check_packed(path)
+    if path.endswith(".json"):
+        with open(path, "rb") as file:
             lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in file)
             first_line = next(filter(None, lines), b"")
-            if first_line.startswith(b"["):
-                return "list"
+        if first_line.startswith(b"["):
+            return "list"
     return FILE_KINDS.get(Path(path).suffix, "json")
 
 

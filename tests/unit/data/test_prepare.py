@@ -440,6 +440,25 @@ def test_the_first_rows_of_a_sorted_set_are_told(tokenizer, tmp_path, capsys, ki
     assert not any(warning in output for output in said.values())
 
 
+def test_a_table_in_which_no_column_repeats_has_nothing_to_tell(tokenizer, tmp_path, capsys):
+    """As GSM8K, in which questions and answers all differ, and as a table of chats alone."""
+    path = str(tmp_path / "questions.parquet")
+    pandas.DataFrame([{"question": f"add {n}", "answer": str(n)} for n in range(40)]).to_parquet(path)
+    data = config_of("-", max_prompt_tokens=99, prompt_column="question", answer_column="answer")
+    assert len(load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=5), tokenizer)) == 5
+
+    path = str(tmp_path / "chats.parquet")
+    chat = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "yes"}]
+    pandas.DataFrame({"messages": [chat] * 40}).to_parquet(path)
+    config = SFTConfig(
+        data=config_of(path),
+        max_sequence_tokens=99,
+        validation=ValidationConfig(interval=1, path=path, num_examples=5),
+    )
+    assert len(load_validation(config, tokenizer)[""]) == 5
+    assert "sorted" not in capsys.readouterr().out
+
+
 def test_rows_that_a_function_leaves_out_do_not_count(tokenizer, tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", sorted_rows(2000, by_level=True))
     (tmp_path / "mine.py").write_text(

@@ -205,6 +205,22 @@ def test_an_alpaca_row_may_have_a_system_prompt_and_no_earlier_turns():
         chat_of(row | {"history": [["0+1?", "one"]]})
 
 
+@pytest.mark.parametrize("nothing", [None, float("nan"), "", " \n", []])
+def test_an_optional_column_may_hold_nothing(nothing):
+    """Tables write NaN for what is missing."""
+    alpaca = {"instruction": "1+1?", "output": "two"}
+    for column in ("input", "system", "history"):
+        assert chat_of(alpaca | {column: nothing}) == Example(chat=[USER, ASSISTANT])
+    assert chat_of({"messages": [USER, ASSISTANT], "tools": nothing}) == Example(chat=[USER, ASSISTANT])
+    row = GOOD | {"tool": nothing}
+    assert row_reader(DataConfig(tools_column="tool"))(row).tools is None
+
+
+def test_an_entry_of_a_message_may_be_nan():
+    messages = [USER | {"name": float("nan")}, ASSISTANT | {"tool_calls": float("nan")}]
+    assert chat_of({"messages": messages, "tools": "NaN"}) == Example(chat=[USER, ASSISTANT])
+
+
 @pytest.mark.parametrize(
     "row, message",
     [

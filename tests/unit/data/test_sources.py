@@ -56,7 +56,42 @@ def test_a_folder_may_have_any_name(tmp_path):
     assert rows_of(tmp_path / "rows[1]") == [{"a": "rows[1]"}]
 
 
-@pytest.mark.parametrize("spec", ["", "[main]", "a/b[main", "a/b]", ":train"])
+def test_a_part_of_a_file_or_folder_of_any_name(tmp_path, monkeypatch):
+    """A name up to its @ or [ may be a file or folder too, with other rows."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows@v2", "rows"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(f'{{"a": "{name}"}}\n' * 3)
+    for name in ("more[1]:b.jsonl", "more.jsonl"):
+        (tmp_path / name).write_text(f'{{"a": "{name}"}}\n' * 3)
+    assert rows_of("rows@v2:train[:1]") == [{"a": "rows@v2"}]
+    assert rows_of("rows:train[:1]") == [{"a": "rows"}]
+    assert rows_of("rows@v2/train.jsonl:train[1:]") == [{"a": "rows@v2"}] * 2
+    assert rows_of("more[1]:b.jsonl:train[:1]") == [{"a": "more[1]:b.jsonl"}]
+    (tmp_path / "rows@v2" / "mine.py").write_text("def rows(split):\n    return [{'a': split}]\n")
+    assert rows_of("rows@v2/mine.py:rows:test[:1]") == [{"a": "test"}]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("rows@v2:train[:1]", "rows is a local folder, which has no revisions; leave @v2 out"),
+        ("rows.jsonl@v2", "rows.jsonl is a local file, which has no revisions; leave @v2 out"),
+        ("rows.jsonl[main]:train", r"rows.jsonl is a local file, which has no configurations; leave \[main\] out"),
+        ("mine.py:rows@v2", "mine.py:rows is a local function, which has no revisions; leave @v2 out"),
+        ("mine.py:rows[main]", r"mine.py:rows is a local function, which has no configurations; leave \[main\] out"),
+    ],
+)
+def test_what_is_here_has_no_revision_and_a_file_no_configuration(spec, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "mine.py").write_text("def rows(split):\n    return [{'a': split}]\n")
+    with pytest.raises(ValueError, match=f"data.path='.*': {reason}$"):
+        parse_source(spec, "data.path")
+
+
+@pytest.mark.parametrize("spec", ["", "[main]", "a/b[main", "a/b]", ":train", f"{ROOT}:"])
 def test_a_source_that_is_none(spec):
     with pytest.raises(ValueError, match="data.path='.*' is no data set; write PATH"):
         parse_source(spec, "data.path")
@@ -144,6 +179,37 @@ def test_a_folder_has_splits_by_the_names_of_its_files(tmp_path):
         rows_of(tmp_path, "validation")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# My notes\n",
+        "---\nlicense: mit\ndataset_info:\n  features:\n  - name: answer\n    dtype: int64\n---\n# A card\n",
+        "---\nA line between rules\n---\n",
+        b"Notes in Latin-1: \xfc\n",
+    ],
+)
+def test_a_readme_that_names_no_files_changes_no_rows(text, tmp_path):
+    """The library would make numbers of the cells."""
+    (tmp_path / "README.md").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "train.csv").write_text("question,answer\nWhich code?,00712\nWhich country?,NA\n")
+    expected = [{"question": "Which code?", "answer": "00712"}, {"question": "Which country?", "answer": "NA"}]
+    assert rows_of(tmp_path) == expected
+    with pytest.raises(ValueError, match=r"\[main\]:train: a folder has configurations only if its README.md names"):
+        rows_of(f"{tmp_path}[main]")
+
+
+def test_a_card_that_names_files_is_followed(tmp_path):
+    configs = "configs:\n- config_name: main\n  data_files: b.jsonl\n- config_name: other\n  data_files: a.jsonl\n"
+    (tmp_path / "README.md").write_text(f"---\n{configs}---\n# A card\n")
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"a": "{name}"}}\n')
+    assert rows_of(f"{tmp_path}[main]") == [{"a": "b"}]
+    assert rows_of(f"{tmp_path}[other]:train[:1]") == [{"a": "a"}]
+    (tmp_path / "README.md").write_text("---\nconfigs: a: b\n---\n")
+    with pytest.raises(ValueError, match="^.*README.md begins with front matter that is not YAML .*; correct it.*$"):
+        rows_of(tmp_path)
+
+
 def test_files_without_a_split_beside_others_that_have_one_are_named(tmp_path, capsys):
     (tmp_path / "more.jsonl").write_text('{"a": 1}\n')
     assert rows_of(tmp_path) == [{"a": 1}] and "not read" not in capsys.readouterr().out
@@ -152,6 +218,34 @@ def test_files_without_a_split_beside_others_that_have_one_are_named(tmp_path, c
     assert "1 of 2 files are not read, because their names have no split and others have one: more.jsonl" in (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("ending", ["bak", "old", "orig", "tmp", "jsonl~"])
+def test_backups_in_a_folder_are_no_data_and_named(ending, tmp_path, capsys):
+    """Nor does a split in the name of one of them, or of notes, decide about the data files."""
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "train_notes.txt").write_text("train notes")
+    (tmp_path / f"train.jsonl.{ending}").write_text('{"a": 2}\n')
+    assert rows_of(tmp_path) == [{"a": 1}]
+    told = f"do not end in .jsonl, .json, .csv, .parquet are not read: train.jsonl.{ending}, train_notes.txt\n"
+    assert told in capsys.readouterr().out
+    (tmp_path / "test.jsonl").write_text('{"a": 3}\n')
+    (tmp_path / "test.jsonl.gz").write_bytes(b"\x1f\x8b" + bytes(20))
+    with pytest.raises(ValueError, match="test.jsonl.gz is compressed or broken: .*; unpack it"):
+        rows_of(tmp_path, "test")
+
+
+def test_a_folder_of_save_to_disk_is_refused_with_what_writes_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = datasets.Dataset.from_list([{"a": 1}])
+    table.save_to_disk("rows")
+    datasets.DatasetDict(train=table).save_to_disk("splits")
+    for name, saved in (("rows", "rows"), ("splits", "splits/train")):
+        with pytest.raises(ValueError, match=f"data folder {name} is one that save_to_disk wrote") as refused:
+            rows_of(name)
+        assert f"write a file with datasets.load_from_disk('{saved}').to_parquet('train.parquet')" in str(refused.value)
+        datasets.load_from_disk(saved).to_parquet("train.parquet")
+        assert rows_of("train.parquet") == [{"a": 1}]
 
 
 def test_a_file_is_of_one_split_and_read_once(tmp_path):
