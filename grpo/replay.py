@@ -22,9 +22,11 @@ Left out: rollouts as text, which the recorded run's folder has, and held-out ac
 """
 
 import argparse
+import math
 import pathlib
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +45,7 @@ from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.trainer import Trainer
 from grpo.run.command_line import check_folder_early, subject_of
-from grpo.run.inputs import Inputs, open_run
+from grpo.run.inputs import Inputs, learned_form, open_run
 from grpo.run.session import Session, is_due, run
 from grpo.text import compact_number
 from grpo.types import Scalars
@@ -137,7 +139,7 @@ def read(
     check_recorded(recorded, steps, config.group_size, reasons, config.turns_earn)
     num_trainers = config.roles.num_trainers
     print(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates")
-    return inputs
+    return replace(inputs, form=learned_form(config, inputs.tokenizer))
 
 
 def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
@@ -264,7 +266,8 @@ def compare(
                     first_gradient = gradient
                 norms = gradient.norm() * first_gradient.norm()
                 dot_product = (gradient * first_gradient).sum()
-                measured["cosine"] = float(dot_product / norms)
+                if norms > 0:  # groups of equal rewards have no gradient
+                    measured["cosine"] = float(dot_product / norms)
                 history[name].append(measured)
                 print(metrics_line(step + 1, name, measured))
         metrics = session.timer.close_step()
@@ -275,13 +278,14 @@ def compare(
 
     for name, steps in history.items():
         means = {}
-        for column in steps[0]:
-            values = [measured[column] for measured in steps]
-            means[column] = statistics.fmean(values)
+        for column in COLUMNS:
+            values = [measured[column] for measured in steps if math.isfinite(measured.get(column, math.nan))]
+            if values:
+                means[column] = statistics.fmean(values)
         print(metrics_line("mean", name, means))
         if config.checkpoint.export:
             model_dir = pathlib.Path(config.run_dir, name, "model")
-            export_hf(trainers[name].model, model_dir, first.dtype)
+            export_hf(trainers[name].model, model_dir, first.dtype, session.inputs.form)
     session.end()
 
 

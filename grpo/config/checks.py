@@ -106,7 +106,7 @@ def _check_trainers(config: Config) -> None:
             f"a sequence of up to {longest} tokens does not fit into trainer.micro_batch_tokens="
             f"{trainer.micro_batch_tokens}; raise it to at least {longest} or shorten the lengths"
         )
-    if trainer.moments == "bfloat16" and 1 - trainer.adam_beta2 < 2**-8:  # it has 8 bits
+    if trainer.moments == "bfloat16" and not trainer.second_moment_falls_in_bfloat16:
         raise ValueError(
             f"trainer.adam_beta2={trainer.adam_beta2} takes {1 - trainer.adam_beta2:.2g} of a second moment off in an "
             "update, which trainer.moments=bfloat16 may round away, so that it never falls; use an adam_beta2 of at "

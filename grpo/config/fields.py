@@ -172,6 +172,11 @@ class TrainerConfig:
     adapters: the adapters alone, beside weights that an engine loads once."""
 
     @property
+    def second_moment_falls_in_bfloat16(self) -> bool:
+        """True if bfloat16, which has 8 bits, shows what an update takes off AdamW's second moment."""
+        return 1 - self.adam_beta2 >= 2**-8
+
+    @property
     def syncs_adapters(self) -> bool:
         """True if a weight sync moves adapters and no other weights."""
         return self.lora_rank > 0 and self.lora_sync == "adapters"

@@ -59,10 +59,16 @@ class Sizes:
     linears: dict[str, nn.Linear]
     """The linear layers of a block with attention, without experts, on the meta device, by Hugging Face's names."""
     reward_model: "Sizes | None" = None
+    reference: "Sizes | None" = None
+    """Of `model.reference_path`; None: the reference has the policy's size."""
 
 
-def sizes_of(hf: PretrainedConfig, reward_model: PretrainedConfig | None = None) -> Sizes:
-    """Count a model's parts on its module, and a reward model's, if there is one."""
+def sizes_of(
+    hf: PretrainedConfig,
+    reward_model: PretrainedConfig | None = None,
+    reference: PretrainedConfig | None = None,
+) -> Sizes:
+    """Count a model's parts on its module, and those of a reward model and of another reference, if there are any."""
     module = empty_policy(hf)
     first = next(layer for layer, window in enumerate(windows_of(hf)) if window != 0)
     block = module.layers[str(first)]
@@ -74,6 +80,7 @@ def sizes_of(hf: PretrainedConfig, reward_model: PretrainedConfig | None = None)
         matrices=sum(weight.numel() for name, weight in module.named_parameters() if re.search(BLOCK_MATRICES, name)),
         linears={name: block.get_submodule(place) for name, place in family_of(hf).linears.items()},
         reward_model=sizes_of(reward_model) if reward_model else None,
+        reference=sizes_of(reference) if reference else None,
     )
 
 
@@ -173,24 +180,22 @@ def trainer_gib(sizes: Sizes, config: Config) -> dict[str, float]:
     parts |= _of_a_forward(sizes, config, num_trainers, trainer.tensor_parallel, trains=True)
     if config.reference_has_model and not config.roles.num_reference_ranks:
         reference_bytes = DTYPE_BYTES["float32"] if config.reference_moves else dtype_bytes
-        parts["reference"] = reference_bytes * sizes.parameters / num_trainers
+        parts["reference"] = reference_bytes * (sizes.reference or sizes).parameters / num_trainers
     if sizes.reward_model and not config.roles.num_reference_ranks:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_trainers
     return _in_gib(parts)
 
 
 def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
-    """Return the parts of the peak of a rank that only holds frozen models; GiB.
-
-    The reference is taken to be of the policy's size. One model computes at a time.
-    """
+    """Return the parts of the peak of a rank that only holds frozen models; GiB. One model computes at a time."""
     num_ranks = config.roles.num_reference_ranks
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
     parts = {}
     forwards = []
     if config.needs_reference:
-        parts["weights"] = dtype_bytes * sizes.parameters / num_ranks
-        forwards.append(_of_a_forward(sizes, config, num_ranks, config.reference_tensor_parallel, trains=False))
+        reference = sizes.reference or sizes
+        parts["weights"] = dtype_bytes * reference.parameters / num_ranks
+        forwards.append(_of_a_forward(reference, config, num_ranks, config.reference_tensor_parallel, trains=False))
     if sizes.reward_model:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / num_ranks
         forwards.append(_of_a_forward(sizes.reward_model, config, num_ranks, tensor_parallel=1, trains=False))

@@ -57,7 +57,7 @@ _BEFORE = re.compile(
 )
 _AFTER = re.compile(
     r"(?:[ ^{]*(?P<unit>\\?%|\\\$|[€£¥₹¢]|(?:°|\\circ\b)[ }]*[CF]?\b"
-    rf"|(?!in\b|{EACH_PERIOD}){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
+    rf"|(?!in\b|{EACH_PERIOD}){_WORD}+(?:/[a-z]+)?\b(?: ?\^ ?\{{?[0-9]\}}?)?))?\s*"
     rf"(?:\Z|\n|[.;:?)}}\"”。](?![0-9])|[,，](?!\s*[0-9])|(?<=\s)!|[—\u2600-\u27bf\U0001f300-\U0001faff]"
     rf"| \([a-zA-Z]{{2}}|<[/|]|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{EACH_PERIOD}|{_WORD}{{2,}}"
     rf"|(?i:times)\b(?=\s?(?:{_OFTEN})))"

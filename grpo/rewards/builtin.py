@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from grpo.rewards.answers import extract_answer, last_box, same_answer
+from grpo.rewards.answers import extract_answer, last_box, same_answer, without_thoughts
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
 from grpo.rewards.latex import OutOfTime, load_math_verify
 from grpo.workers.programs import Limits, run_python
@@ -108,7 +108,8 @@ def code_reward(
 
     The program is the last closed block fenced as ```python or, if there is none, without a language. `tests` is one of
       - Python source, or a list of lines as in MBPP. It runs after the program in its namespace and raises if a test
-        fails. Its end must be reached: a program that exits early, with whatever code, gets 0.0.
+        fails. Its end must be reached: a program that exits early, with whatever code, gets 0.0. What the program has
+        under `if __name__ == "__main__":` does not run.
       - a list of {"input": .., "output": ..}, or its JSON. The program runs once for each pair. It must read the input
         from stdin, print the output and exit with 0. Blanks at line ends and empty lines at the end do not count.
     `timeout_seconds` limits the wall clock for all tests of a completion together, and the CPU time of each process.
@@ -133,7 +134,7 @@ def code_reward(
     limits = Limits(timeout_seconds, memory_gib)
     rewards = []
     for text, test in zip(completions, map(_read_tests, tests), strict=True):
-        code = _last_program(text)
+        code = _last_program(without_thoughts(text))
         passes = bool(test and code) and _passes(code, test, limits)
         rewards.append(float(passes) if test else None)
     return rewards
@@ -221,12 +222,13 @@ def _checked_source(tests: str) -> str:
 # Calls that return how the tests went
 RETURN_FAILURES = ("pytest.main", "doctest.testmod")
 
-# Runs the program and then the tests as one module named __main__, whose namespace has nothing of this harness. The
-# marker comes in through stdin and not in a file, and goes out only after the tests have passed. Whatever is called
-# after the program was looked up before it, so that replacing exec or os.write changes nothing. Leaving by _exit keeps
-# threads and exit handlers out. unittest.main() exits also after a success, as a program may that leaves early, and a
-# runner of unittest raises nothing after a failure. So main returns, and a run without a test or with one that did not
-# simply pass ends the process: a program could skip its own test.
+# Runs the program and then the tests as one module, whose namespace has nothing of this harness. It is named __main__
+# for the tests alone: what a program does as a script, such as to read stdin, is not tested here. The marker comes in
+# through stdin and not in a file, and goes out only after the tests have passed. Whatever is called after the program
+# was looked up before it, so that replacing exec or os.write changes nothing. Leaving by _exit keeps threads and exit
+# handlers out. unittest.main() exits also after a success, as a program may that leaves early, and a runner of unittest
+# raises nothing after a failure. So main returns, and a run without a test or with one that did not simply pass ends
+# the process: a program could skip its own test.
 _HARNESS = """
 def run(exec=exec):
     import json, os, sys, types
@@ -245,8 +247,9 @@ def run(exec=exec):
         unittest.TextTestRunner.run = run_all
         unittest.main = lambda *words, **options: start(*words, **options | {"exit": False})
     program, tests = (compile(job[name], name, "exec", dont_inherit=True) for name in ("program", "tests"))
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module = sys.modules["__main__"] = sys.modules["program"] = types.ModuleType("program")
     exec(program, module.__dict__)
+    module.__name__ = "__main__"
     exec(tests, module.__dict__)
     write(out, job["marker"].encode())
     leave(0)

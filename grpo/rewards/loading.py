@@ -384,6 +384,12 @@ def readable_places() -> tuple[str, ...]:
     return tuple(sorted(places))
 
 
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """Return what runs async functions in this process. All calls share its loop: a client works only in one."""
+    return asyncio.Runner()
+
+
 def make_call(
     function: RewardFunction,
     completions: list[str],
@@ -397,7 +403,7 @@ def make_call(
     try:
         values = function(*arguments, **named)
         if inspect.iscoroutine(values):
-            values = asyncio.run(values)
+            values = _runner().run(values)
     finally:
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)  # an alarm that the function left would strike a later call

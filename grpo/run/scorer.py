@@ -19,7 +19,7 @@ from grpo.report.samples import (
     unread_calls_line,
 )
 from grpo.rewards.loading import answer_format_of
-from grpo.rewards.pool import RewardError, RewardPool, counting_parts
+from grpo.rewards.pool import RewardError, RewardPool, weighted_sum
 from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
 from grpo.text import printable
 from grpo.types import Completion, Prompt, Rollout
@@ -59,17 +59,13 @@ def with_value(
 ) -> Rollout:
     """Add a value that is not a reward function's, or the reason why there is none.
 
-    weights: of all parts of the reward. Only `counting_parts` change it.
+    weights: of all parts of the reward, which is their `weighted_sum`.
     """
     failures = dict(rollout.failures)
     if failure:
         failures[name] = failure
-    reward = rollout.reward
-    if value is not None and name in counting_parts(weights):
-        reward = weights[name] * value + (reward or 0.0)
-    if failures:
-        reward = None
     rewards = {name: value} | rollout.rewards
+    reward = None if failures else weighted_sum(rewards, weights)
     return replace(rollout, rewards=rewards, reward=reward, failures=failures)
 
 

@@ -17,6 +17,7 @@ from tests.torchrun import run_python, torchrun
 FLAGS = ("--algorithm.loss", "dapo", "--algorithm.num-mini-batches", 2, "--num-steps", 3)
 TRUNCATED = ("--generator.sampling", "top_p", 0.8)
 SAVED = ("--checkpoint.interval", 2)
+ENDS = ("--generator.stop-token-ids", 7)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """
     run_dir = tmp_path_factory.mktemp("live") / "run"
     model = make_tiny(run_dir.parent, "moe")
-    flags = (*FLAGS, *TRUNCATED, "--roles.num-references", 0, "--record", "--profile", 2)
+    flags = (*FLAGS, *TRUNCATED, *ENDS, "--roles.num-references", 0, "--record", "--profile", 2)
     torchrun("train_grpo.py", TINY, "--model.path", model, "--run-dir", run_dir, *flags, nproc=3, deadline=240)
     return run_dir
 
@@ -45,8 +46,9 @@ def test_a_replay_repeats_the_run_to_the_last_digit(live: pathlib.Path, tmp_path
         assert without_clocks(other) == without_clocks(one)
     for name in ("loss", "kl", "grad_norm", "entropy", "mismatch/mean", "loss/ratio_mean"):
         assert len({m[name] for m in after}) == 3, name  # the comparison means something
-    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (live, again)]
-    assert weights[0] == weights[1]
+    for file in ("model.safetensors", "generation_config.json"):
+        assert (live / "model" / file).read_bytes() == (again / "model" / file).read_bytes()
+    assert 7 in json.loads((again / "model" / "generation_config.json").read_text())["eos_token_id"]
 
 
 def test_another_loss_on_the_same_data_on_one_rank(live: pathlib.Path, tmp_path: pathlib.Path):

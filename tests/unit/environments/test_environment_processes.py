@@ -278,6 +278,30 @@ def test_a_reward_that_is_no_number_is_lost(host):
         assert reply["kind"] == "lost" and "finish" in reply["failed"]
 
 
+def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
+    """As a tmux server does. The end of another episode, and of what that had detached, changes nothing."""
+    (tmp_path / "served.py").write_text(
+        "import os, signal, subprocess\n"
+        "class Served:\n"
+        "    def reset(self):\n"
+        "        shell = 'sleep 600 > /dev/null 2>&1 & echo $!'\n"
+        "        self.server = int(subprocess.run(['setsid', 'sh', '-c', shell], capture_output=True).stdout)\n"
+        "        return str(self.server)\n"
+        "    def reply(self, text): return str(os.kill(self.server, 0))\n"
+        "    def close(self): os.kill(self.server, signal.SIGKILL)\n"
+        "    def get_reward(self): return 1.0\n"
+    )
+    served = host(name="served.py:Served")
+    for episode in range(3):
+        pid = say(served, episode, "reset", {}, 0, 0)["text"]
+    assert say(served, 0, "finish")["reward"] == 1.0
+    time.sleep(0.2)  # in which the supervisor learns of the death
+    for episode in (1, 2):
+        assert say(served, episode, "turn", "well?")["answers"] == ["None"]
+    served.close()
+    assert not os.path.exists(f"/proc/{pid}")
+
+
 def test_functions_share_processes_and_a_late_one_is_told(host):
     tools = host(num_processes=1, name="", tools=("room.py:look",))
     for episode in range(3):

@@ -154,6 +154,10 @@ def test_parts_of_a_trainer_by_hand():
     forward = {"gathered weights": 0, "logits": logits, "activations": at_work}  # a single rank gathers nothing
     assert reference_gib(sizes(QWEN3_1_7B), apart) == {"weights": weights} | forward
 
+    larger = dataclasses.replace(sizes(QWEN3_1_7B), reference=sizes(QWEN3_8B))  # a teacher
+    assert trainer_gib(larger, config_of(*hint))["reference"] == pytest.approx(8_190_735_360 * 2 / 2 / 2**30)
+    assert reference_gib(larger, apart) == reference_gib(sizes(QWEN3_8B), apart)
+
 
 def test_a_step_that_fills_no_micro_batch_needs_less():
     """2 prompts x 4 completions of at most 100 + 28 tokens are 1,024, and 8 examples of 128 too, where 16,384 may be.

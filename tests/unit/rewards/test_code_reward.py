@@ -44,7 +44,10 @@ def program(code: str) -> str:
         (program("def add(a, b) return"), ADD_TESTS, 0.0),
         (program("from __future__ import annotations\ndef add(a: X, b): return a + b"), ADD_TESTS, 1.0),
         (program("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int"), "assert A(1).x == 1", 1.0),
-        (program("name = __name__"), "assert name == '__main__'; import __main__; assert __main__.name", 1.0),
+        (program("name = __name__"), "assert name == 'program'; import __main__; assert __main__.name", 1.0),
+        (program("def add(a, b): return a + b\nif __name__ == '__main__': raise SystemExit(input())"), ADD_TESTS, 1.0),
+        (f"<think>\n```python\ndef add(a, b):\n</think>{ADD}", ADD_TESTS, 1.0),
+        (f"<think>{ADD}", ADD_TESTS, 0.0),  # cut off in its thoughts
         (program("print('some output')\n" + "def add(a, b): return a + b"), ADD_TESTS, 1.0),
         (program("print(sum(map(int, input().split())))"), SUM_TESTS, 1.0),
         (program("print(sum(map(int, input().split())), end='  \\n\\n')"), json.dumps(SUM_TESTS), 1.0),

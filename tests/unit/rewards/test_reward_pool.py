@@ -174,6 +174,16 @@ MISDEEDS = {
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
 
+import asyncio
+lock = asyncio.Lock()  # bound to the loop in which somebody waited for it, as a client's connections are
+
+async def waits_for_a_client(completions, **columns):
+    async def score(text):
+        async with lock:
+            await asyncio.sleep(0)
+            return len(text)
+    return await asyncio.gather(*map(score, completions))
+
 def some(completions, **columns):
     """Nothing for every other word count."""
     return [None if len(text.split()) % 2 else 10.0 for text in completions]
@@ -256,6 +266,13 @@ def rollout(text: str, index: int = 0, num_tokens: int = 1, truncated: bool = Fa
     completion = Completion.of(torch.full((num_tokens,), 2), torch.full((num_tokens,), -0.5), truncated)
     prompt = Prompt(index, [1], columns, content="what?")
     return Rollout(prompt=prompt, completion=completion, text=text)
+
+
+def test_an_async_function_keeps_its_client_from_step_to_step(open_pool):
+    pool = open_pool({"waits_for_a_client": 1.0}, num_workers=1)
+    for step in (1, 2, 3):
+        pool.submit([rollout("a"), rollout("bc")], 1, step)
+        assert [(scored.reward, scored.failures) for scored in pool.collect()] == [(1.0, {}), (2.0, {})]
 
 
 @pytest.fixture

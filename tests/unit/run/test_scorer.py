@@ -8,6 +8,7 @@ from grpo.config import DataConfig, GRPOConfig
 from grpo.config.recipes import change
 from grpo.data import toy
 from grpo.report.rollout_metrics import evaluation_metrics, pass_rate
+from grpo.rewards.pool import weighted_sum
 from grpo.run.scorer import Scorer, passed_end_line
 from grpo.types import Completion, Piece, Prompt, Rollout
 
@@ -27,23 +28,25 @@ def test_a_turn_whose_end_is_no_stop_is_said():
 
 
 @pytest.mark.parametrize(
-    ("weights", "of_functions", "value", "reward"),
+    ("weights", "of_function", "value", "reward"),
     [
-        ((2.0, 0.5), 0.5, 3.0, 6.5),
-        ((2.0, 0.5), 0.5, None, 0.5),
+        ((2.0, 0.5), 1.0, 3.0, 6.5),
+        ((2.0, 0.5), 1.0, None, 0.5),
         ((2.0, 0.5), None, 3.0, 6.0),
         ((2.0, 0.5), None, None, None),
-        ((0.0, 0.5), 0.5, 3.0, 0.5),
+        ((0.0, 0.5), 1.0, 3.0, 0.5),
         ((0.0, 0.5), None, 3.0, None),  # what only measures is no reward
-        ((0.0, 0.0), 0.0, 3.0, 0.0),
+        ((2.0, 0.0), 1.0, None, None),  # nor is a function's
+        ((0.0, 0.0), 1.0, 3.0, 0.0),
     ],
 )
-def test_the_reward_of_an_episode(weights, of_functions, value, reward):
+def test_the_reward_of_an_episode(weights, of_function, value, reward):
     fields = {"environment.weight": weights[0], "reward.functions": {"math_reward": weights[1]}}
     scorer, rollout = of_episode({"environment.name": "a.py:Game"} | fields)
     rollout.completion.episode["reward"] = value
-    scored = scorer._with_environment(replace(rollout, reward=of_functions))
-    assert scored.reward == reward and scored.rewards == {"Game": value, "math_reward": 1.0}
+    pool_reward = weighted_sum({"math_reward": of_function}, {"math_reward": weights[1]})
+    scored = scorer._with_environment(replace(rollout, rewards={"math_reward": of_function}, reward=pool_reward))
+    assert scored.reward == reward and scored.rewards == {"Game": value, "math_reward": of_function}
 
 
 @pytest.mark.parametrize("field", [{"environment.name": "a.py:Game"}, {"environment.tools": ("calculator",)}])
