@@ -11,6 +11,7 @@ gets no reward. Left out: deadlines, which the supervisor keeps.
 import contextlib
 import functools
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from grpo.config import EnvironmentConfig
 from grpo.environments.calls import ToolCall, other_style, parse
 from grpo.environments.tools import Lost, Toolbox, await_result, load_toolboxes, run_call
 from grpo.text import shorten
+from grpo.workers import kernel
 from grpo.workers.processes import Call, Workers
 from grpo.workers.worker import Failure, plain_values
 
@@ -193,6 +195,9 @@ class LiveEnvironment:
 
         environment: the name of the class.
         """
+        # What the object detaches, such as a server of tmux, becomes a child of this process. The supervisor would kill
+        # it as soon as another episode's died.
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         self.toolbox = self.toolboxes[environment]
         self.object = self.toolbox.kind(**self.toolbox.options)
         arguments = self.toolbox.reset_arguments(row, seed, rollout)
@@ -286,6 +291,9 @@ class LiveEnvironment:
             with contextlib.suppress(Exception, SystemExit):
                 await_result(self.object.close())
         self.object = None
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while os.waitpid(-1, os.WNOHANG)[0]:  # detached ones that have died
+                pass
 
     def _reward(self) -> float | None:
         """Ask for the reward. Raises Lost if it is not a finite number."""

@@ -205,9 +205,6 @@ class Supervisor:
                         peer.connection.close()
                     processes.limit(self.setup.memory_gib, supervisor)
                     processes.draw_anew()
-                    if self.setup.loads_once:
-                        # what an environment's object detaches is the worker's as long as that lives
-                        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
                     work(self.load, theirs)
                 finally:
                     os._exit(1)
