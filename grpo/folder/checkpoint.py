@@ -1,10 +1,10 @@
 """Saving and exact resume: `RUN_DIR/checkpoints/step-N`, each one complete or not there at all.
 
 torch.distributed.checkpoint holds the sharded model, optimizer and schedule and the random states of each rank, so a
-run may resume on another number of trainer ranks. What the driver needs (step, place in the data, groups in flight) is
-in `driver.pt`, which is written last; then the folder gets its name. A save copies everything to the host's memory, and
-a thread writes the copy while training goes on. Reading runs no code. Files that are missing or cut short are found
-before anything is loaded; a bit that a disk flipped is not.
+run may resume on another number of trainer ranks. What the driver needs (step, config, place in the data, groups in
+flight) is in `driver.pt`, which is written last; then the folder gets its name. A save copies everything to the host's
+memory, and a thread writes the copy while training goes on. Reading runs no code. Files that are missing or cut short
+are found before anything is loaded; a bit that a disk flipped is not.
 """
 
 import enum
