@@ -44,6 +44,7 @@ from grpo.models.blocks import AllHeadsNorm, GeGLU, Multiplier, NormedBlock, Off
 from grpo.models.delta_net import GatedAttention, GatedDeltaNet, document_chunks
 from grpo.models.experts import moe_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
+from grpo.text import one_line
 from grpo.types import MicroBatch
 
 # Endings of the names in `architectures`: of language models, of those that see images too, and of models that score
@@ -123,6 +124,8 @@ def unsupported_fields(raw: dict[str, Any], config: PretrainedConfig) -> Iterato
             yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
+    if config.rms_norm_eps < 0:
+        yield f"rms_norm_eps is {config.rms_norm_eps}, which is below 0"
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation != family.activation:
         yield f"hidden_act {activation} is not supported, only {family.activation}"
@@ -541,10 +544,16 @@ def titan_config(
 
 
 def empty_policy(hf: PretrainedConfig) -> nn.Module:
-    """Build the model without memory for its weights, on torch's meta device, to count its parts."""
-    config = titan_config(hf, "documents", chunk_tokens=1)
-    with torch.device("meta"):
-        return config.build()
+    """Build the model without memory for its weights, on torch's meta device, to count its parts.
+
+    Raises ValueError if numbers of its config.json make that impossible.
+    """
+    try:
+        config = titan_config(hf, "documents", chunk_tokens=1)
+        with torch.device("meta"):
+            return config.build()
+    except (ArithmeticError, LookupError, TypeError) as error:
+        raise ValueError(f"config.json of {hf.name_or_path} describes no model: {one_line(str(error))}") from error
 
 
 def layer_kinds(hf: PretrainedConfig) -> list[str]:
@@ -601,6 +610,8 @@ def _rope(hf: PretrainedConfig, layer: int) -> HFRoPE.Config:
     else:
         of_kind = {"layer_type": kind} if kind in hf.rope_parameters else {}
         inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf, device="cpu", **of_kind)
+    if not inv_freq.isfinite().all():
+        raise ArithmeticError(f"rotary positions without finite frequencies, from rope_parameters {parameters}")
     return HFRoPE.Config(
         dim=head_dim,
         max_seq_len=hf.max_position_embeddings,

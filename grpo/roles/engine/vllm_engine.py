@@ -38,13 +38,15 @@ ENVIRONMENT = {
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
 HOPPER = (9, 0)  # H100 and H200, on which triton's attention was measured
-# Engine options that vLLM's CPU backend gets wrong: seeded requests whose prompt is prefilled in pieces crash it, and
-# its sampler of drafted tokens divides by uninitialised memory where the temperature should be.
+# Engine options that vLLM's CPU backend gets wrong: seeded requests whose prompt is prefilled in pieces crash it, its
+# sampler of drafted tokens divides by uninitialised memory where the temperature should be, and its kernel for experts
+# ends the process by signal 11 where a rank has some of them.
 WRONG_ON_CPU = {
     **dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens"), "must prefill prompts whole"),
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model"), "samples drafted tokens at a wrong temperature"
     ),
+    "enable_expert_parallel": "crashes with the experts of a layer on several ranks",
 }
 
 

@@ -64,6 +64,15 @@ def test_what_a_mixture_of_experts_cannot_have_is_refused():
     check_engine(engine, Qwen3Config(head_dim=64))
 
 
+def test_experts_on_several_ranks_need_a_gpu(monkeypatch):
+    """On a CPU vLLM ends by signal 11."""
+    engine = GeneratorConfig(engine={"enable_expert_parallel": True})
+    with pytest.raises(ValueError, match="^generator.engine enable_expert_parallel needs a GPU"):
+        check_engine(engine, Qwen3MoeConfig(head_dim=64))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_engine(engine, Qwen3MoeConfig(head_dim=64))
+
+
 def test_adapters_in_float32_need_a_cpu(monkeypatch):
     """vLLM's kernels for them assert another dtype, when the engine starts on a GPU."""
     hf = Qwen3Config(head_dim=64)

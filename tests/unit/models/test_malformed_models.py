@@ -110,6 +110,28 @@ def set_tensors(change: Callable[[dict[str, torch.Tensor]], object]):
     return spoil
 
 
+def set_numbers(value: float):
+    """Put a value behind the first row of a tensor."""
+    return set_tensors(lambda tensors: tensors[TENSOR][3].fill_(value))
+
+
+def set_dtype(dtype: torch.dtype):
+    return set_tensors(lambda tensors: tensors.update({TENSOR: tensors[TENSOR].to(dtype)}))
+
+
+def put_a_pipe(folder: pathlib.Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def set_endless_expression(folder: pathlib.Path) -> None:
+    """One that goes back without end over a word, for which the library in Rust panics."""
+    table = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"Regex": r"((\w|_)+)+\z(?<=b)"}
+    table["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+
+
 def add_eos(folder: pathlib.Path) -> None:
     """A token more, without a row for it."""
     tokenizer = toys.addition_tokenizer()
@@ -157,7 +179,25 @@ SPOILED = {
         add_eos,
         "the eos_token '<end>' (32), beyond the model's vocab_size=32",
     ),
-    "a tensor of NaN": (set_tensors(lambda tensors: tensors[TENSOR].fill_(float("nan"))), f"{TENSOR} holds NaN"),
+    "NaN": (set_numbers(float("nan")), f"{TENSOR} holds NaN"),
+    "an infinite weight": (set_numbers(-float("inf")), f"{TENSOR} holds NaN or infinite values"),
+    "whole numbers": (set_dtype(torch.int8), f"{TENSOR} has dtype I8"),
+    "8-bit floats": (set_dtype(torch.float8_e4m3fn), f"{TENSOR} has dtype F8_E4M3"),
+    "float64": (set_dtype(torch.float64), f"{TENSOR} has dtype F64"),
+    "a pipe as weights": (put_a_pipe, "model.safetensors is not a file"),
+    "an endless expression": (set_endless_expression, "PanicException"),
+    "a billion layers": (set_config(num_hidden_layers=10**9, layer_types=None), "num_hidden_layers is 1000000000"),
+    "more layers than tensors": (set_config(num_hidden_layers=900, layer_types=None), "has num_hidden_layers=900"),
+    "ten billion labels": (set_config(num_labels=10**10), "num_labels is 10000000000"),
+    "a billion positions": (set_config(max_position_embeddings=10**9), "max_position_embeddings is 1000000000"),
+    "no heads to divide by": (set_config(num_attention_heads=0, head_dim=None), "num_attention_heads is 0"),
+    "a model within the model": (set_config(text_config={}), "text_config"),
+    "a text as model within the model": (set_config(text_config="x"), "text_config"),
+    "NaN in a norm": (set_config(rms_norm_eps=float("nan")), "rms_norm_eps has nan"),
+    "an infinite number": (set_config(rope_parameters={"rope_theta": float("inf")}), "rope_theta has inf"),
+    "frequencies without end": (set_config(rope_parameters={"rope_theta": 0}), "'rope_theta': 0"),
+    "a text as number": (set_config(rope_parameters={"rope_theta": "10000"}), "describes no model"),
+    "a token beyond all": (set_config(eos_token_id=10**30), "eos_token_id has 1000"),
     "weights without the last byte": (cut_weights, "model.safetensors"),
 }
 
