@@ -50,24 +50,14 @@ WRONG_ON_CPU = {
 }
 
 
-def check_engine(
-    config: GeneratorConfig, hf: PretrainedConfig, dtype: str = "bfloat16", only_adapters: bool = False
-) -> None:
-    """Raise ValueError for what this machine's vLLM cannot do or gets wrong. It does not import vLLM.
-
-    dtype: of the weights. only_adapters: the engine is to hold LoRA's adapters beside its weights.
-    """
+def check_engine(config: GeneratorConfig, hf: PretrainedConfig) -> None:
+    """Raise ValueError for what this machine's vLLM cannot do or gets wrong. It does not import vLLM."""
     if (has_experts(hf) or has_states(hf)) and "quantization" in config.engine:
         raise ValueError(
             "generator.engine quantization of a mixture of experts, or of gated delta nets, is not supported: nobody "
             "has seen vLLM quantize them again in a weight sync; leave it out"
         )
     if torch.cuda.is_available():
-        if only_adapters and dtype == "float32":
-            raise ValueError(
-                "trainer.lora_sync=adapters does not go with model.dtype=float32 on a GPU, where vLLM's kernels for "
-                "adapters take bfloat16 alone; set --trainer.lora-sync merged"
-            )
         return
     if has_states(hf):
         raise ValueError(

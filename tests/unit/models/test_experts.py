@@ -122,8 +122,3 @@ def test_experts_are_not_updated_by_muon(folder: str):
     with pytest.raises(ValueError, match=f"muon does not go with .* {EXPERTS} experts: .*--trainer.optimizer adamw"):
         open_model_folder(config)
     open_model_folder(change(config, {"trainer.optimizer": "adamw"}))
-
-
-def test_an_engine_with_adapters_beside_experts_is_refused(folder: str):
-    with pytest.raises(ValueError, match="does not go with a mixture of experts .*--trainer.lora-sync merged"):
-        adapted_places(read_hf_config(folder), TrainerConfig(lora_rank=4, lora_sync="adapters"))
