@@ -35,7 +35,6 @@ from grpo.models.families import (
     has_states,
     unsupported_fields,
 )
-from grpo.models.known_fields import misread_fields, unread_fields
 from grpo.text import one_line, printable, shorten
 
 # What an export copies, besides config.json, from the folder that training started from: the files of a tokenizer, and
@@ -178,10 +177,6 @@ def check_folder(
     files, and for those that an export could not copy (`copied_files`).
     """
     config = read_hf_config(folder, scores)
-    unread = unread_fields(read_table(pathlib.Path(folder) / "config.json"), config)
-    if unread:
-        names = printable(", ".join(unread))
-        print(f"warning: {folder}/config.json has fields that nothing reads: {names}", flush=True)
     for file in copied_files(folder):
         if file.name in TABLES:
             read_table(file)
@@ -377,7 +372,7 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
         raise ValueError(
             f"{folder} has {config.num_labels} outputs (num_labels, id2label); a reward model must have 1, its score"
         )
-    for reason in (*unsupported_fields(raw, config), *misread_fields(raw, config)):
+    for reason in unsupported_fields(raw, config):
         raise ValueError(f"{folder}: {reason}")
     return config
 
