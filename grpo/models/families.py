@@ -58,7 +58,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 READ_OF_ROPE = {*RopeParameters.__annotations__, "mscale", "mscale_all_dim", "truncate", "type", "finetuned"}
 # In names of config.json's fields that may change what a model computes, unless one of the second kind is there too
 TELLTALE = re.compile(r"attention|attn|causal|window|rope|rotary|norm|bias|scal|multiplier|softcap|expert|moe|position")
-HARMLESS = re.compile(r"^_|implementation|_dropout$|pdrop$")
+HARMLESS = re.compile(r"^_|implementation|dropout|pdrop")
 # Such fields that all families read
 READ = {
     "attention_bias",

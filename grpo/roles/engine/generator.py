@@ -201,16 +201,6 @@ class Generator:
         until its layer is complete. Collective over the replica and as `tensors` is: each rank consumes all of it.
         """
         self._wake("weights")
-        self._load_all(tensors)
-        if self.roles.device.type == "cuda":
-            torch.cuda.synchronize()  # so that the time is a sync's own
-        self._wake("kv_cache")
-        self.asleep = False
-        self.forget_prefixes()
-        self.version = version
-
-    def _load_all(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Load all weights through vLLM's loader."""
         quantized = any(self.config.engine.get(name) for name in ("quantization", "quantization_config"))
         # kernels read repacked (on a CPU) or quantized copies, and only a full reload makes them again
         if self.roles.device.type == "cpu" or quantized:
@@ -223,6 +213,12 @@ class Generator:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:  # into the live parameters, in place, so that captured CUDA graphs stay valid
             model_runner_of(self.llm).get_model().load_weights(tensors)
+        if self.roles.device.type == "cuda":
+            torch.cuda.synchronize()  # so that the time is a sync's own
+        self._wake("kv_cache")
+        self.asleep = False
+        self.forget_prefixes()
+        self.version = version
 
     def forget_prefixes(self) -> None:
         """Clear the prefix cache, so that the next prompts are computed as if nothing had been sampled before."""

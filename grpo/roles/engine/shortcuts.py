@@ -1,11 +1,10 @@
-"""Changes to vLLM 0.32.0, for speed: shortcuts through its scheduler, LoRA on CPUs, other options for three kernels.
+"""Changes to vLLM 0.32.0, for speed: shortcuts through its scheduler, and other options for three kernels.
 
 Each change names what it replaces upstream, the reason, and what is lost without it:
 
 - `SampledTokens`: `Scheduler.update_from_output`, the objects that it makes of each token.
 - `sampler_of`: on CPUs `Sampler.sample`, to note its log-probs; not for speed, but for exact ratios under top_p.
 - `PlainSteps`: `Scheduler.schedule` and `Scheduler.update_from_output`, their loops over requests.
-- `add_one_adapter`: on CPUs `PunicaWrapperCPU.add_lora_linear`, which copies A and B for each token.
 - `widen_attention`: `triton_unified_attention._get_tile_size`, the number of keys that are read at once.
 - `widen_logprobs`: `logprob.compute_topk_scores`, how it launches its two kernels.
 
