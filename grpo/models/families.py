@@ -65,6 +65,7 @@ READ = {
     "max_position_embeddings",
     "max_window_layers",
     "mlp_bias",
+    "num_attention_heads",
     "partial_rotary_factor",
     "rms_norm_eps",
     "rope_parameters",
