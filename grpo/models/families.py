@@ -57,8 +57,10 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Their parameters
 READ_OF_ROPE = {*RopeParameters.__annotations__, "mscale", "mscale_all_dim", "truncate", "type", "finetuned"}
 # In names of config.json's fields that may change what a model computes, unless one of the second kind is there too
-TELLTALE = re.compile(r"attention|attn|causal|window|rope|rotary|norm|bias|scal|multiplier|softcap|expert|moe|position")
-HARMLESS = re.compile(r"^_|implementation|dropout|pdrop")
+TELLTALE = re.compile(
+    r"attention|attn|causal|window|rope|rotary|position|norm|bias|scal|multiplier|softcap|expert|moe|target_layer"
+)
+HARMLESS = re.compile(r"^_|^output_|implementation|dropout|pdrop")
 # Such fields that all families read
 READ = {
     "attention_bias",
