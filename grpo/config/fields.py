@@ -167,19 +167,11 @@ class TrainerConfig:
     lora_targets: tuple[LoRATarget, ...] = get_args(LoRATarget)
     """Linear layers of each block that get an adapter, by their names in Hugging Face's models. All of them mean all
     that a model has: in a mixture of experts those of attention, since experts take none."""
-    lora_sync: Literal["merged", "adapters"] = "merged"
-    """What generators get in a weight sync. merged: all weights, with the adapters in them, which sample faster;
-    adapters: the adapters alone, beside weights that an engine loads once."""
 
     @property
     def second_moment_falls_in_bfloat16(self) -> bool:
         """True if bfloat16, which has 8 bits, shows what an update takes off AdamW's second moment."""
         return 1 - self.adam_beta2 >= 2**-8
-
-    @property
-    def syncs_adapters(self) -> bool:
-        """True if a weight sync moves adapters and no other weights."""
-        return self.lora_rank > 0 and self.lora_sync == "adapters"
 
 
 # What every call of a reward function gets on top of the data's columns: completion tokens with EOS, whether it was cut

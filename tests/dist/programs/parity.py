@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch, take_out
 from grpo.models.build import ShardedModel, build_model
-from grpo.models.export import hf_tensors
+from grpo.models.export import hf_tensors, stacked_shapes, stacked_tensors
 from grpo.models.families import HFRoPE
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import Sample, TrainBatch
@@ -60,6 +60,9 @@ def check_case(case: str, roles: Roles) -> None:
     weights = dict(hf_tensors(model, torch.float32))
     assert weights.keys() == parameters.keys(), f"{case}: {weights.keys() ^ parameters.keys()}"
     assert all(torch.equal(weights[name], parameters[name]) for name in parameters), f"{case}: weights in and out"
+    for name, weight in hf_tensors(model, torch.bfloat16):
+        assert torch.equal(weight, parameters[name].bfloat16()), f"{case}: {name} rounded"
+    assert {name: weight.shape for name, weight in stacked_tensors(model, torch.float32)} == stacked_shapes(model), case
 
     batch, weights_2N = random_batch(original.config.vocab_size)
     expected_2N = original_values(original, batch)

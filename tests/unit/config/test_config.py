@@ -69,10 +69,6 @@ REFUSED_IN_GRPO = [
         {"trainer.optimizer": "muon", "trainer.lora_rank": 8},
         "muon does not go with trainer.lora_rank=8: .*optimizer adamw",
     ),
-    (
-        {"trainer.lora_sync": "adapters", "trainer.lora_rank": 513},
-        "goes up to rank 512, .*lora_rank=513; .*lora-sync merged",
-    ),
     ({"algorithm.loss": "ppo"}, "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo"),
     ({"algorithm.advantages": "gruop_std"}, "algorithm.advantages='gruop_std' is unknown; use group_std, group_mean"),
     ({"algorithm.num_mini_batches": 33}, "num_mini_batches=33 .* raise prompts_per_step=32"),
