@@ -341,6 +341,11 @@ def _check_rewards(config: Config) -> None:
             "environment; only training with a teacher, without evaluation, sampling.dynamic and curriculum, needs "
             "none"
         )
+    passes = config.reward.passes
+    if passes and passes not in config.reward_weights:
+        raise ValueError(
+            f"reward.passes={passes!r} is no part of the reward; name one of {', '.join(config.reward_weights)}"
+        )
 
 
 def _check_steps(config: Config) -> None:

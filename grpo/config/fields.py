@@ -327,10 +327,13 @@ class RewardConfig:
     """Address space of one such process."""
     allow_without_landlock: Annotated[bool, ResumeSafe] = False
     """Run code_reward also where its programs could open the files of this machine, as the kernel has no Landlock."""
-    answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
-    """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####."""
+    answer_format: Literal["answer_tag", "boxed", "hashes", "answer_line"] = "answer_tag"
+    """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####;
+    answer_line: in the last line that begins with `Answer:`."""
+    passes: Annotated[str, ResumeSafe] = ""
+    """Which part of the reward says whether a completion passes; empty: the environment, or else the first function."""
     pass_value: Annotated[float, ResumeSafe] = 1.0
-    """What the first function, or the environment, must give a completion for it to pass (accuracy, pass@k)."""
+    """What that part must give a completion for it to pass (accuracy, pass@k, the best checkpoint)."""
     model: str = ""
     """A frozen reward model beside the functions: Hugging Face folder or hub name of a sequence classifier with one
     output, which scores prompt and completion in its own chat template, on the ranks of the reference. Empty: none."""

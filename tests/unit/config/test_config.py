@@ -102,6 +102,7 @@ REFUSED_IN_GRPO = [
     ({"sampling.carry_over": 32}, "carry_over=32 must be below prompts_per_step=32"),
     (CARRY_8 | {"generator.stop": ("END",)}, "generator.stop, .* does not go with sampling.carry_over"),
     ({"reward.functions": {}}, "reward.functions is empty"),
+    ({"reward.passes": "accuracy"}, "reward.passes='accuracy' .* name one of math_reward, thinking_reward"),
     (ONLY_TEACHER | {"evaluation.interval": 1}, "reward.functions is empty"),
     (ONLY_TEACHER | {"sampling.dynamic": True}, "reward.functions is empty"),
     ({"environment.name": "calculator"}, "environment.name .* 'calculator', which names no class .* environment.tools"),
