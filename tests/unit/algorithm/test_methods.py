@@ -25,6 +25,7 @@ SAMPLER = [[-0.7], [-1.2, -0.3], [-2.0, -0.1, -0.9]]
 POLICY = [[-0.2], [-0.4, -1.5], [-2.5, -0.1, -0.3]]
 FUNCTIONS = {"a": 1.0, "b": 0.5}
 LONGEST = 8
+FILES = "configs/examples/methods"
 
 
 def gradients(algorithm, values, turns=None, earned=None):
@@ -91,6 +92,53 @@ def surrogate(advantages, low=0.2, high=0.2):
     return loss
 
 
+def cispo(ratio, advantage, policy):
+    return -ratio.detach().clamp(0.5, 2.0) * advantage * policy
+
+
+def sapo(ratio, advantage, policy):
+    tau = 3.0 if advantage > 0 else 2.0
+    return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+
+
+def reinforce(ratio, advantage, policy):
+    return -ratio.detach().clamp(max=2.0) * advantage * policy
+
+
+def dual_clip(ratio, advantage, policy):
+    clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -(clipped if advantage > 0 else clipped.clamp(min=2 * advantage))
+
+
+def clipped(ratio, advantage, policy):
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+SAPO = {"temperature_positive": 3, "temperature_negative": 2}
+LOSSES = {  # the fields of the algorithm, the loss of a token, and how tokens are averaged
+    "grpo": ({}, clipped, by_sequence),
+    "dr_grpo": ({}, clipped, by_horizon),
+    "dapo": ({"clip_high": 0.2}, clipped, by_token),
+    "cispo": ({"clip_low": 0.5, "clip_high": 1.0}, cispo, by_token),
+    "sapo": ({"loss_options": SAPO}, sapo, by_sequence),
+    "reinforce": ({"loss_options": {"max_importance_weight": 2}}, reinforce, by_token),
+    "configs/examples/dual_clip.py:dual_clip": ({"loss_options": {"bound": 2}}, dual_clip, by_sequence),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_averages_are_their_formulas(name):
+    """Ratios from 0.3 to 2.2 with advantages of either sign, of which clips cut some and leave some."""
+    fields, formula, average = LOSSES[name]
+    algorithm = AlgorithmConfig(loss=name, advantages="none", **fields)
+    for rewards in ([2.0, -1.0, 0.5], [-4.0, 2.0, -1.0]):
+
+        def loss(s, t, policy, _, rewards=rewards):
+            return formula((policy - SAMPLER[s][t]).exp(), rewards[s], policy)
+
+        assert gradients(algorithm, [rewards, [0.0] * 3]) == pytest.approx(plain(loss, average), abs=1e-7)
+
+
 @pytest.mark.parametrize("divergence, threshold", [("tv", 0.15), ("kl", 0.05)])
 def test_dppo(divergence, threshold):
     kept = []
@@ -103,7 +151,9 @@ def test_dppo(divergence, threshold):
         kept.append(not leaves)
         return -(policy - SAMPLER[s][t]).exp() * advantage * (not leaves)
 
-    found = gradients(AlgorithmConfig(loss="dppo", loss_options={"divergence": divergence}), [[1.0, 0, 0], [0.0] * 3])
+    algorithm = AlgorithmConfig(loss=f"{FILES}/dppo.py:dppo", loss_options={"divergence": divergence})
+    algorithm = dataclasses.replace(algorithm, advantages="group_mean", aggregation="fixed_horizon")
+    found = gradients(algorithm, [[1.0, 0, 0], [0.0] * 3])
     assert found == pytest.approx(plain(loss, by_horizon), abs=1e-7)
     # probabilities 0.50 -> 0.82 up, 0.74 -> 0.22 down, as their advantages say; 0.30 -> 0.67 against its own
     assert kept == [False, True, False, True, True, True]
@@ -111,7 +161,9 @@ def test_dppo(divergence, threshold):
 
 def test_maxrl():
     # rewards 1 1 0, mean 2/3: (1/3) / (2/3) = 1/2, 1/2 and -1
-    found = gradients(AlgorithmConfig(advantages="maxrl", aggregation="token_mean"), [[1.0, 1, 0], [0.0] * 3])
+    found = gradients(
+        AlgorithmConfig(advantages=f"{FILES}/maxrl.py:maxrl", aggregation="token_mean"), [[1.0, 1, 0], [0.0] * 3]
+    )
     assert found == pytest.approx(plain(surrogate([0.5, 0.5, -1.0]), by_token), abs=1e-7)
 
 
@@ -121,11 +173,10 @@ def test_gdpo():
     b = 0.5 * (b - b.mean()) / (b.std() + 1e-4)
     sums = sums + torch.stack([b[0], torch.zeros(()), b[1]])
     advantages = (sums - sums.mean()) / (sums.std() + 1e-4)
-    found = gradients(AlgorithmConfig(advantages="gdpo"), [a.tolist(), [2.0, NONE, 6.0]])
+    found = gradients(AlgorithmConfig(advantages=f"{FILES}/gdpo.py:gdpo"), [a.tolist(), [2.0, NONE, 6.0]])
     assert found == pytest.approx(plain(surrogate(advantages.tolist()), by_sequence), abs=1e-7)
 
 
-FILES = "configs/examples/methods"
 ADVANTAGES_OF_1_0_0 = torch.tensor([2 / 3, -1 / 3, -1 / 3]) / (math.sqrt(1 / 3) + 1e-4)
 
 
