@@ -125,15 +125,6 @@ def test_advantages_are_those_of_plain_sums(seed):
     assert alone_frac(rollouts, group_size) == pytest.approx(num_alone / max(num_turns, 1))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_with_one_turn_it_is_rloo_to_the_last_digit(seed):
-    draw = random.Random(seed)
-    episodes = [Played([draw.gauss(0, 3)], draw.gauss(0, 3), draw.random() < 0.2) for _ in range(20)]
-    found = [batch_of(5, episodes, kind)[1] for kind in ("rloo", "return_to_go")]
-    assert torch.equal(*(batch.advantages_N.where(batch.loss_mask_N, 0) for batch in found))
-    assert torch.equal(*(batch.loss_mask_N for batch in found))
-
-
 def test_a_good_turn_and_a_bad_one_by_hand():
     # `get_reward` x 0.5: the first earns 2 and loses 0.5; the second earns 0, then 0.5. Returns: 1.5 -0.5 and 0.5 0.5
     _, batch = batch_of(2, [Played([4.0, 3.0]), Played([0.0, 1.0])], "return_to_go")

@@ -57,6 +57,7 @@ def recorded_run(tmp_path) -> pathlib.Path:
     sample = Sample(torch.tensor(ids), mask, logprobs, prompt_tokens=len(prompt))
     batch = make_batch([sample, sample])
     batch = replace(batch, ref_logprobs_N=batch.generator_logprobs_N - 1)
+    batch.ref_logprobs_N[len(prompt) + 1] = torch.nan  # of a reference that is not finite
     save_step(
         str(tmp_path), 2, RecordedStep(batch, torch.ones(2), torch.ones(2, dtype=torch.bool), torch.ones(1, 2), 2, {})
     )
@@ -80,7 +81,7 @@ def test_tokens_are_those_of_the_recorded_batch(recorded_run, capsys):
     assert tokens["sampled"] == [1] * num_said + [0] * num_answer + [1] * rest
     assert tokens["in_loss"] == [1] * num_said + [0] * num_answer + [1] * (rest - 1) + [0]
     assert tokens["logprobs"]["generator"][:num_said] == [-(num_prompt + i) / 8 for i in range(num_said)]
-    assert tokens["logprobs"]["reference"][:num_said] == [-(num_prompt + i) / 8 - 1 for i in range(num_said)]
+    assert tokens["logprobs"]["reference"][:2] == [-num_prompt / 8 - 1, "nan"] and num_said == 2
     assert {tokens["logprobs"]["generator"][i] for i in (*range(num_said, after), -1)} == {None}
     assert excluded["tokens"] == tokens | {"in_loss": [0] * len(tokens["texts"])}
 
