@@ -74,7 +74,7 @@ def run(method: str, seed: int, flags: list[str]) -> None:
     """Train by a method, unless that is done."""
     if method in LAGS:
         loss, lag = LAGS[method]
-        own_flags = [*SPLIT, "--algorithm.loss", loss, "--overlap-steps", str(lag)]
+        own_flags = [*SPLIT, *METHODS[loss], "--overlap-steps", str(lag)]
         num_ranks = 2
     else:
         own_flags = [*ALONE, *METHODS[method]]
