@@ -42,21 +42,16 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
     records = []
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         completion = rollout.completion
-        rewards = {}
-        for name, value in rollout.rewards.items():
-            rewards[name] = finite_or_none(value)
-        failures = {}
-        for name, reason in rollout.failures.items():
-            failures[name] = without_surrogates(reason)
+        failures = {name: without_surrogates(reason) for name, reason in rollout.failures.items()}
         record = {
             "row": rollout.prompt.row,
             "prompt": without_surrogates(prompt),
-            "columns": _strict_json(rollout.prompt.columns),
+            "columns": rollout.prompt.columns,
             "completion": without_surrogates(rollout.text),
-            "rewards": rewards,
-            "reward": finite_or_none(rollout.reward),
-            "advantage": finite_or_none(rollout.advantage),
-            "mismatch": finite_or_none(rollout.mismatch),
+            "rewards": rollout.rewards,
+            "reward": rollout.reward,
+            "advantage": rollout.advantage,
+            "mismatch": rollout.mismatch,
             "finish_reason": "length" if completion.truncated else "stop",
             "num_tokens": completion.num_tokens,
             "version": completion.version,
@@ -67,13 +62,10 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
             record["source"] = rollout.prompt.source
         earlier = completion.pieces[:-1]
         if completion.episode:
-            episode = _strict_json(completion.episode)
-            del episode["waited"]
-            record["episode"] = episode
+            record["episode"] = {name: fact for name, fact in completion.episode.items() if name != "waited"}
         elif earlier:
-            facts = [(piece.version, piece.num_tokens) for piece in earlier]
-            record["earlier"] = facts
-        records.append(record)
+            record["earlier"] = [(piece.version, piece.num_tokens) for piece in earlier]
+        records.append(_strict_json(record))
     return records
 
 
