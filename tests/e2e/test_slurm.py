@@ -83,7 +83,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
     processes = []
 
     def call(*words: str) -> str:
-        done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -99,7 +99,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
         )
         yield call
     finally:
-        subprocess.run(["scancel", "--full", "-u", "root"], env=environment, timeout=240)
+        subprocess.run(["scancel", "--full", "-u", "root"], env=environment, timeout=600)
         time.sleep(2)
         for process in reversed(processes):
             process.terminate()
