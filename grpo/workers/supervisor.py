@@ -17,6 +17,7 @@ import math
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -361,7 +362,7 @@ def end_all(folder: str) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             time.sleep(0.002)
-    processes.remove(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:

@@ -1,13 +1,15 @@
 """Steps of 2 trainers, 1 reference and 1 generator without models, in which one rank fails in one way.
 
 Arguments: rank, phase, what happens to it there in the second step (a key of SIGNALS, raise, hang, spin, mute: a hang
-with sys.stdout and sys.stderr elsewhere), and the seconds for which nothing may happen.
+with sys.stdout and sys.stderr elsewhere, cut-LINK: that link of its network goes down), and the seconds for which
+nothing may happen.
 """
 
 import contextlib
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -41,6 +43,9 @@ def fail(kind: str) -> None:
         nowhere = io.StringIO()  # without a file number
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             time.sleep(600)
+    if kind.startswith("cut-"):
+        subprocess.run(["ip", "link", "set", kind.removeprefix("cut-"), "down"], check=True)
+        return
     if kind == "spin":
         while True:
             pass
