@@ -179,9 +179,9 @@ class Supervisor:
         worker.begin_call()
         if call.ends:
             worker.conversation = None
-        # what filled the memory may still be there, and after a failure a conversation's object cannot be trusted
-        is_spoilt = has_failed and (outcome["cause"] == "memory" or call.conversation is not None)
-        if is_spoilt:
+        # after a failure a conversation's object cannot be trusted
+        is_over = has_failed and call.conversation is not None
+        if is_over or worker.is_spoilt and worker.conversation is None:
             self._end(worker, None)
 
     def _report(self, **message: Any) -> None:

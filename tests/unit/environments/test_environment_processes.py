@@ -75,6 +75,11 @@ ROOM = """
         '''
         while place == "attic":
             pass
+        try:
+            while place == "shaft":
+                os.dup(0)
+        except OSError:
+            pass
         return f"{place} is empty, says {os.getpid()}"
 """
 
@@ -313,6 +318,12 @@ def test_functions_share_processes_and_a_late_one_is_told(host):
     late = say(tools, 0, "turn", call("look", place="attic"), seconds=1.0)
     assert "longer than 1 s" in late["answers"][0] and not late["ended"] and late["counts"]["hung_calls"] == 1
     assert "empty" in say(tools, 0, "turn", call("look", place="cellar"))["answers"][0]
+
+
+def test_functions_that_use_up_descriptors_get_another_process(host):
+    tools = host(num_processes=1, name="", tools=("room.py:look",))
+    pids = [say(tools, 0, "turn", call("look", place="shaft"))["answers"][0].split()[-1] for _ in range(2)]
+    assert pids[0] != pids[1]
 
 
 def test_nothing_survives(host):
