@@ -75,4 +75,4 @@ def test_every_model_agrees_in_every_layout(tmp_path, kind, layout, generator_tp
 def agree(folder, kind, trainers, trainer_tp, generators, generator_tp, *fields):
     arguments = (make_tiny(folder, kind), trainers, trainer_tp, generators, generator_tp, *fields)
     nproc = trainers + 1 + generators
-    print(torchrun("tests/dist/programs/agreement.py", *arguments, nproc=nproc, deadline=240))
+    print(torchrun("tests/dist/programs/agreement.py", *arguments, nproc=nproc))

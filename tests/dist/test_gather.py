@@ -27,4 +27,4 @@ CASES = {  # ranks: (model, tensor_parallel, data_replicas, LoRA's rank)
 def test_gathered_tensors_are_those_of_the_folder(tmp_path, nproc):
     kinds = {kind: make_tiny(tmp_path, kind) for kind, *_ in CASES[nproc]}
     arguments = [",".join(map(str, (kinds[kind], *rest))) for kind, *rest in CASES[nproc]]
-    print(torchrun("tests/dist/programs/gather.py", *arguments, nproc=nproc, deadline=120))
+    print(torchrun("tests/dist/programs/gather.py", *arguments, nproc=nproc))

@@ -45,4 +45,4 @@ def compare(folder, nproc, cases):
     pytest.importorskip("peft")
     kinds = {kind: make_tiny(folder, kind) for kind, *_ in cases}
     arguments = [",".join(map(str, (kinds[kind], *rest))) for kind, *rest in cases]
-    print(torchrun("tests/dist/programs/lora.py", folder / "out", *arguments, nproc=nproc, deadline=120))
+    print(torchrun("tests/dist/programs/lora.py", folder / "out", *arguments, nproc=nproc))

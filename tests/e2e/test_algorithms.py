@@ -17,7 +17,7 @@ def run(tmp_path: pathlib.Path, model: pathlib.Path, *flags, layout: tuple = ONE
     """Metrics of a run of the tiny recipe."""
     nproc = 1 if layout is ONE_RANK else 2
     arguments = (*layout, "--model.path", model, "--run-dir", tmp_path / name, *flags)
-    (tmp_path / f"{name}.log").write_text(torchrun("train_grpo.py", TINY, *arguments, nproc=nproc, deadline=240))
+    (tmp_path / f"{name}.log").write_text(torchrun("train_grpo.py", TINY, *arguments, nproc=nproc))
     return read_metrics(tmp_path / name)
 
 
@@ -163,7 +163,7 @@ def test_evaluate_alone_repeats_the_runs_last_evaluation(model: pathlib.Path, tm
     evaluation = ("--evaluation.interval", 2, "--evaluation.num-prompts", 6, "--evaluation.num-samples", 2)
     run(tmp_path, model, *evaluation, "--algorithm.num-mini-batches", 2)
     arguments = (tmp_path / "run/model", tmp_path / "run/config.py", "--run-dir", tmp_path / "alone")
-    output = run_python("-m", "grpo.evaluate", *arguments, deadline=120)
+    output = run_python("-m", "grpo.evaluate", *arguments)
     assert "6 prompts; every completion is in" in output
 
     def lines(folder: str, step: int) -> list[dict]:

@@ -24,7 +24,7 @@ def run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """Folder and arguments of a run of 6 steps of 4 groups of 4, with 6 groups in flight on two engines."""
     run_dir = tmp_path_factory.mktemp("carried") / "run"
     arguments = [TINY, *SPLIT, *LONG, *ROWS, *LEARNING_RATE, *KEPT, "--model.path", model, "--resume"]
-    torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3, deadline=240)
+    torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3)
     return run_dir, arguments
 
 
@@ -83,7 +83,7 @@ def test_6_steps_equal_3_a_crash_and_3(run: tuple[pathlib.Path, list[object]], t
     shutil.copytree(run_dir, crashed)
     shutil.rmtree(crashed / "checkpoints/step-00000006")
 
-    output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3, deadline=240)
+    output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3)
 
     assert "starting at step 3" in output
     whole, resumed = read_metrics(run_dir), read_metrics(crashed)

@@ -27,7 +27,7 @@ def test_a_teacher_alone(model: pathlib.Path, teacher: pathlib.Path, tmp_path: p
     distill = ("--model.reference-path", teacher, "--algorithm.distill-coef", 1, "--algorithm.kl-coef", 0)
     alone = ("--reward.functions", "--group-size", 1, "--prompts-per-step", 32, "--algorithm.loss", "reinforce")
     arguments = (TINY, *layout, "--model.path", model, *distill, *alone, "--num-steps", 6)
-    torchrun("train_grpo.py", *arguments, "--run-dir", tmp_path / "run", nproc=4, deadline=240)
+    torchrun("train_grpo.py", *arguments, "--run-dir", tmp_path / "run", nproc=4)
     metrics = read_metrics(tmp_path / "run")
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
     for m in metrics:
@@ -45,7 +45,7 @@ def test_a_teacher_beside_rewards(model: pathlib.Path, teacher: pathlib.Path, tm
 
     def first_step(name: str, *flags: object) -> tuple[dict, list[dict]]:
         arguments = (TINY, *ONE_RANK, "--model.path", model, "--run-dir", tmp_path / name, "--num-steps", 1, *flags)
-        torchrun("train_grpo.py", *arguments, "--algorithm.kl-coef", 0, nproc=1, deadline=240)
+        torchrun("train_grpo.py", *arguments, "--algorithm.kl-coef", 0, nproc=1)
         return read_metrics(tmp_path / name)[0], read_completions(tmp_path / name)
 
     plain, of_rewards = first_step("plain")
@@ -72,7 +72,7 @@ def test_the_start_and_the_policy_teach_the_same_until_the_policy_moves(model: p
     for teacher, (nproc, layout) in runs.items():
         arguments = (TINY, *layout, "--model.path", model, *hint, "--algorithm.teacher", teacher)
         arguments += ("--algorithm.kl-coef", 0, "--run-dir", tmp_path / teacher)
-        torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
+        torchrun("train_grpo.py", *arguments, nproc=nproc)
         found.append([m["distill/reverse_kl"] for m in read_metrics(tmp_path / teacher)])
     (start_1, start_2), (policy_1, policy_2) = found
     assert start_1 == pytest.approx(policy_1, abs=1e-5) and abs(start_1) > 0.01

@@ -29,16 +29,16 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     run_dir = tmp_path_factory.mktemp("live") / "run"
     model = make_tiny(run_dir.parent, "moe")
     flags = (*FLAGS, *TRUNCATED, *ENDS, "--roles.num-references", 0, "--record", "--profile", 2)
-    torchrun("train_grpo.py", TINY, "--model.path", model, "--run-dir", run_dir, *flags, nproc=3, deadline=240)
+    torchrun("train_grpo.py", TINY, "--model.path", model, "--run-dir", run_dir, *flags, nproc=3)
     return run_dir
 
 
 def test_a_replay_repeats_the_run_to_the_last_digit(live: pathlib.Path, tmp_path: pathlib.Path):
     """In two parts: 2 steps, and 1 after a resume."""
     again = tmp_path / "again"
-    output = torchrun("grpo.replay", live, "--run-dir", again, *SAVED, "--num-steps", 2, nproc=2, deadline=240)
+    output = torchrun("grpo.replay", live, "--run-dir", again, *SAVED, "--num-steps", 2, nproc=2)
     assert "replay of" in output and "on 2 trainer ranks" in output
-    output = torchrun("grpo.replay", live, "--run-dir", again, *SAVED, "--resume", nproc=2, deadline=240)
+    output = torchrun("grpo.replay", live, "--run-dir", again, *SAVED, "--resume", nproc=2)
     assert "starting at step 2" in output
     before, after = read_metrics(live), read_metrics(again)
     assert [m["step"] for m in after] == [1, 2, 3]
@@ -53,7 +53,7 @@ def test_a_replay_repeats_the_run_to_the_last_digit(live: pathlib.Path, tmp_path
 
 def test_another_loss_on_the_same_data_on_one_rank(live: pathlib.Path, tmp_path: pathlib.Path):
     flags = ("--run-dir", tmp_path / "gspo", "--num-steps", 2, "--algorithm.loss", "gspo", "--algorithm.clip-low", 3e-4)
-    run_python("-m", "grpo.replay", live, *flags, deadline=240)
+    run_python("-m", "grpo.replay", live, *flags)
     before, after = read_metrics(live), read_metrics(tmp_path / "gspo")
     assert [m["step"] for m in after] == [1, 2]
     for one, other in zip(before, after, strict=False):
@@ -65,7 +65,7 @@ def test_another_loss_on_the_same_data_on_one_rank(live: pathlib.Path, tmp_path:
 
 def test_prompts_that_are_not_shared_take_the_same_steps(live: pathlib.Path, tmp_path: pathlib.Path):
     flags = ("--run-dir", tmp_path / "whole", "--trainer.no-share-prompts")
-    torchrun("grpo.replay", live, *flags, nproc=2, deadline=240)
+    torchrun("grpo.replay", live, *flags, nproc=2)
     for shared, whole in zip(read_metrics(live), read_metrics(tmp_path / "whole"), strict=True):
         assert shared["packing/shared_frac"] > 0.2 and "packing/shared_frac" not in whole
         for name in ("loss", "kl", "grad_norm", "entropy", "loss/ratio_mean"):

@@ -105,7 +105,7 @@ def test_two_nodes_restart_after_a_kill(flags, undisturbed, tmp_path: pathlib.Pa
     nodes = [start_torchrun("train_sft.py", *arguments, nproc=1, launcher=launcher) for _ in range(2)]
     outputs = []
     for node in nodes:
-        result = finish(node, deadline=240)
+        result = finish(node)
         assert result.returncode == 0, result.stdout[-20_000:]
         outputs.append(result.stdout)
     assert sorted(re.findall(r"starting at step (\d)", "".join(outputs))) == ["0", "2"]

@@ -527,7 +527,7 @@ def try_all(mode: str) -> dict[str, dict[str, str]]:
 def run_mode(mode: str) -> dict[str, Any]:
     """What `try_all` returns, from a fresh process."""
     command = [sys.executable, "-m", "tests.unit.workers.lockdown_attacks", mode]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     if result.returncode:
         raise RuntimeError(f"mode {mode}: {result.stderr[-2000:]}")
     return json.loads(result.stdout)

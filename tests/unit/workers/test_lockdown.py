@@ -30,7 +30,7 @@ def attempt(lock: str, code: str) -> str:
         f"try:\n    {code}\n    print('done')\nexcept OSError as error: print(type(error).__name__)\n"
     )
     command = [sys.executable, "-I", "-S", "-c", program]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     return result.stdout.strip() or f"code {result.returncode}: {result.stderr[-300:]}"
 
 

@@ -22,7 +22,7 @@ needs_filters = pytest.mark.skipif(not lockdown.kernel.can_deny_calls(), reason=
 pytestmark = needs_filters
 
 # Seconds for what happens within moments, on a machine that may be busy.
-DEADLINE = 120.0
+DEADLINE = 600.0
 
 
 def run(code: str, stdin: str = "", timeout_seconds: float = DEADLINE, memory_gib: float = 1.0, **limits) -> Outcome:
@@ -287,7 +287,7 @@ def test_an_environment_that_only_root_may_read_does_not_mean_running_as_root():
     """Made under umask 077, in a folder that only root may enter. Capability 1 or 2 is to read."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         make = f"umask 077; mkdir {folder}/e; {sys.executable} -m venv --without-pip {folder}/e/env"
-        subprocess.run(["sh", "-c", make], check=True, timeout=120)
+        subprocess.run(["sh", "-c", make], check=True, timeout=600)
         package = pathlib.Path(sysconfig.get_path("purelib", vars={"base": f"{folder}/e/env"})) / "package.py"
         package.write_text("print('imported')")
         package.chmod(0o600)
@@ -304,7 +304,7 @@ def test_an_environment_that_only_root_may_read_does_not_mean_running_as_root():
             f"print(check_programs(False))\nprint(run_python({code!r}, '', Limits(120, 1.0)))"
         )
         result = subprocess.run(
-            [f"{folder}/e/env/bin/python", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+            [f"{folder}/e/env/bin/python", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600
         )
     line, outcome = result.stdout.splitlines()
     assert line.startswith("programs run with: ")
