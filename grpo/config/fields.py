@@ -368,7 +368,7 @@ class EnvironmentConfig:
     max_turns: Positive = 8
     """Most turns of the model; calls in the last one are carried out and not answered."""
     max_turn_tokens: Count = 0
-    """Longest turn in tokens; one that reaches it ends the episode. 0: what is left of
+    """Longest turn in tokens; one that reaches it ends the episode, and its calls are carried out. 0: what is left of
     `generator.max_completion_tokens`, which answers take from too."""
     max_answer_tokens: Positive = 512
     """Longest answer of a tool or environment in tokens; a longer one is cut in its middle, and says so."""
@@ -390,7 +390,8 @@ class EnvironmentConfig:
     reply_as: Literal["tool", "user"] = "tool"
     """Role of the message that answers a call; user: for chat templates that cannot write tool messages."""
     hung_reward: float | None = 0.0
-    """Reward of a rollout whose environment computed past `call_seconds`; None leaves it out of the loss."""
+    """Reward of a rollout whose environment computed past `call_seconds`, or failed in another way that the policy may
+    have caused; None leaves it out of the loss."""
     answer_steps: Count = 0
     """Engine steps from a turn's end until its answer joins, however fast the tool is; 0: once it is there."""
     rounds: bool = False

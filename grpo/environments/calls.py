@@ -10,6 +10,7 @@ Left out: styles that write each argument in its own tag, as GLM and Qwen3-Coder
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -44,7 +45,19 @@ UNKNOWN_STYLE = "unknown"
 UNKNOWN_CALL = (
     r"<function={name}\b|(?:\A|{end}|<\|python_tag\|>|```\w*\n)\s*\[?{name}\(|\[TOOL_CALLS\]|\bcall:{name}\{{"
 )
-DECODER = json.JSONDecoder()
+
+
+def _finite(number: str) -> float:
+    """Read a number of JSON. Raises ValueError for NaN, Infinity and 1e999, with which a reward would be no number."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is no finite number")
+    return value
+
+
+# Nesting of a call's arguments. Python reads and writes about 900 levels, fewer where more functions are at work.
+MAX_LEVELS = 50
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 # The arguments of a call, by name
 Arguments = dict[str, Any]
 
@@ -223,8 +236,18 @@ def _from_json(call: Any) -> ToolCall:
         raise ValueError("it names no tool")
     arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):  # some models write the object as a text
-        arguments = json.loads(arguments)
+        arguments = DECODER.decode(arguments)
     arguments = arguments or {}
     if not isinstance(arguments, dict):
         raise ValueError("its arguments are no object")
+    if not _is_shallow(arguments, MAX_LEVELS):
+        raise ValueError(f"its arguments are nested in more than {MAX_LEVELS} levels")
     return ToolCall(name, arguments)
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    """Decide whether objects and lists are nested in at most `levels` levels."""
+    if not isinstance(value, dict | list):
+        return True
+    entries = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(entry, levels - 1) for entry in entries)

@@ -67,8 +67,10 @@ class Episode:
     """The prompt and all that followed. Only appended to."""
     pieces: list[Piece] = field(default_factory=list)
     turns: list[Values] = field(default_factory=list)
-    """`text`, `tokens` and `answers` of each turn of the model. `role`: who answered, if it was not a tool. `earned`:
-    the reward after it, if it was asked for. `unread`: the style of its calls, if it is not the one that is read."""
+    """`text`, `tokens` and `answers` of each turn of the model. Where there are some: its `calls` by `name` and
+    `arguments`; None for one that could not be read. `role`: who answered, if it was not a tool. `earned`: the reward
+    after it, if it was asked for. `unread`: the style of its calls, if it is not the one that is read. `failed`: why
+    the environment ended the episode with `hung_reward`."""
     counts: Counter = field(default_factory=Counter)
     opening: str | None = None
     """The user's message, if `reset` wrote the end of it."""
@@ -162,7 +164,7 @@ class Player:
         reason: str,
         kept: Sequence[np.ndarray] = (),
     ) -> None:
-        """Add a turn that the engine has finished. A turn that ran out of tokens ends the episode.
+        """Add a turn that the engine has finished. One that ran out of tokens is the last; its calls are carried out.
 
         kept: as in `Piece.sampled`.
         """
@@ -172,8 +174,8 @@ class Player:
         piece = Piece.sampled(ids_T, logprobs_T, episode.version, kept)
         episode.pieces.append(piece)
         episode.ids += ids
-        is_whole = reason != "length"
-        text_ids = ids[:-1] if is_whole else ids
+        is_cut = reason == "length"
+        text_ids = ids if is_cut else ids[:-1]
         text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
         turn = {
             "text": text,
@@ -181,10 +183,10 @@ class Player:
             "answers": [],
         }
         episode.turns.append(turn)
-        if not is_whole:
-            return self._end(episode, "tokens")
+        if is_cut:
+            episode.ended_by = "tokens"
         thought = self.turns[episode.environment].opened_thought
-        arguments = [text, self.turns_earn, thought]
+        arguments = [text, self.turns_earn, thought, is_cut]
         self._ask(episode, "turn", arguments, self.config.call_seconds)
 
     def collect(self, due: list[int], min_decisions: int) -> list[Decision]:
@@ -261,11 +263,11 @@ class Player:
         turn["answers"] = answers
         if answers and reply["role"]:
             turn["role"] = reply["role"]
-        for name in ("earned", "unread"):
+        for name in ("calls", "earned", "unread"):
             if name in reply:
                 turn[name] = reply[name]
-        if reply["ended"]:
-            return self._end(episode, "done")
+        if reply["ended"] or episode.ended_by:
+            return self._end(episode, episode.ended_by or "done")
         if len(episode.turns) == config.max_turns:
             return self._end(episode, "turns")
         seconds = time.monotonic() - episode.began
@@ -312,15 +314,14 @@ class Player:
             self._ask(episode, "finish", [], FINISH_SECONDS)
 
     def _fail(self, episode: Episode, reason: str, kind: str) -> None:
-        """End an episode that failed. If it is hung it gets `hung_reward`, since the policy most likely caused that."""
+        """End an episode that failed. If it is hung it gets `hung_reward`, since the policy may have caused that."""
         episode.reward = None
         if kind == "hung":
             episode.reward = self.config.hung_reward
+            episode.turns[-1]["failed"] = reason
         if episode.reward is None:
             episode.failure = f"{reason} ({socket.gethostname()}, seed {episode.seed}, row {episode.prompt.row})"
-            episode.end(kind)
-        else:
-            episode.end(episode.ended_by or kind)
+        episode.end(kind)
         self.host.drop(episode.number)
 
 

@@ -22,11 +22,11 @@ from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function, near_miss
 from grpo.config.values import fits
 from grpo.environments.builtin import calculator, python_tool
-from grpo.environments.calls import Arguments, ToolCall
+from grpo.environments.calls import DECODER, Arguments, ToolCall
 from grpo.text import one_line
 from grpo.workers import worker
 from grpo.workers.programs import ProgramError
-from grpo.workers.worker import Failure
+from grpo.workers.worker import Lost
 
 # Optional public methods of a class that are not tools -> what the run calls them with
 OPTIONAL_METHODS = {
@@ -35,40 +35,17 @@ OPTIONAL_METHODS = {
     "get_info": [],
     "close": [],
 }
-# Errors that come from the machine or the network, not from the call
-OUTAGES = (ConnectionError, TimeoutError, ProgramError)
+# Errors of the system that are outages, beside a connection that breaks off. A call may have chosen an address that is
+# not there or refuses, and may have used up what this process alone has: its memory and its descriptors.
 OUTAGE_NUMBERS = {
     errno.ENOSPC,
     errno.EDQUOT,
-    errno.EMFILE,
     errno.ENFILE,
     errno.EAGAIN,  # no more processes
     errno.EIO,
-    errno.ENOMEM,
-    errno.ENETUNREACH,
     errno.ENETDOWN,
-    errno.EHOSTUNREACH,
     errno.ETIMEDOUT,
-    socket.EAI_AGAIN,  # no name server answers
 }
-# Errors of clients for a connection that broke off, without an error of the system behind them: library and class
-BROKEN_OFF = {
-    "aiohttp": ("ServerDisconnectedError", "ClientPayloadError"),
-    "anyio": ("BrokenResourceError", "ClosedResourceError"),  # also of MCP's clients
-    "http": ("IncompleteRead",),
-    "httpcore": ("RemoteProtocolError", "ReadError", "WriteError"),  # a ConnectError may be a host that there is not
-    "httpx": ("RemoteProtocolError", "ReadError", "WriteError"),
-    "urllib3": ("ProtocolError",),
-    "websockets": ("ConnectionClosed",),
-}
-# Answers of a server that is overloaded or behind a proxy that cannot reach it
-OUTAGE_STATUSES = {429, 502, 503, 504}
-# How asyncio begins the text of an OSError without a number: no address of a host took the connection
-OF_SEVERAL_ADDRESSES = "Multiple exceptions: "
-
-
-class Lost(Failure):
-    """A failure that the policy cannot have caused. The rollout gets no reward and is left out of the loss."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +245,7 @@ def run_call(
         return _as_text(result), "ok"
     except (MemoryError, Lost):
         raise
-    except (Exception, SystemExit) as error:  # a tool of the user may raise anything
+    except BaseException as error:  # a tool of the user may raise anything, CancelledError too
         if is_outage(error):
             raise Lost(f"{call.name}: {error_for_model(error)}") from error
         return error_for_model(error), "error"
@@ -311,38 +288,26 @@ def _as_text(result: Any) -> str:
         kinds = [isinstance(part, dict) and part.get("type") for part in result]
         if kinds and all(kind in ("text", "image") for kind in kinds):
             if "image" in kinds:
-                raise Lost("a tool answered with an image, which these models do not read; answer with text")
+                raise TypeError("it is an image, which this model cannot read")
             return "".join(part["text"] for part in result)
     return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Decide whether the machine or the network caused an error, or an error that it follows from."""
+    """Decide whether the machine or the network caused an error, or an error that it follows from.
+
+    A timeout that the user's code sets itself is none: it has no number of the system.
+    """
     while error is not None:
-        is_of_machine = isinstance(error, OSError) and (
-            error.errno in OUTAGE_NUMBERS or str(error).startswith(OF_SEVERAL_ADDRESSES)
-        )
+        is_broken_off = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+        has_number = isinstance(error, OSError) and error.errno in OUTAGE_NUMBERS
         has_one = isinstance(error, BaseExceptionGroup) and any(map(is_outage, error.exceptions))
-        if is_of_machine or has_one or isinstance(error, OUTAGES) or _is_broken_off(error):
+        if is_broken_off or has_number or has_one or isinstance(error, Lost | ProgramError):
             return True
         if error.__suppress_context__:
             error = error.__cause__
         else:
             error = error.__cause__ or error.__context__
-    return False
-
-
-def _is_broken_off(error: BaseException) -> bool:
-    """Decide whether a client's library says that its connection broke off or its server cannot serve."""
-    for kind in type(error).__mro__:
-        library, _, _ = kind.__module__.partition(".")
-        if kind.__name__ in BROKEN_OFF.get(library, ()):
-            return True
-    for holder in (getattr(error, "response", None), error):
-        for name in ("status_code", "status", "code"):
-            status = getattr(holder, name, None)
-            if isinstance(status, int) and status in OUTAGE_STATUSES:
-                return not isinstance(error, SystemExit)
     return False
 
 
@@ -367,7 +332,7 @@ def _by_name(
     hint = hints.get(first)
     if hint is not str:
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(arguments)
+            value = DECODER.decode(arguments)
             if _has_type(value, hint) or not _has_type(arguments, hint):
                 return {first: value}
     if not first and not arguments:

@@ -11,6 +11,7 @@ from grpo.data.chat import detokenize, look_at_prompt, template_name
 from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
 from grpo.report.samples import (
+    broken_line,
     failing_calls_line,
     failure_lines,
     finite_or_none,
@@ -28,7 +29,7 @@ from grpo.workers.programs import check_programs
 # By what name an episode is lost that has functions as tools and no class
 TOOLS = "environment.tools"
 # Warnings about episodes, each of which is given once
-EPISODE_LINES = (unread_calls_line, failing_calls_line, unequal_openings_line)
+EPISODE_LINES = (unread_calls_line, failing_calls_line, broken_line, unequal_openings_line)
 
 
 def check_version(completions: list[Completion], version: int) -> None:

@@ -20,6 +20,11 @@ LOOK = ToolCall("look", {"place": "attic"})
 CALL = '{"name": "look", "arguments": {"place": "attic"}}'
 
 
+def call_of(place: str) -> str:
+    """A call with an argument that JSON, or a number that is none, writes so."""
+    return f'<tool_call>{{"name": "look", "arguments": {{"place": {place}}}}}</tool_call>'
+
+
 @pytest.mark.parametrize(
     "style, text, calls",
     [
@@ -78,6 +83,10 @@ def test_calls(style, text, calls):
         ("hermes", '<tool_call>{"text": "a </think> b"</tool_call>', "it is no JSON, Expecting ',' delimiter"),
         ("fence", f"```json\n{CALL}", "it has no ```"),
         ("fence", '```json\n{"name": "look", "arguments": {\n```', "it is no JSON"),
+        ("hermes", call_of("NaN"), "NaN is no finite number"),
+        ("hermes", call_of("[-1e999]"), "-1e999 is no finite number"),
+        ("hermes", '<tool_call>{"name": "look", "arguments": "{\\"place\\": Infinity}"}</tool_call>', "Infinity is no"),
+        ("hermes", call_of("[" * 50 + "]" * 50), "its arguments are nested in more than 50 levels"),
     ],
 )
 def test_calls_that_cannot_be_read(style, text, words):

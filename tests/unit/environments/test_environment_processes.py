@@ -15,7 +15,7 @@ from grpo.environments.host import MAX_OPENING_CHARACTERS, EnvironmentHost
 from grpo.workers.supervisor import LINE_BYTES
 
 ROOM = """
-    import errno, os, pathlib, subprocess, time
+    import asyncio, errno, os, pathlib, signal, subprocess, time
 
     class Room:
         def reset(self, start: int = 0, seed: int = 0, rollout: int = 0, fails: str = ""):
@@ -54,7 +54,15 @@ ROOM = """
             if what == "smile": return "\U0001f600" * 10**5
             if what == "raise": raise KeyError("attic")
             if what == "file": open("/no/such/file")
-            if what == "net": raise ConnectionRefusedError("nobody listens")
+            if what == "port": raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+            if what == "own timeout": raise TimeoutError("it took longer than I wait")
+            if what == "cancel": raise asyncio.CancelledError()
+            if what == "interrupt": raise KeyboardInterrupt()
+            if what == "picture": return [{"type": "image", "image": "a"}]
+            if what == "too much": self.count = 1e308 * 10
+            if what == "broken": self.fails = "reward"
+            if what == "net": raise ConnectionResetError(errno.ECONNRESET, "the server is gone")
+            if what == "killed": os.kill(os.getpid(), signal.SIGKILL)
             if what == "disk": raise OSError(errno.ENOSPC, "full")
             if what == "leave": subprocess.Popen(["sleep", "1000.75"], start_new_session=True)
             return "done"
@@ -172,7 +180,7 @@ def test_the_reward_so_far_is_asked_for_only_where_turns_earn(host):
     for fails, reason in (("reward", "no reward today"), ("nan", "nan"), ("none", "None after a turn")):
         say(room, 1, "reset", {"fails": fails}, 0, 0)
         reply = say(room, 1, "turn", text, True)
-        assert reply["kind"] == "lost" and reason in reply["failed"], reply
+        assert reply["kind"] == ("lost" if fails == "none" else "hung") and reason in reply["failed"], reply
     say(room, 2, "reset", {"fails": "none"}, 0, 0)
     assert say(room, 2, "finish")["reward"] is None
     tools = host(name="", tools=("room.py:look",))
@@ -188,6 +196,12 @@ def test_what_the_policy_causes_is_told_to_it(host):
         ("<tool_call>{", "bad_calls"),
         (call("do", what="raise"), "tool_errors"),
         (call("do", what="file"), "tool_errors"),
+        (call("do", what="port"), "tool_errors"),
+        (call("do", what="own timeout"), "tool_errors"),
+        (call("do", what="cancel"), "tool_errors"),
+        (call("do", what="interrupt"), "tool_errors"),
+        (call("do", what="picture"), "tool_errors"),
+        (call("add", number="NaN").replace('"NaN"', "1e999"), "bad_calls"),
     ):
         reply = say(room, 0, "turn", text)
         assert len(reply["answers"]) == 1 and not reply["ended"] and reply["counts"][kind] == 1, text
@@ -216,7 +230,8 @@ def test_a_call_in_a_style_that_is_not_read_is_counted(host):
         ("eat", "hung"),
         ("sleep", "lost"),
         ("child sleeps", "lost"),
-        ("die", "lost"),
+        ("die", "hung"),
+        ("killed", "lost"),
         ("net", "lost"),
         ("disk", "lost"),
     ],
@@ -270,12 +285,25 @@ def test_a_long_first_text_arrives_and_one_without_end_is_lost_with_its_length(h
     assert reply["kind"] == "lost" and f"{MAX_OPENING_CHARACTERS + 1} characters" in reply["failed"]
 
 
-def test_a_reward_that_is_no_number_is_lost(host):
+@pytest.mark.parametrize(("what", "reason"), [("too much", "get_reward returned inf"), ("broken", "no reward today")])
+def test_a_reward_that_the_policy_can_have_broken_is_scored(host, what, reason):
+    """Else it could leave out of the loss what it does badly."""
     room = host()
-    for fails in ("reward", "nan"):
-        say(room, 0, "reset", {"fails": fails}, 0, 0)
-        reply = say(room, 0, "finish")
-        assert reply["kind"] == "lost" and "finish" in reply["failed"]
+    say(room, 0, "reset", {}, 0, 0)
+    say(room, 0, "turn", call("do", what=what))
+    reply = say(room, 0, "finish")
+    assert reply["kind"] == "hung" and reason in reply["failed"]
+
+
+def test_the_calls_of_a_turn_that_ran_out_of_tokens_are_carried_out(host):
+    """But not one that is cut off, and `reply` gets no text that is."""
+    room = host()
+    say(room, 0, "reset", {}, 0, 0)
+    reply = say(room, 0, "turn", call("add", number=3) + '<tool_call>{"name": "add"', False, "", True)
+    assert reply["answers"] == ["3"] and reply["ended"]
+    assert reply["counts"] == {"calls": 1, "bad_calls": 0, "tool_errors": 0, "unread_calls": 0}
+    assert reply["calls"] == [{"name": "add", "arguments": {"number": 3}}]
+    assert say(room, 0, "finish")["info"] == {"count": 3}
 
 
 def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
@@ -414,7 +442,7 @@ def test_close_is_called_after_a_failure_and_its_own_costs_nothing(host, tmp_pat
     for fails, do in (("reply", "turn"), ("reward", "finish")):
         say(made, 0, "reset", {"fails": fails}, 0, 0)
         reply = say(made, 0, do, *["Hm."] * (do == "turn"))
-        assert reply["kind"] == "lost" and "ValueError: no" in reply["failed"]
+        assert reply["kind"] == "hung" and "ValueError: no" in reply["failed"]
     assert (tmp_path / "closed").read_text().split("\n") == ["", "reset", "reset", "reply", "reward", ""]
 
 

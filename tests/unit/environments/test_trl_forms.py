@@ -179,8 +179,8 @@ def test_a_class_with_async_tools_and_its_reward_functions(folder):
         assert told["reward"] == pytest.approx(1 / 3)
         # what is private or no plain value does not leave its process
         assert told["info"].keys() == {"reward", "code", "done", "tried"}
-        lost = played(host, row, call("photograph"))[0][-1]
-        assert lost["kind"] == "lost" and "image" in lost["failed"]
+        told_so = played(host, row, call("photograph"))[0][-1]
+        assert "image" in told_so["answers"][0] and told_so["counts"]["tool_errors"] == 1
     finally:
         host.close()
 
@@ -208,6 +208,41 @@ def test_a_tool_called_done_ends_nothing(folder):
     with contextlib.closing(host):
         reply = played(host, {}, call("done"))[0][-1]
     assert reply["answers"] == ["noted"] and not reply["ended"]
+
+
+AGENT = """
+    def asks_then_answers(completions, answer, **kwargs):
+        rewards = []
+        for completion, right in zip(completions, answer, strict=True):
+            queries = [c["function"]["arguments"]["query"] for m in completion for c in m.get("tool_calls") or ()]
+            found = [(m["name"], m["content"]) for m in completion if m["role"] == "tool"]
+            said = completion[-1]["content"]
+            rewards.append(len(queries) + 10 * (found == [("search", "42 km")]) + 100 * (said == right))
+        return rewards
+"""
+
+
+def test_reward_functions_of_an_agent_get_all_its_turns_with_their_calls(folder):
+    """As TRL's trainer hands them over: calls as data, the answers of tools by name, and the last turn at the end."""
+    (folder / "agent.py").write_text(textwrap.dedent(AGENT))
+    turns = [
+        {
+            "text": call("search", query="how far?"),
+            "tokens": 9,
+            "calls": [{"name": "search", "arguments": {"query": "how far?"}}],
+            "answers": ["42 km"],
+        },
+        {"text": "42", "tokens": 1, "answers": []},
+    ]
+    episode = {"opening": None, "turns": turns, "reward": None, "info": {}, "failure": ""}
+    completion = Completion.of(torch.tensor([1]), torch.tensor([-1.0]), truncated=False, episode=episode)
+    prompt = Prompt(0, [1], {"answer": "42"}, content=[{"role": "user", "content": "How far?"}])
+    name = "agent.py:asks_then_answers"
+    reward = RewardConfig(
+        functions={name: 1.0, "regex_match": 1.0}, options={"regex_match": {"pattern": "^42$"}}, num_workers=1
+    )
+    (scored,) = scores(reward, Rollout(prompt, completion, "42"))
+    assert scored.rewards == {name: 111.0, "regex_match": 1.0}
 
 
 REWARDS = """
