@@ -183,10 +183,6 @@ def _check_features(config: GRPOConfig) -> None:
             "a text as data.prompt_template does not go with an environment: it has no turns; give a .jinja file",
         ),
         (
-            environment.rounds and environment.answer_steps,
-            "environment.rounds does not go with environment.answer_steps: both say when an answer joins; drop one",
-        ),
-        (
             in_reward and algorithm.advantages == "gdpo",
             "algorithm.kl_in=reward does not go with algorithm.advantages=gdpo: the penalty is part of no reward "
             "function; set kl_in loss",
@@ -282,7 +278,7 @@ def _check_features(config: GRPOConfig) -> None:
         if ":" not in spec:
             raise ValueError(
                 f"environment.name or classes has {spec!r}, which names no class in a file; write path/file.py:Class "
-                "(functions, calculator and python belong in environment.tools)"
+                "(functions and `python` belong in environment.tools)"
             )
 
 

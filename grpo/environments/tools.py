@@ -21,8 +21,8 @@ from typing import Any, Literal
 from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function, near_miss
 from grpo.config.values import fits
-from grpo.environments.builtin import calculator, python_tool
-from grpo.environments.calls import DECODER, Arguments, ToolCall
+from grpo.environments.calls import Arguments, ToolCall
+from grpo.environments.programs import python_tool
 from grpo.text import one_line
 from grpo.workers import worker
 from grpo.workers.programs import ProgramError
@@ -144,11 +144,12 @@ def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
 
     If there is only one, its name is empty. Raises ValueError, with the reason, for what cannot be used.
     """
-    built_ins = {"calculator": calculator, "python": python_tool(config)}
-    field_name = f"environment.tools (built in: {', '.join(built_ins)})"
     functions = []
     for spec in config.tools:
-        function = built_ins.get(spec) or load_function(spec, field_name)
+        if spec == "python":
+            function = python_tool(config)
+        else:
+            function = load_function(spec, "environment.tools (built in: python)")
         if not inspect.isroutine(function):
             raise ValueError(f"environment.tools {spec} is no function; write def ..., and a class as environment.name")
         functions.append(function)
@@ -225,14 +226,13 @@ def run_call(
         return f"There is no tool {call.name!r}{hint}. Tools: {names}.", "bad"
     function = toolbox.functions.get(call.name) or getattr(environment, call.name)
     signature = inspect.signature(function)
-    first_argument = next(iter(signature.parameters), "")
     hints = typing.get_type_hints(function)
-    arguments = _by_name(call.arguments, first_argument, hints)
-    for name, value in list(arguments.items()):  # some models write null for what they leave out
+    arguments = dict(call.arguments)
+    for name, value in call.arguments.items():  # some models write null for what they leave out
         parameter = signature.parameters.get(name)
         has_default = parameter is not None and parameter.default is not parameter.empty
         if value is None and has_default and not _has_type(value, hints.get(name)):
-            arguments = {key: arguments[key] for key in arguments if key != name}
+            del arguments[name]
     try:
         signature.bind(**arguments)
         for name, value in arguments.items():
@@ -316,28 +316,6 @@ def error_for_model(error: BaseException) -> str:
     kind = type(error).__name__
     message = str(error)
     return f"{kind}: {message}" if message else kind
-
-
-def _by_name(
-    arguments: Arguments | str,
-    first: str,
-    hints: Mapping[str, Any],
-) -> Arguments:
-    """Return arguments by name. A text goes to the argument `first`, as JSON unless only the text itself has its type.
-
-    first: empty for a tool without arguments.
-    """
-    if isinstance(arguments, dict):
-        return arguments
-    hint = hints.get(first)
-    if hint is not str:
-        with contextlib.suppress(ValueError, RecursionError):
-            value = DECODER.decode(arguments)
-            if _has_type(value, hint) or not _has_type(arguments, hint):
-                return {first: value}
-    if not first and not arguments:
-        return {}
-    return {first: arguments}
 
 
 def _has_type(value: Any, hint: Any) -> bool:

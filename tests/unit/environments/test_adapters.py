@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from grpo.config import EnvironmentConfig
+from grpo.environments.calls import written_call
 from grpo.environments.host import EnvironmentHost
 from grpo.environments.tools import load_toolboxes
 
@@ -60,6 +61,8 @@ OPENENV = """
             return StepResult({"text": "Which?", "tries": 0})
 
         def step(self, action):
+            if action["guess"] in ("odd", "gone"):
+                raise {"odd": RuntimeError, "gone": EOFError}[action["guess"]]()
             right = action["guess"] == str(self.number)
             return StepResult({"text": "Yes." if right else "No.", "tries": 1}, 0.5 if right else None, right)
 
@@ -79,7 +82,7 @@ def plays(tmp_path, monkeypatch):
     def play(example: str, options: dict, seed: int, *turns: str) -> list[dict]:
         config = EnvironmentConfig(name=f"{EXAMPLES}/{example}", options=options)
         _ = [toolbox.schemas for toolbox in load_toolboxes(config).values()]
-        host = EnvironmentHost(config, "tag", 1)
+        host = EnvironmentHost(config, "hermes", 1)
         try:
             replies = []
             for do, *arguments in (("reset", {}, seed, 0), *(("turn", turn) for turn in turns), ("finish",)):
@@ -94,17 +97,19 @@ def plays(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+def act(action: str) -> str:
+    return written_call("act", {"action": action}, "hermes")
+
+
 def test_a_game_of_gymnasium(plays):
     options = {"game": "Walk-v0", "task": "Walk to 2.", "actions": ["back", "on"], "arguments": {"start": 0}}
-    begun, wrong, first, last, told = plays(
-        "gymnasium_text.py:TextGame", options, 2, "<tool>act up</tool>", "<tool>act on</tool>", "<tool>act on</tool>"
-    )
+    begun, wrong, first, last, told = plays("gymnasium_text.py:TextGame", options, 2, act("up"), act("on"), act("on"))
     assert begun["text"] == "Walk to 2.\n\n[0]12\n\nActions: back, on."
     assert wrong["answers"] == ["ValueError: the actions are back, on"] and wrong["counts"]["tool_errors"] == 1
     assert first["answers"] == ["0[1]2"] and not first["ended"]
     assert last["answers"] == ["01[2]\nThe game is over."] and last["ended"] and told["reward"] == 1.5
     options = {"game": "Walk-v0", "task": "Walk.", "render_mode": None}  # whose actions and observations are text
-    begun, only, told = plays("gymnasium_text.py:TextGame", options, 1, "<tool>act on</tool>")
+    begun, only, told = plays("gymnasium_text.py:TextGame", options, 1, act("on"))
     assert (begun["text"], only["answers"]) == ("Walk.\n\nat 1", ["at 2\nThe game is over."])
 
 
@@ -117,3 +122,5 @@ def test_a_server_of_openenv(plays):
     assert begun["text"] == 'Guess.\n\n{"text": "Which?", "tries": 0}' and "Yes." in only["answers"][0]
     gone, *_ = plays("openenv_client.py:Remote", {"url": "http://gone"}, 7)
     assert gone["kind"] == "lost" and "nobody is there" in gone["failed"]
+    for word, kind in (("odd", "hung"), ("gone", "lost")):  # a word that the server refuses is the policy's
+        assert plays("openenv_client.py:Remote", options, 7, word)[1]["kind"] == kind

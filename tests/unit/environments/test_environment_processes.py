@@ -124,21 +124,13 @@ def test_an_episode_from_reset_to_reward(host):
     room = host()
     assert say(room, 7, "reset", {"start": 2, "other": "column"}, 5, 1) == {"text": "Room 5, bed 1."}
     reply = say(room, 7, "turn", f"I add. {call('add', number=3)} and {call('add', number=4)}")
-    assert reply["answers"] == ["5", "9"] and not reply["ended"] and reply["counts"]["calls"] == 2
-    reply = say(room, 7, "turn", call("add", number=1))
-    assert reply["answers"] == ["10"] and reply["ended"]
+    assert reply["answers"] == ["5", "9"] and not reply["ended"]
+    reply = say(room, 7, "turn", call("add", number=1) * 3)
+    assert reply["answers"] == ["10"] and reply["ended"] and reply["counts"]["calls"] == 1  # none after the end
     assert say(room, 7, "finish") == {"reward": 1.0, "info": {"count": 10}}
     assert say(room, 8, "reset", {}, 6, 0)["text"] == "Room 6, bed 0."  # the process again, with a new object
     assert say(room, 8, "turn", "no call")["ended"]
     assert say(room, 8, "finish")["reward"] == 0.0
-
-
-def test_calls_after_the_end_are_not_carried_out(host):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
-    reply = say(room, 0, "turn", call("add", number=6) * 4)
-    assert reply["answers"] == ["6", "12"] and reply["ended"] and reply["counts"]["calls"] == 2
-    assert say(room, 0, "finish")["info"] == {"count": 12}
 
 
 def test_half_a_character_is_a_question_mark_wherever_it_comes_from(host, tmp_path):
@@ -177,14 +169,12 @@ def test_the_reward_so_far_is_asked_for_only_where_turns_earn(host):
     assert say(room, 0, "turn", text, True)["earned"] == 0.8
     assert "earned" not in say(room, 0, "turn", text, True)  # its end, which asks by itself
     assert say(room, 0, "finish")["reward"] == 1.2
-    for fails, reason in (("reward", "no reward today"), ("nan", "nan"), ("none", "None after a turn")):
+    for fails, kind, reason in (("nan", "hung", "nan"), ("none", "lost", "None after a turn")):
         say(room, 1, "reset", {"fails": fails}, 0, 0)
         reply = say(room, 1, "turn", text, True)
-        assert reply["kind"] == ("lost" if fails == "none" else "hung") and reason in reply["failed"], reply
+        assert reply["kind"] == kind and reason in reply["failed"]
     say(room, 2, "reset", {"fails": "none"}, 0, 0)
     assert say(room, 2, "finish")["reward"] is None
-    tools = host(name="", tools=("room.py:look",))
-    assert "earned" not in say(tools, 0, "turn", call("look", place="hall"), True)
 
 
 def test_what_the_policy_causes_is_told_to_it(host):
@@ -273,16 +263,12 @@ def test_a_call_that_loops_is_told_from_one_that_waits_where_a_core_has_other_wo
 def test_a_reset_is_tried_once_more(host):
     room = host()
     assert "failed" not in say(room, 0, "reset", {"fails": "once"}, 0, 0)
-    for fails in ("always", "memory"):  # the policy has done nothing yet
-        assert say(room, 1, "reset", {"fails": fails}, 0, 0)["kind"] == "lost"
-
-
-def test_a_long_first_text_arrives_and_one_without_end_is_lost_with_its_length(host):
-    room = host()
-    text = say(room, 0, "reset", {"fails": str(MAX_OPENING_CHARACTERS)}, 0, 0)["text"]
+    for fails in ("always", "memory", str(MAX_OPENING_CHARACTERS + 1)):  # the policy has done nothing yet
+        reply = say(room, 1, "reset", {"fails": fails}, 0, 0)
+        assert reply["kind"] == "lost"
+    assert f"{MAX_OPENING_CHARACTERS + 1} characters" in reply["failed"]
+    text = say(room, 2, "reset", {"fails": str(MAX_OPENING_CHARACTERS)}, 0, 0)["text"]
     assert len(text) == MAX_OPENING_CHARACTERS
-    reply = say(room, 1, "reset", {"fails": str(MAX_OPENING_CHARACTERS + 1)}, 0, 0)
-    assert reply["kind"] == "lost" and f"{MAX_OPENING_CHARACTERS + 1} characters" in reply["failed"]
 
 
 @pytest.mark.parametrize(("what", "reason"), [("too much", "get_reward returned inf"), ("broken", "no reward today")])
@@ -320,10 +306,10 @@ def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
         "    def get_reward(self): return 1.0\n"
     )
     served = host(name="served.py:Served")
-    for episode in range(3):
-        pid = say(served, episode, "reset", {}, 0, 0)["text"]
+    first, _, pid = (say(served, episode, "reset", {}, 0, 0)["text"] for episode in range(3))
     assert say(served, 0, "finish")["reward"] == 1.0
-    time.sleep(0.2)  # in which the supervisor learns of the death
+    while os.path.exists(f"/proc/{first}"):  # until the supervisor has noticed its death
+        time.sleep(0.01)
     for episode in (1, 2):
         assert say(served, episode, "turn", "well?")["answers"] == ["None"]
     served.close()
@@ -360,19 +346,15 @@ def test_nothing_survives(host):
             continue
 
 
-def test_a_file_that_does_not_load_is_refused(host, tmp_path):
-    (tmp_path / "broken.py").write_text("import no_such_library\n")
-    with pytest.raises(ValueError, match="no_such_library"):
-        host(name="broken.py:Room")
-
-
 def write(tmp_path, code: str) -> str:
     (tmp_path / "other.py").write_text(textwrap.dedent(code))
     return "other.py:Other"
 
 
 def test_each_process_draws_its_own_numbers(host, tmp_path):
-    """Forks begin with the generators of the process that imported the file, where it has drawn already."""
+    """Forks begin with the generators of the process that imported the file. One that does not load is refused."""
+    with pytest.raises(ValueError, match="no_such_library"):
+        host(name=write(tmp_path, "import no_such_library"))
     made = host(
         name=write(
             tmp_path,
