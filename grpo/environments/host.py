@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +95,7 @@ class EnvironmentHost:
         self.workers.drop(episode)
 
     def poll(self, seconds: float = 0.0) -> list[Values]:
-        """Return the replies that have arrived. If there are none, wait up to `seconds` for the first.
+        """Return the replies that have arrived. If there are none, wait up to `seconds`; it may return earlier.
 
         Raises RuntimeError if the supervisor has ended.
 
@@ -105,13 +104,8 @@ class EnvironmentHost:
         deadline, or that was killed from outside. Anything else is `hung`, because what the policy wrote may have
         caused it. Functions without a class then answer instead.
         """
-        give_up_at = time.monotonic() + seconds
-        while True:  # a `reset` that is tried again has no reply yet
-            seconds_left = give_up_at - time.monotonic()
-            outcomes = self.workers.poll(max(0.0, seconds_left))
-            replies = list(filter(None, map(self._reply, outcomes)))
-            if replies or not outcomes:
-                return replies
+        outcomes = self.workers.poll(seconds)
+        return list(filter(None, map(self._reply, outcomes)))
 
     def _reply(self, outcome: Values) -> Values | None:
         """Return the reply to a call. A `reset` that failed is tried once more in another process: None."""

@@ -2,8 +2,8 @@
 
 The tokens of the answer are appended to the ids of the rollout, which joins the engine again as a new request while the
 others decode on. `environment.answer_steps` says when it joins. With 0 it joins as soon as the answer is there. With N
-it joins N steps of the engine after its turn ended, or once no rollout samples, so that the speed of a tool changes no
-bit of what is sampled.
+it joins N steps of the engine after its turn ended, so that the speed of a tool changes no bit of what is sampled. Steps
+in which no rollout would sample are skipped.
 
 The head of a replica talks to the environments. It sends its decisions to the other ranks of the replica, because all
 of them must add the same requests in the same order.
@@ -296,15 +296,11 @@ class Player:
         if len(places) <= self.config.max_answer_tokens:
             return answer
         counts["cut_answers"] += 1
-        half = self.config.max_answer_tokens // 2
+        half = max(1, self.config.max_answer_tokens // 2)
+        _, end_of_first = places[half - 1]
+        start_of_last, _ = places[-half]
         num_left_out = len(places) - 2 * half
-        first = last = ""
-        if half:
-            _, end_of_first = places[half - 1]
-            start_of_last, _ = places[-half]
-            first = answer[:end_of_first]
-            last = answer[start_of_last:]
-        return f"{first}\n[.. {num_left_out} tokens left out ..]\n{last}"
+        return f"{answer[:end_of_first]}\n[.. {num_left_out} tokens left out ..]\n{answer[start_of_last:]}"
 
     def _end(self, episode: Episode, ended_by: str) -> None:
         """End an episode and ask its environment for the reward."""
@@ -362,8 +358,8 @@ def play(
     while begins_at or loop.num_running:
         is_idle = not loop.num_running
         if is_idle:
-            latest = max(begins_at.values())
-            step = max(step, latest)
+            earliest = min(begins_at.values())
+            step = max(step, earliest)
         due = sorted(number for number in begins_at if begins_at[number] <= step)
         if due:
             min_decisions = len(due) if config.answer_steps else int(is_idle)

@@ -285,10 +285,10 @@ def _as_text(result: Any) -> str:
     if not isinstance(result, dict | list):
         return str(result)
     if isinstance(result, list):
-        kinds = [isinstance(part, dict) and part.get("type") for part in result]
-        if kinds and all(kind in ("text", "image") for kind in kinds):
-            if "image" in kinds:
-                raise TypeError("it is an image, which this model cannot read")
+        kinds = {isinstance(part, dict) and part.get("type") for part in result}
+        if "image" in kinds:
+            raise TypeError("it is an image, which this model cannot read")
+        if kinds == {"text"}:
             return "".join(part["text"] for part in result)
     return json.dumps(result, ensure_ascii=False, default=str)
 

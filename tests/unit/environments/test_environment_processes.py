@@ -13,6 +13,7 @@ import pytest
 from grpo.config import EnvironmentConfig
 from grpo.environments.host import MAX_OPENING_CHARACTERS, EnvironmentHost
 from grpo.workers.supervisor import LINE_BYTES
+from tests.unit.environments.conversations import call, say
 
 ROOM = """
     import asyncio, errno, os, pathlib, signal, subprocess, time
@@ -102,22 +103,6 @@ def host(tmp_path, monkeypatch):
     yield make
     for one in made:
         one.close()
-
-
-def say(host: EnvironmentHost, episode: int, do: str, *arguments, seconds: float = 120.0) -> dict:
-    """One message and its reply."""
-    host.ask(episode, do, list(arguments), seconds)
-    replies = []
-    while not replies:
-        replies = host.poll(180)
-    (reply,) = replies
-    assert reply.pop("episode") == episode
-    return reply
-
-
-def call(name: str, **arguments) -> str:
-    written = str(arguments).replace("'", '"')
-    return f'<tool_call>{{"name": "{name}", "arguments": {written}}}</tool_call>'
 
 
 def test_an_episode_from_reset_to_reward(host):

@@ -243,23 +243,19 @@ def test_a_lost_episode_has_no_reward_and_a_hung_one_has_its_own():
         assert episodes[number].ids == others[number].ids
 
 
-def test_a_rows_seed_decides_wherever_the_row_comes():
-    """CSV has numbers as text. Without a seed each prompt has its own."""
-    columns = [{"seed": 7}, {"seed": "7"}, {"seed": "a maze"}, {"seed": 7.5}, {}, {"seed": None}]
-    first, second = (
-        [environment_seed(3, Prompt(index, [5], columns=row), held_out=False) for row in columns] for index in (0, 1)
-    )
-    assert first[:2] == second[:2] == [7, 7] and first[2:4] == second[2:4] and first[2] != first[3]
-    assert first[4] == first[5] != second[4] == second[5]
-    assert environment_seed(3, Prompt(0, [5], columns={"seed": "7"}), held_out=True) == 7 + 2**30
-
-
 def test_an_episode_lost_before_its_first_turn_is_of_the_weights_that_were_there():
     episodes, _ = run(host=MadeHost(fails={2: "lost"}, fails_at="reset"))
-    assert episodes[2].ended_by == "lost" and not episodes[2].pieces
-    for number, episode in enumerate(episodes):
-        completion = completion_of(episode, 1.0, number)
-        assert completion.version == completion.oldest_version == 3
-        assert all(piece.version == 3 for piece in completion.pieces)
-    sample = sample_of(episodes[2].prompt, completion_of(episodes[2], 1.0, 2))
+    completion = completion_of(episodes[2], 1.0, 2)
+    assert completion.version == completion.oldest_version == 3 and not episodes[2].pieces
+    sample = sample_of(episodes[2].prompt, completion)
     assert sample.ids_T.tolist() == episodes[2].prompt.ids and not sample.loss_mask_T.any()
+
+
+def test_a_rows_seed_decides_wherever_the_row_comes():
+    """CSV has numbers as text. Without a seed each prompt has its own."""
+    columns = [{"seed": 7}, {"seed": "7"}, {"seed": "a maze"}, {"seed": None}]
+    first, second = (
+        [environment_seed(3, Prompt(n, [5], columns=row), held_out=False) for row in columns] for n in (0, 1)
+    )
+    assert first[:2] == second[:2] == [7, 7] and first[2] == second[2] and first[3] != second[3]
+    assert environment_seed(3, Prompt(0, [5], columns={"seed": "7"}), held_out=True) == 7 + 2**30

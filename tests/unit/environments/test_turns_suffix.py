@@ -21,17 +21,14 @@ SCHEMAS = [{"type": "function", "function": {"name": "look", "description": "Loo
 # Name of a template -> the role that may answer, arguments of the template
 CARRIED = [
     ("QWEN2", "tool", {}),
-    ("QWEN2", "user", {}),
     ("QWEN3", "tool", {}),
     ("QWEN3", "user", {"enable_thinking": False}),
     ("LLAMA", "tool", {}),
-    ("LLAMA", "user", {}),
     ("GEMMA", "user", {}),
     ("PHI", "user", {}),
     ("DEEPSEEK", "user", {}),
     ("THINKER", "user", {}),
     ("GLM", "tool", {}),
-    ("GLM", "user", {}),
     ("COHERE", "user", {}),
     ("PLAIN", "user", {}),
 ]
@@ -184,7 +181,7 @@ def test_stop_tokens_that_are_missing():
 
 def test_what_a_user_is_told():
     assert case(0).line == ""
-    assert re.search("chat template .*tools.* data.system_prompt", case(6).line)
+    assert re.search("chat template .*tools.* data.system_prompt", turns_for(templates.GEMMA, "user").line)
 
 
 def test_turns_with_and_without_calls():
