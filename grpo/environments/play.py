@@ -2,8 +2,8 @@
 
 The tokens of the answer are appended to the ids of the rollout, which joins the engine again as a new request while the
 others decode on. `environment.answer_steps` says when it joins. With 0 it joins as soon as the answer is there. With N
-it joins N steps of the engine after its turn ended, so that the speed of a tool changes no bit of what is sampled. Steps
-in which no rollout would sample are skipped.
+it joins N steps of the engine after its turn ended, so that the speed of a tool changes no bit of what is sampled.
+Steps in which no rollout would sample are skipped.
 
 The head of a replica talks to the environments. It sends its decisions to the other ranks of the replica, because all
 of them must add the same requests in the same order.
