@@ -294,7 +294,7 @@ class LiveEnvironment:
     def close(self) -> None:
         """Let the object end what it holds. What that raises says nothing about the episode."""
         if hasattr(self.object, "close"):
-            with contextlib.suppress(Exception, SystemExit):
+            with contextlib.suppress(BaseException):
                 await_result(self.object.close())
         self.object = None
         with contextlib.suppress(ChildProcessError):  # none is left
