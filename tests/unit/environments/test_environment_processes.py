@@ -48,7 +48,6 @@ ROOM = """
                 pass
             if what == "sleep": time.sleep(60)
             if what == "child loops": subprocess.run("while true; do true; done", shell=True, start_new_session=True)
-            if what == "child sleeps": subprocess.run("sleep 60; true", shell=True)
             if what == "die": os._exit(3)
             if what == "eat": self.all = bytearray(2**34)
             if what == "flood": return "x" * 10**7
@@ -105,6 +104,19 @@ def host(tmp_path, monkeypatch):
         one.close()
 
 
+@pytest.fixture
+def room(host) -> EnvironmentHost:
+    """A host of Room, where episode 0 has begun."""
+    room = host()
+    say(room, 0, "reset", {}, 0, 0)
+    return room
+
+
+def turn(room: EnvironmentHost, text: str, *arguments, seconds: float = 120.0) -> dict:
+    """The reply to a turn of episode 0."""
+    return say(room, 0, "turn", text, *arguments, seconds=seconds)
+
+
 def test_an_episode_from_reset_to_reward(host):
     room = host()
     assert say(room, 7, "reset", {"start": 2, "other": "column"}, 5, 1) == {"text": "Room 5, bed 1."}
@@ -132,17 +144,15 @@ def test_half_a_character_is_a_question_mark_wherever_it_comes_from(host, tmp_pa
     room = host(name="half.py:Half")
     assert say(room, 0, "reset", {}, 0, 0) == {"text": "Begin ?."}
     text = '<tool_call>{"name": "search", "arguments": {"query": "a \\ud800 \\ud83d\\udc4d"}}</tool_call>'
-    assert say(room, 0, "turn", text)["answers"] == ["No a ? 👍."]
-    assert say(room, 0, "turn", "no call")["answers"] == ["?"]
+    assert turn(room, text)["answers"] == ["No a ? 👍."]
+    assert turn(room, "no call")["answers"] == ["?"]
     assert say(room, 0, "finish")["info"] == {"query": "a ? 👍"}
 
 
-def test_a_call_in_a_thought_that_the_template_opened_is_none(host):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
-    reply = say(room, 0, "turn", f"I add. </think> {call('add', number=3)}", False, "<think>\n")
+def test_a_call_in_a_thought_that_the_template_opened_is_none(room):
+    reply = turn(room, f"I add. </think> {call('add', number=3)}", False, "<think>\n")
     assert reply["answers"] == ["3"]
-    reply = say(room, 0, "turn", f"I may add. {call('add', number=4)}", False, "<think>\n")
+    reply = turn(room, f"I may add. {call('add', number=4)}", False, "<think>\n")
     assert reply["ended"] and reply["counts"]["calls"] == reply["counts"]["unread_calls"] == 0
     assert say(room, 0, "finish")["info"] == {"count": 3}
 
@@ -150,9 +160,9 @@ def test_a_call_in_a_thought_that_the_template_opened_is_none(host):
 def test_the_reward_so_far_is_asked_for_only_where_turns_earn(host):
     room, text = host(), call("add", number=4)
     say(room, 0, "reset", {}, 0, 0)
-    assert "earned" not in say(room, 0, "turn", text)
-    assert say(room, 0, "turn", text, True)["earned"] == 0.8
-    assert "earned" not in say(room, 0, "turn", text, True)  # its end, which asks by itself
+    assert "earned" not in turn(room, text)
+    assert turn(room, text, True)["earned"] == 0.8
+    assert "earned" not in turn(room, text, True)  # its end, which asks by itself
     assert say(room, 0, "finish")["reward"] == 1.2
     for fails, kind, reason in (("nan", "hung", "nan"), ("none", "lost", "None after a turn")):
         say(room, 1, "reset", {"fails": fails}, 0, 0)
@@ -162,26 +172,14 @@ def test_the_reward_so_far_is_asked_for_only_where_turns_earn(host):
     assert say(room, 2, "finish")["reward"] is None
 
 
-def test_what_the_policy_causes_is_told_to_it(host):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
-    for text, kind in (
-        (call("fly"), "bad_calls"),
-        (call("add", number="three"), "bad_calls"),
-        ("<tool_call>{", "bad_calls"),
-        (call("do", what="raise"), "tool_errors"),
-        (call("do", what="file"), "tool_errors"),
-        (call("do", what="port"), "tool_errors"),
-        (call("do", what="own timeout"), "tool_errors"),
-        (call("do", what="cancel"), "tool_errors"),
-        (call("do", what="interrupt"), "tool_errors"),
-        (call("do", what="picture"), "tool_errors"),
-        (call("add", number="NaN").replace('"NaN"', "1e999"), "bad_calls"),
-    ):
-        reply = say(room, 0, "turn", text)
-        assert len(reply["answers"]) == 1 and not reply["ended"] and reply["counts"][kind] == 1, text
+def test_what_the_policy_causes_is_told_to_it(room):
+    for text in (call("fly"), call("add", number="three"), "<tool_call>{", call("add", number=1).replace("1", "1e999")):
+        assert turn(room, text)["counts"]["bad_calls"] == 1
+    for what in ("raise", "file", "port", "own timeout", "cancel", "interrupt", "picture"):
+        reply = turn(room, call("do", what=what))
+        assert len(reply["answers"]) == reply["counts"]["tool_errors"] == 1 and not reply["ended"]
     for what in ("flood", "smile"):
-        reply = say(room, 0, "turn", call("do", what=what))
+        reply = turn(room, call("do", what=what))
         assert 1000 < len(reply["answers"][0]) < 50_000  # cut before it fills a socket
     assert len(json.dumps("\U0001f600" * MAX_OPENING_CHARACTERS)) < 0.9 * LINE_BYTES  # else the process is ended for it
     assert say(room, 0, "finish")["reward"] == 0.0
@@ -190,9 +188,9 @@ def test_what_the_policy_causes_is_told_to_it(host):
 def test_a_call_in_a_style_that_is_not_read_is_counted(host):
     room, fenced = host(), '```json\n{"name": "add", "arguments": {"number": 3}}\n```'
     say(room, 0, "reset", {}, 0, 0)
-    reply = say(room, 0, "turn", f"{call('add', number=4)} {fenced}")
+    reply = turn(room, f"{call('add', number=4)} {fenced}")
     assert reply["answers"] == ["4"] and "unread" not in reply  # one in the style that is read
-    reply = say(room, 0, "turn", fenced)
+    reply = turn(room, fenced)
     assert reply["ended"] and reply["unread"] == "fence"
     assert reply["counts"] == {"calls": 0, "bad_calls": 0, "tool_errors": 0, "unread_calls": 1}
 
@@ -204,26 +202,21 @@ def test_a_call_in_a_style_that_is_not_read_is_counted(host):
         ("child loops", "hung"),
         ("eat", "hung"),
         ("sleep", "lost"),
-        ("child sleeps", "lost"),
         ("die", "hung"),
         ("killed", "lost"),
         ("net", "lost"),
         ("disk", "lost"),
     ],
 )
-def test_a_failure_has_its_cause_and_costs_its_own_deadline(host, what, kind):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
+def test_a_failure_has_its_cause_and_costs_its_own_deadline(room, what, kind):
     say(room, 1, "reset", {}, 0, 0)
-    reply = say(room, 0, "turn", call("do", what=what), seconds=5.0)
+    reply = turn(room, call("do", what=what), seconds=5.0)
     assert reply["kind"] == kind and reply["failed"].startswith("turn: ")
     assert say(room, 1, "turn", call("add", number=1))["answers"] == ["1"]  # the others do not notice
     assert say(room, 2, "reset", {}, 0, 0)["text"]
 
 
-def test_a_call_that_loops_is_told_from_one_that_waits_where_a_core_has_other_work(host):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
+def test_a_call_that_loops_is_told_from_one_that_waits_where_a_core_has_other_work(room):
     say(room, 1, "reset", {}, 0, 0)
     core = min(os.sched_getaffinity(0))
     supervisor = room.workers.supervisor.pid
@@ -257,20 +250,16 @@ def test_a_reset_is_tried_once_more(host):
 
 
 @pytest.mark.parametrize(("what", "reason"), [("too much", "get_reward returned inf"), ("broken", "no reward today")])
-def test_a_reward_that_the_policy_can_have_broken_is_scored(host, what, reason):
+def test_a_reward_that_the_policy_can_have_broken_is_scored(room, what, reason):
     """Else it could leave out of the loss what it does badly."""
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
-    say(room, 0, "turn", call("do", what=what))
+    turn(room, call("do", what=what))
     reply = say(room, 0, "finish")
     assert reply["kind"] == "hung" and reason in reply["failed"]
 
 
-def test_the_calls_of_a_turn_that_ran_out_of_tokens_are_carried_out(host):
+def test_the_calls_of_a_turn_that_ran_out_of_tokens_are_carried_out(room):
     """But not one that is cut off, and `reply` gets no text that is."""
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
-    reply = say(room, 0, "turn", call("add", number=3) + '<tool_call>{"name": "add"', False, "", True)
+    reply = turn(room, call("add", number=3) + '<tool_call>{"name": "add"', False, "", True)
     assert reply["answers"] == ["3"] and reply["ended"]
     assert reply["counts"] == {"calls": 1, "bad_calls": 0, "tool_errors": 0, "unread_calls": 0}
     assert reply["calls"] == [{"name": "add", "arguments": {"number": 3}}]
@@ -314,11 +303,9 @@ def test_functions_share_processes_and_a_late_one_is_told(host):
     assert "empty" in say(tools, 0, "turn", call("look", place="cellar"))["answers"][0]
 
 
-def test_nothing_survives(host):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
+def test_nothing_survives(room):
     say(room, 1, "reset", {}, 0, 0)
-    say(room, 0, "turn", call("do", what="leave"))
+    turn(room, call("do", what="leave"))
     room.ask(1, "turn", [call("do", what="loop")], 60.0)
     group = os.getpgid(room.workers.supervisor.pid)
     room.close()
