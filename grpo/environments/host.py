@@ -14,7 +14,6 @@ import json
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from grpo.config import EnvironmentConfig
@@ -30,15 +29,8 @@ Values = dict[str, Any]  # as JSON has them, by name
 MAX_CHARACTERS = 32_000
 # Limit for what `reset` returns, above what prompts have
 MAX_OPENING_CHARACTERS = 500_000
-
-
-@dataclass
-class PendingCall:
-    """A call of an environment that waits for its reply."""
-
-    do: str
-    call: Call
-    is_retry: bool = False
+# A `reset` that is tried once more, in another process
+SECOND_RESET = "second reset"
 
 
 class EnvironmentHost:
@@ -57,7 +49,7 @@ class EnvironmentHost:
         ValueError if the file cannot be loaded.
         """
         self.config = config
-        self._pending: dict[int, PendingCall] = {}
+        self._pending: dict[int, tuple[str, Call]] = {}  # episode -> what was asked, and its call
         load = functools.partial(load_environment, config, style)
         self.workers = Workers(
             "environments",
@@ -87,7 +79,7 @@ class EnvironmentHost:
             conversation=conversation,
             ends=do == "finish",
         )
-        self._pending[episode] = PendingCall(do, call)
+        self._pending[episode] = (do, call)
         self.workers.submit([call])
 
     def drop(self, episode: int) -> None:
@@ -110,23 +102,22 @@ class EnvironmentHost:
     def _reply(self, outcome: Values) -> Values | None:
         """Return the reply to a call. A `reset` that failed is tried once more in another process: None."""
         episode = outcome["call"]
-        pending = self._pending[episode]
+        do, call = self._pending[episode]
         if "value" in outcome:
             return {"episode": episode, **outcome["value"]}
         cause = outcome["cause"]
-        do = pending.do
-        if do == "reset" and not pending.is_retry:
-            pending.is_retry = True
-            self.workers.submit([pending.call])
+        if do == "reset":
+            self._pending[episode] = (SECOND_RESET, call)
+            self.workers.submit([call])
             return None
         failure = outcome["failed"]
         if cause in ("late", "busy"):
-            failure = f"it took longer than {pending.call.seconds:g} s and was stopped"
+            failure = f"it took longer than {call.seconds:g} s and was stopped"
         elif cause == "memory":
             failure = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
         was_killed = failure.endswith(f"killed by signal {signal.SIGKILL:d}")  # the machine had no more memory
         has_class = bool(self.config.all_classes)
-        is_lost = do == "reset" or cause == "lost" or was_killed or (cause == "late" and has_class)
+        is_lost = do == SECOND_RESET or cause == "lost" or was_killed or (cause == "late" and has_class)
         if not is_lost and not has_class:
             return {
                 "episode": episode,

@@ -326,10 +326,8 @@ def _has_type(value: Any, hint: Any) -> bool:
         return fits(value, hint)
     if kind in (typing.Union, types.UnionType):
         return any(_has_type(value, part) for part in parts)
-    if kind is tuple:
-        return isinstance(value, list)
-    if kind is list:
-        item_hint = parts[0] if parts else None
+    if kind in (list, tuple):
+        item_hint = parts[0] if kind is list and parts else None
         return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
     if kind in (str, bool, dict, type(None)):
         return isinstance(value, kind)
