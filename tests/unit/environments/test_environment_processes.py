@@ -282,8 +282,9 @@ def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
     served = host(name="served.py:Served")
     first, _, pid = (say(served, episode, "reset", {}, 0, 0)["text"] for episode in range(3))
     assert say(served, 0, "finish")["reward"] == 1.0
-    while os.path.exists(f"/proc/{first}"):  # until the supervisor has noticed its death
+    while command_of(first):  # until it has died
         time.sleep(0.01)
+    say(served, 3, "reset", {}, 0, 0)  # so that the supervisor has looked
     for episode in (1, 2):
         assert say(served, episode, "turn", "well?")["answers"] == ["None"]
     served.close()
