@@ -25,7 +25,7 @@ SETTINGS = {
 
 
 def torchrun(
-    program: str, *arguments: object, nproc: int, deadline: float = 180, launcher: tuple[str, ...] = ("--standalone",)
+    program: str, *arguments: object, nproc: int, deadline: float = 600, launcher: tuple[str, ...] = ("--standalone",)
 ) -> str:
     """Run `torchrun --nproc_per_node=NPROC program arguments...` and return its output. AssertionError if it fails."""
     result = run_torchrun(program, *arguments, nproc=nproc, deadline=deadline, launcher=launcher)
@@ -34,7 +34,7 @@ def torchrun(
 
 
 def run_torchrun(
-    program: str, *arguments: object, nproc: int, deadline: float = 180, launcher: tuple[str, ...] = ("--standalone",)
+    program: str, *arguments: object, nproc: int, deadline: float = 600, launcher: tuple[str, ...] = ("--standalone",)
 ) -> subprocess.CompletedProcess:
     """Run torchrun and return its exit code and output. A missed deadline raises AssertionError with all stacks."""
     process = start_torchrun(program, *arguments, nproc=nproc, launcher=launcher)
@@ -50,7 +50,7 @@ def start_torchrun(
     return start_python(*launch, *what, *arguments)
 
 
-def run_python(*arguments: object, deadline: float = 180) -> str:
+def run_python(*arguments: object, deadline: float = 600) -> str:
     """Run `python arguments...`, one process. Returns its output; a failure raises AssertionError."""
     result = finish(start_python(*arguments), deadline)
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-20_000:]}"
