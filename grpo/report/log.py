@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any, Literal

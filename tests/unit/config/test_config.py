@@ -45,7 +45,7 @@ OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 MAX_WEIGHT = {"algorithm.loss": "reinforce", "algorithm.loss_options": {"max_importance_weight": 2}}
 CLASSES = {"environment.classes": {"a": "x.py:A", "b": "x.py:B"}}
 KIND = {"data.environment_column": "kind"}
-TOOLS = {"environment.tools": ("calculator",)}
+TOOLS = {"environment.tools": ("python",)}
 EACH_TURN = {"algorithm.advantages": "return_to_go"}
 ROUNDED = {"trainer.moments": "bfloat16"}
 CARRY_8 = {"sampling.carry_over": 8}
@@ -108,7 +108,6 @@ REFUSED_IN_GRPO = [
     ({"environment.name": "calculator"}, "environment.name .* 'calculator', which names no class .* environment.tools"),
     (CLASSES, "environment.classes needs data.environment_column"),
     (KIND, "data.environment_column needs environment.classes"),
-    (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds does not go with .*answer_steps"),
     (TOOLS | {"sampling.carry_over": 1, CORRECTION: "truncate"}, "carry_over does not go with an environment"),
     (TOOLS | {"generator.stop": ("END",)}, "generator.stop, .* with an environment: .* use generator.stop_token_ids"),
     (TOOLS | {"generator.sampling": {"min_tokens": 8}}, "generator.sampling .* with an environment: .* each turn"),
