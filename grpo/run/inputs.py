@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.algorithm.trial import try_algorithm
@@ -396,6 +397,7 @@ def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
         hf_folder.read_hf_config(inputs.model_folder),
         config.model.dtype,
         only_adapters=config.trainer.syncs_adapters,
+        on_gpu=config.gpus > 0 or torch.cuda.is_available(),  # a dry run may be for another machine
     )
     if config.environment.enabled:
         check_environment(config, inputs.tokenizer, scorer.stop_token_ids)

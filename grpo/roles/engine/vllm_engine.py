@@ -49,9 +49,14 @@ WRONG_ON_CPU = {
 
 
 def check_engine(
-    config: GeneratorConfig, hf: PretrainedConfig, dtype: str = "bfloat16", only_adapters: bool = False
+    config: GeneratorConfig,
+    hf: PretrainedConfig,
+    dtype: str = "bfloat16",
+    only_adapters: bool = False,
+    *,
+    on_gpu: bool,
 ) -> None:
-    """Raise ValueError for what this machine's vLLM cannot do or gets wrong. It does not import vLLM.
+    """Raise ValueError for what vLLM cannot do or gets wrong, on a GPU or on a CPU. It does not import vLLM.
 
     dtype: of the weights. only_adapters: the engine is to hold LoRA's adapters beside its weights.
     """
@@ -60,7 +65,7 @@ def check_engine(
             "generator.engine quantization of a mixture of experts, or of gated delta nets, is not supported: nobody "
             "has seen vLLM quantize them again in a weight sync; leave it out"
         )
-    if torch.cuda.is_available():
+    if on_gpu:
         if only_adapters and dtype == "float32":
             raise ValueError(
                 "trainer.lora_sync=adapters does not go with model.dtype=float32 on a GPU, where vLLM's kernels for "

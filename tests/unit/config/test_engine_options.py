@@ -6,7 +6,6 @@ import pathlib
 import types
 
 import pytest
-import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from grpo.config import GeneratorConfig, GRPOConfig, change
@@ -60,19 +59,18 @@ def test_what_would_break_a_run_is_refused_with_the_reason(table, options, messa
 def test_what_a_mixture_of_experts_cannot_have_is_refused():
     engine = GeneratorConfig(engine={"quantization": "fp8_per_tensor"})
     with pytest.raises(ValueError, match="^generator.engine quantization .*leave it out"):
-        check_engine(engine, Qwen3MoeConfig(head_dim=64))
-    check_engine(engine, Qwen3Config(head_dim=64))
+        check_engine(engine, Qwen3MoeConfig(head_dim=64), on_gpu=False)
+    check_engine(engine, Qwen3Config(head_dim=64), on_gpu=False)
 
 
-def test_adapters_in_float32_need_a_cpu(monkeypatch):
+def test_adapters_in_float32_need_a_cpu():
     """vLLM's kernels for them assert another dtype, when the engine starts on a GPU."""
     hf = Qwen3Config(head_dim=64)
-    check_engine(GeneratorConfig(), hf, "float32", only_adapters=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_engine(GeneratorConfig(), hf, "float32", only_adapters=True, on_gpu=False)
     with pytest.raises(ValueError, match="^trainer.lora_sync=adapters .*model.dtype=float32 .*lora-sync merged"):
-        check_engine(GeneratorConfig(), hf, "float32", only_adapters=True)
-    check_engine(GeneratorConfig(), hf, "bfloat16", only_adapters=True)
-    check_engine(GeneratorConfig(), hf, "float32")
+        check_engine(GeneratorConfig(), hf, "float32", only_adapters=True, on_gpu=True)
+    check_engine(GeneratorConfig(), hf, "bfloat16", only_adapters=True, on_gpu=True)
+    check_engine(GeneratorConfig(), hf, "float32", on_gpu=True)
 
 
 def test_what_vllm_would_silently_ignore_is_refused():
