@@ -46,6 +46,8 @@ READ_WITH = {
 }
 # Adapters need about ten times the learning rate of all weights, which is 1e-6 to 3e-6 in GRPO
 LEAST_LORA_RATE = 5e-6
+# Random weights need about a thousand times the rate of weights that are trained already
+LEAST_RATE_FROM_NOTHING = 1e-5
 OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
 # Fields -> those that are read in their place
 REPLACED_BY = {
@@ -383,6 +385,11 @@ def cautions(config: Config) -> list[str]:
             f"trainer.learning_rate={trainer.learning_rate:g} hardly moves adapters, which need about ten times the "
             "rate of all weights, and bfloat16 rounds most of so small a change away; set --trainer.learning-rate 1e-5 "
             "or more"
+        )
+    if config.model.is_built and 0 < trainer.learning_rate < LEAST_RATE_FROM_NOTHING:
+        warnings.append(
+            f"trainer.learning_rate={trainer.learning_rate:g} hardly moves a model that starts from random weights, as "
+            f"one built by {config.model.path} may; set --trainer.learning-rate 1e-3 for a small one"
         )
     if isinstance(config, SFTConfig):
         return warnings

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.algorithm.trial import try_algorithm
@@ -346,7 +347,8 @@ def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
         inputs.tokenizer,
         inputs.form.end_token_ids,
     )
-    check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder))
+    on_gpu = config.gpus > 0 or torch.cuda.is_available()  # a dry run may be for another machine
+    check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder), on_gpu=on_gpu)
     if config.environment.enabled:
         check_environment(config, inputs.tokenizer, scorer.stop_token_ids)
     check_best(config, inputs.eval_prompts, scorer)

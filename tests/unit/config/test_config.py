@@ -231,6 +231,13 @@ def test_adapters_at_a_learning_rate_for_all_weights_are_said(config_type):
         assert cautions(change(lora, {"trainer.learning_rate": rate})) == []
 
 
+def test_random_weights_at_a_rate_for_trained_ones_are_said():
+    built = change(SFTConfig(), {"model.path": "toys.py:model"})
+    (said,) = cautions(built)
+    assert "learning_rate=1e-06 hardly moves a model that starts from random" in said and "-rate 1e-3" in said
+    assert cautions(change(built, {"trainer.learning_rate": 1e-3})) == []
+
+
 @pytest.mark.parametrize("coarse", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8_per_tensor"}])
 def test_a_coarse_engine_without_a_correction_is_said(coarse):
     config = change(GRPOConfig(), {"generator.engine": coarse})
@@ -526,6 +533,31 @@ def test_a_recipe_starts_from_another_one(tmp_path, monkeypatch):
     assert load_recipe(one, GRPOConfig) == expected
     two = write(tmp_path / "two.py", 'config = c.change("sub/one.py", {"algorithm": c.AlgorithmConfig()})')
     assert load_recipe(two, GRPOConfig) == GRPOConfig(group_size=4, num_steps=3)
+
+
+def test_a_path_of_a_recipe_starts_in_this_folder_or_else_in_the_recipes(tmp_path, monkeypatch):
+    """Every kind of field that names a file: a name, a tuple, a table's names or values. A flag's path is of here."""
+    names = ("mine.py", "rows.jsonl", "chat.jinja", "both.py", "here/both.py")
+    (tmp_path / "here").mkdir()
+    for name in names:
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path / "here")
+    named = {
+        "algorithm.loss": "mine.py:loss",
+        "reward.functions": {"mine.py:f": 1.0, "both.py:f": 1.0, "math_reward": 1.0},
+        "data.path": "rows.jsonl:train[:9]",
+        "data.prompt_template": "chat.jinja",
+        "environment.tools": ("mine.py:tool", "calculator"),
+        "model.path": "none/there",
+    }
+    recipe = load_recipe(write(tmp_path / "one.py", f"config = c.change(c.GRPOConfig(), {named!r})"), GRPOConfig)
+    assert recipe.algorithm.loss == f"{tmp_path}/mine.py:loss"
+    assert [*recipe.reward.functions] == [f"{tmp_path}/mine.py:f", "both.py:f", "math_reward"]
+    assert recipe.data.path == f"{tmp_path}/rows.jsonl:train[:9]"
+    assert recipe.data.prompt_template == f"{tmp_path}/chat.jinja"
+    assert recipe.environment.tools == (f"{tmp_path}/mine.py:tool", "calculator")
+    assert recipe.model.path == "none/there"
+    assert load(GRPOConfig, str(tmp_path / "one.py"), ["--algorithm.loss", "mine.py:x"]).algorithm.loss == "mine.py:x"
 
 
 # What a recipe's lines do, from line 2 on, and the message after `path, `
