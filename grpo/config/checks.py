@@ -179,6 +179,10 @@ def _check_features(config: GRPOConfig) -> None:
             "a text as data.prompt_template does not go with an environment: it has no turns; give a .jinja file",
         ),
         (
+            environment.rounds and environment.answer_steps,
+            "environment.rounds does not go with environment.answer_steps: both say when an answer joins; drop one",
+        ),
+        (
             config.reference_moves and (config.trainer.lora_rank or config.model.reference_path or by_policy),
             "algorithm.reference_interval does not go with trainer.lora_rank, model.reference_path or "
             "algorithm.teacher=policy: what moves is a copy of the policy's start; drop one",

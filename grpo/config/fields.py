@@ -388,8 +388,9 @@ class EnvironmentConfig:
     """Reward of a rollout whose environment computed past `call_seconds`, or failed in another way that the policy may
     have caused; None leaves it out of the loss."""
     answer_steps: Count = 0
-    """Engine steps from a turn's end until its answer joins, however fast the tool is; 0: once it is there. Steps in
-    which no rollout would sample are skipped."""
+    """Engine steps from a turn's end until its answer joins, however fast the tool is; 0: once it is there."""
+    rounds: bool = False
+    """Answers wait until no rollout samples, so that slow tools change nothing in what is sampled together."""
     weight: float = 1.0
     """Weight of `get_reward` beside those of `reward.functions`; 0 measures only."""
 

@@ -2,13 +2,14 @@
 
 The tokens of the answer are appended to the ids of the rollout, which joins the engine again as a new request while the
 others decode on. `environment.answer_steps` says when it joins. With 0 it joins as soon as the answer is there. With N
-it joins N steps of the engine after its turn ended, so that the speed of a tool changes no bit of what is sampled.
-Steps in which no rollout would sample are skipped.
+it joins N steps of the engine after its turn ended, so that the speed of a tool changes no bit of what is sampled. With
+`environment.rounds` it joins when no other rollout is running.
 
 The head of a replica talks to the environments. It sends its decisions to the other ranks of the replica, because all
 of them must add the same requests in the same order.
 """
 
+import math
 import socket
 import time
 from collections import Counter
@@ -323,10 +324,10 @@ class Player:
 def num_at_once(config: EnvironmentConfig, num_rollouts: int, num_processes: int) -> int:
     """Return how many episodes begin together. Each of the others begins when one has ended.
 
-    With `answer_steps` the engine waits for all environments that are due. If one of them had no process, it would wait
-    for the end of an episode that waits for the engine.
+    With `answer_steps` or `rounds` the engine waits for all environments that are due. If one of them had no process,
+    it would wait for the end of an episode that waits for the engine.
     """
-    if config.all_classes and config.answer_steps:
+    if config.all_classes and (config.rounds or config.answer_steps):
         return min(num_rollouts, num_processes)
     return num_rollouts
 
@@ -347,13 +348,14 @@ def play(
     None on other ranks. send: sends the head's decisions to all ranks. They call it at the same steps, because these
     follow from counts alone. num_first: how many rollouts begin together, as in `Player.begin`.
     """
+    delay = math.inf if config.rounds else config.answer_steps
     numbers = range(num_rollouts)
     first = numbers[:num_first]
     later = iter(numbers[len(first) :])
     # rollout that waits for its next turn -> first step at which it may begin
-    begins_at = dict.fromkeys(first, 0)
+    begins_at = dict.fromkeys(first, 0.0)
     all_ids = [[] for _ in range(num_rollouts)]
-    step = 0
+    step = 0.0
 
     while begins_at or loop.num_running:
         is_idle = not loop.num_running
@@ -362,7 +364,7 @@ def play(
             step = max(step, earliest)
         due = sorted(number for number in begins_at if begins_at[number] <= step)
         if due:
-            min_decisions = len(due) if config.answer_steps else int(is_idle)
+            min_decisions = len(due) if delay else int(is_idle)
             decisions = None
             if player:
                 decisions = player.collect(due, min_decisions)
@@ -376,14 +378,16 @@ def play(
                     continue
                 successor = next(later, None)
                 if successor is not None:
-                    begins_at[successor] = step + config.answer_steps
+                    begins_at[successor] = step + delay
                     if player:
                         player.reset(successor)
 
         if loop.num_running:
             step += 1
+            if math.isinf(step):
+                step = 1.0  # with rounds, each round counts from 1
             for stretch in sorted(loop.step(), key=lambda stretch: stretch.request):
                 all_ids[stretch.request] += stretch.ids
-                begins_at[stretch.request] = step + config.answer_steps
+                begins_at[stretch.request] = step + delay
                 if player:
                     player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason, stretch.kept)

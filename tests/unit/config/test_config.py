@@ -112,6 +112,7 @@ REFUSED_IN_GRPO = [
     (TOOLS | {"generator.stop": ("END",)}, "generator.stop, .* with an environment: .* use generator.stop_token_ids"),
     (TOOLS | {"generator.sampling": {"min_tokens": 8}}, "generator.sampling .* with an environment: .* each turn"),
     (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template .* with an environment: it has no turns"),
+    (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds does not go with .*answer_steps"),
     (TOOLS | {"reward.functions": {}}, "reward.functions is empty; name one, .* or an environment"),
     (EACH_TURN, "return_to_go needs an environment: .* use rloo"),
     ({"algorithm.loss": "dppo"}, "'dppo' is not built in; name its file, --algorithm.loss configs/.*/dppo.py:dppo,"),

@@ -159,12 +159,12 @@ def test_ids_only_grow_and_only_what_was_sampled_counts():
     assert batch.versions_S.tolist() == [3] * NUM
 
 
-@pytest.mark.parametrize("answer_steps", [0, 3, 1000])
-def test_an_answer_joins_by_counts_whatever_the_clock_says(answer_steps):
+@pytest.mark.parametrize("when", [{}, {"answer_steps": 3}, {"rounds": True}])
+def test_an_answer_joins_by_counts_whatever_the_clock_says(when):
     """Also if there are more episodes than processes. Without counts too the tokens are the same."""
-    config = dataclasses.replace(CONFIG, answer_steps=answer_steps)
+    config = dataclasses.replace(CONFIG, **when)
     first = num_at_once(config, NUM, FewProcesses.NUM)
-    assert first == (FewProcesses.NUM if answer_steps else NUM)
+    assert first == (FewProcesses.NUM if when else NUM)
     assert num_at_once(dataclasses.replace(config, name="", tools=("python",)), NUM, FewProcesses.NUM) == NUM
     free, _ = run()
     logs = []
@@ -175,7 +175,7 @@ def test_an_answer_joins_by_counts_whatever_the_clock_says(answer_steps):
         for number, (episode, alone) in enumerate(zip(episodes, free, strict=True)):
             assert bool(episode.failure) == (number == 2)
             assert number == 2 or (episode.ids, episode.reward) == (alone.ids, alone.reward)
-    assert logs[0] == logs[1] or not answer_steps
+    assert logs[0] == logs[1] or not when
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 22, 57])
