@@ -106,7 +106,7 @@ def test_lost_episodes_are_left_out_and_too_many_end_the_run(model, tmp_path):
         for record in read_metrics(tmp_path / name):
             if "time/step" in record:
                 assert record["environment/lost_count"] == record["reward/none_count"] == 4  # one of each group
-        output = run(model, tmp_path / f"{name} most", 1, *flags, 1, succeeds=False)
+        output = run(model, tmp_path / f"{name}_most", 1, *flags, 1, succeeds=False)
         assert "episodes were lost" in output and reason in output and "seed" in output and "row" in output
 
 
