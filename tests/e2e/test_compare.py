@@ -108,5 +108,5 @@ def test_a_method_goes_the_way_of_a_replay_with_its_loss(recording, tmp_path):
     ],
 )
 def test_what_cannot_be_compared_is_refused(recording, words, message):
-    result = finish(start_python("-m", "grpo.replay", str(recording), *words), 120)
+    result = finish(start_python("-m", "grpo.replay", str(recording), *words))
     assert result.returncode in (1, 2) and message in result.stdout and "Traceback" not in result.stdout

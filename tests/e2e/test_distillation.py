@@ -40,27 +40,6 @@ def test_a_teacher_alone(model: pathlib.Path, teacher: pathlib.Path, tmp_path: p
 
 
 @pytest.mark.slow
-def test_a_teacher_beside_rewards(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
-    """In the first step, whose samples are the same, advantages are those of rewards plus half of the teacher's."""
-
-    def first_step(name: str, *flags: object) -> tuple[dict, list[dict]]:
-        arguments = (TINY, *ONE_RANK, "--model.path", model, "--run-dir", tmp_path / name, "--num-steps", 1, *flags)
-        torchrun("train_grpo.py", *arguments, "--algorithm.kl-coef", 0, nproc=1)
-        return read_metrics(tmp_path / name)[0], read_completions(tmp_path / name)
-
-    plain, of_rewards = first_step("plain")
-    mixed, of_both = first_step("mixed", "--model.reference-path", teacher, "--algorithm.distill-coef", 0.5)
-    assert mixed["reward/mean"] == plain["reward/mean"] and "distill/reverse_kl" not in plain
-    num_tokens = sum(line["num_tokens"] for line in of_both)
-    added = 0.0
-    for reward, both in zip(of_rewards, of_both, strict=True):
-        assert reward["completion"] == both["completion"]
-        added += both["num_tokens"] * (both["advantage"] - reward["advantage"])
-    assert abs(mixed["distill/reverse_kl"]) > 0.1
-    assert added / num_tokens == pytest.approx(-0.5 * mixed["distill/reverse_kl"], rel=1e-4)
-
-
-@pytest.mark.slow
 def test_the_start_and_the_policy_teach_the_same_until_the_policy_moves(model: pathlib.Path, tmp_path: pathlib.Path):
     """With the answer in the teacher's prompt; the start on a rank of its own, the policy in the only rank there is."""
     hint = ("--algorithm.distill-coef", 1, "--algorithm.teacher-template", "{answer};{question}")

@@ -7,7 +7,7 @@ import pytest
 
 from grpo.folder.checkpoint import check_checkpoint
 from tests.e2e.conftest import BY_CHANCE
-from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
+from tests.e2e.runs import TINY, assert_same_run, read_completions, read_metrics, without_clocks
 from tests.torchrun import run_python, torchrun
 
 SPLIT = ("--roles.num-trainers", 1, "--roles.num-references", 1, "--roles.num-generators", 1, "--overlap-steps", 1)
@@ -73,12 +73,7 @@ def test_6_steps_equal_3_a_crash_and_3(run: tuple[pathlib.Path, list[object]], t
     output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3)
 
     assert "starting at step 3" in output
-    whole, resumed = read_metrics(run_dir), read_metrics(crashed)
-    assert [without_clocks(m) for m in resumed] == [without_clocks(m) for m in whole]
-    assert len({m["grad_norm"] for m in steps_of(crashed)}) == 6
-    assert read_completions(crashed) == read_completions(run_dir)
-    weights = [(folder / "model/model.safetensors").read_bytes() for folder in (run_dir, crashed)]
-    assert weights[0] == weights[1]
+    assert_same_run(run_dir, crashed)
 
 
 def test_a_replay_repeats_it(run: tuple[pathlib.Path, list[object]], tmp_path: pathlib.Path):

@@ -19,7 +19,14 @@ LAYOUTS = {  # ranks, flags, whether there is a reference
     "on ranks of its own": (4, (*split(1, 2, 1), *ALONE), False),
     "beside a reference, a step ahead": (
         3,
-        (*split(1, 1, 1), "--overlap-steps", 1, "--algorithm.advantages", "gdpo", "--record"),
+        (
+            *split(1, 1, 1),
+            "--overlap-steps",
+            1,
+            "--algorithm.advantages",
+            "configs/examples/methods/gdpo.py:gdpo",
+            "--record",
+        ),
         True,
     ),
 }

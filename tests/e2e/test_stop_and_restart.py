@@ -121,7 +121,7 @@ def test_ctrl_c_without_torchrun(model: pathlib.Path, tmp_path: pathlib.Path):
     layout = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0)
     run = ("--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 1000)
     process = start_python(ROOT / "train_grpo.py", path, *layout, *run)
-    result = finish(process, 180)
+    result = finish(process)
     assert result.returncode == 130, result.stdout
     assert "SIGINT: the run stops when this step is done and saved" in result.stdout
     last = result.stdout.splitlines()[-1]

@@ -213,9 +213,7 @@ def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, s
     [
         ((), "runs/grpo"),
         (("--run-dir", "runs/mine"), "runs/mine"),
-        (("--run-dir=runs/mine",), "runs/mine"),
-        (("--run_dir", "runs/mine"), "runs/mine"),  # which the scripts take too
-        (("--run_dir=runs/mine",), "runs/mine"),
+        (("--run_dir=runs/mine",), "runs/mine"),  # which the scripts take too
     ],
 )
 def test_a_job_array_trains_one_seed_per_task_in_a_folder_of_its_own(repo, flags, base):
