@@ -206,7 +206,7 @@ def _num_other_tasks() -> int:
     """Count the tasks that share the limit on threads with a program: all of its user's."""
     if lockdown.new_user() is not None:
         return 0  # the user is new
-    count = 0
+    count = -1  # this process is the program
     for status in glob.glob("/proc/[0-9]*/status"):
         with contextlib.suppress(OSError), open(status) as file:  # it may have ended
             fields = dict(line.split(":\t", 1) for line in file if ":\t" in line)
