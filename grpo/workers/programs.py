@@ -167,10 +167,12 @@ def _watch(
                     selector.unregister(key.fd)
                 elif len(text) > limits.output_bytes:
                     return "output"
-    try:
-        program.wait(deadline - time.monotonic())  # it is ending, or has closed its streams and goes on
-    except subprocess.TimeoutExpired:
-        return "timeout"
+    # It is ending, or has closed its streams and goes on. If the caller ignores its children, this raises an OSError,
+    # and Popen.wait would return a success.
+    while not os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if time.monotonic() >= deadline:
+            return "timeout"
+        time.sleep(0.001)
     return None
 
 
