@@ -13,9 +13,9 @@ leaves them alive. End them by SIGKILL.
 """
 
 import contextlib
-import itertools
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,8 +96,7 @@ def launcher_seconds() -> float:
     command = ""
     with contextlib.suppress(OSError):  # of a process that is gone, or that this one may not see
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace")
-    options = command.replace("\0", " ").replace("_", "-").replace("=", " ").split()
-    given = [after for word, after in itertools.pairwise(options) if word == "--shutdown-timeout"]
+    given = re.findall(r"--shutdown[-_]timeout[=\0](\d+)", command)
     given += [os.environ[name] for name in SHUTDOWN_VARIABLES if name in os.environ]
     return float(next(iter(given), TORCHRUN_SECONDS))
 

@@ -25,7 +25,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
@@ -49,8 +48,7 @@ STACK_SECONDS = 3.0  # for the ranks that hang to print their stacks, or for one
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank is."""
 
     role: str
@@ -286,7 +284,7 @@ class Watchdog:
             self.host,
             os.getpid(),
         )
-        self.store.set(f"place/{self.roles.rank}", json.dumps(asdict(place)))
+        self.store.set(f"place/{self.roles.rank}", json.dumps(place))
 
     def _places(self) -> dict[int, Place]:
         """Return the places of the ranks that have shown theirs."""
@@ -294,7 +292,7 @@ class Watchdog:
         ranks = [rank for rank in everyone if self.store.check([f"place/{rank}"])]
         values = self.store.multi_get([f"place/{rank}" for rank in ranks])
         places = map(json.loads, values)
-        return {rank: Place(**place) for rank, place in zip(ranks, places, strict=True)}
+        return {rank: Place(*place) for rank, place in zip(ranks, places, strict=True)}
 
     # ---- ranks that hang ----------------------------------------------------------------------------------------
 

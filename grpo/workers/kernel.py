@@ -191,13 +191,15 @@ def deny_calls() -> None:
     conditions = _CONDITIONS | dict.fromkeys(_SIGNALS, only_itself)
     # An instruction is an operation, how many lines it skips if true and if false, and a number. A filter can load the
     # call's number from offset 0, the architecture from 4, and the low half of argument n from 16 + 8 n.
+    deny = (_RETURN, 0, 0, _FAIL | errno.EPERM)
+    permit = (_RETURN, 0, 0, _ALLOW)
     program = [
         (_LOAD, 0, 0, 4),
         (_SKIP_IF_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),
         (_SKIP_IF_AT_LEAST, 0, 1, _X32),
-        (_RETURN, 0, 0, _FAIL | errno.EPERM),
+        deny,
     ]
     for name, number in call_numbers().items():
         lines = []
@@ -205,13 +207,15 @@ def deny_calls() -> None:
             lines += [(_LOAD, 0, 0, 16 + 8 * argument), (_AND, 0, 0, mask)]
             for index, value in enumerate(values):
                 lines.append((_SKIP_IF_EQUAL, len(values) - index, 0, value))  # all other values, and the next line
-            lines.append((_RETURN, 0, 0, _FAIL | errno.EPERM))
-        result = _FAIL | (errno.ENOSYS if name in _UNKNOWN_CALLS else errno.EPERM)
+            lines.append(deny)
         if lines:  # all arguments are permitted
-            result = _ALLOW
-        lines.append((_RETURN, 0, 0, result))
+            lines.append(permit)
+        elif name in _UNKNOWN_CALLS:
+            lines.append((_RETURN, 0, 0, _FAIL | errno.ENOSYS))
+        else:
+            lines.append(deny)
         program += [(_SKIP_IF_EQUAL, 0, len(lines), number), *lines]
-    program.append((_RETURN, 0, 0, _ALLOW))
+    program.append(permit)
 
     instructions = [struct.pack("=HBBI", *instruction) for instruction in program]
     buffer = ctypes.create_string_buffer(b"".join(instructions))
@@ -252,7 +256,6 @@ def drop_capabilities(keep: Collection[int] = ()) -> None:
 
 def has_capability(capability: int) -> bool:
     """Return whether the calling process may use a capability."""
-    sets = ctypes.create_string_buffer(24)
-    libc("capget", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), sets)
-    _, low, _, _, high, _ = struct.unpack("=6I", sets.raw)
-    return bool((low | high << 32) >> capability & 1)
+    with open("/proc/self/status") as status:
+        effective = re.search(r"CapEff:\t(\w+)", status.read())[1]
+    return bool(int(effective, 16) >> capability & 1)

@@ -13,6 +13,7 @@ and lost its parent becomes a child of the supervisor, which is their subreaper,
 """
 
 import contextlib
+import glob
 import json
 import os
 import pickle
@@ -42,6 +43,8 @@ CLOSE_SECONDS = 60.0
 POLL_SECONDS = 1.0
 
 ROOT = Path(__file__).parents[2]
+# Starts the supervisor in the owner's folder, none of whose files it imports
+START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from grpo.workers.supervisor import main; main()"
 
 # What Python and its libraries need, and who the user is. Proxies are left out: their addresses hold passwords.
 _PASSED = re.compile(
@@ -81,8 +84,6 @@ class Call:
 class Setup:
     """What the supervisor gets at its start."""
 
-    folder: str
-    """Its working folder."""
     path: list[str]
     """Becomes `sys.path`."""
     load: Load
@@ -120,21 +121,16 @@ class Workers:
         self.num_open = 0
         self._inbox = b""
         passed = environment(variables)
-        if "PYTHONPATH" in passed:  # the supervisor starts in another folder
-            folders = passed["PYTHONPATH"].split(os.pathsep)
-            passed["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.supervisor = subprocess.Popen(
-                [sys.executable, "-m", "grpo.workers.supervisor", str(theirs.fileno())],
+                [sys.executable, "-P", "-c", START, str(ROOT), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=passed,  # from the start, since /proc shows what a process was started with
                 process_group=0,  # if it were killed with the owner's group, it could not end what the workers started
-                cwd=ROOT,
             )
         setup = Setup(
-            os.getcwd(),
             sys.path,
             load,
             LOAD_SECONDS,
@@ -285,46 +281,31 @@ def kill_children(spared: Collection[int] = ()) -> None:
         kill(pid)
 
 
-def children() -> set[int]:
-    """Return the process ids of this process's children, including dead ones that were not waited for."""
-    try:
-        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    except FileNotFoundError:  # a kernel without this file
-        parent = str(os.getpid()).encode()
+def children(pid: int | None = None) -> set[int]:
+    """Return the process ids of a process's children, by default this one's, with dead ones that nobody waited for."""
+    pid = pid or os.getpid()
+    files = glob.glob(f"/proc/{pid}/task/*/children")
+    if not files:  # a kernel without them, or the process is gone
         pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-        return {pid for pid in pids if _stat(pid)[1:2] == [parent]}
-    return set(map(int, text.split()))
+        return {child for child in pids if _stat(child)[1:2] == [b"%d" % pid]}
+    found = set()
+    for file in files:
+        with contextlib.suppress(OSError):  # the thread has ended
+            found |= set(map(int, Path(file).read_text().split()))
+    return found
 
 
 def busy_seconds(pid: int) -> float:
-    """Return the seconds that a process and its dead children computed, and its main thread waited for a core.
+    """Return the seconds that a process and all its descendants computed, and their main threads waited for a core.
 
     0 if it is gone.
     """
-    waited = 0.0
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:  # some kernels have no such file
-        waited = int(file.read().split()[1]) / 1e9
-    ticks = _stat(pid)[11:15]  # user and system time, its own and that of its children
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") + waited
-
-
-def busy_seconds_of_started(pid: int, began: float) -> float:
-    """Return `busy_seconds` of all descendants of a process that began after `began`, a time of `time.monotonic`."""
-    stats = {number: _stat(number) for number in map(int, filter(str.isdigit, os.listdir("/proc")))}
-    children_of: dict[int, list[int]] = {}
-    for number, fields in stats.items():
-        if fields:
-            children_of.setdefault(int(fields[1]), []).append(number)
-    since_boot = began + time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
-    first_tick = int(since_boot * os.sysconf("SC_CLK_TCK"))
     seconds = 0.0
-    parents = [pid]
-    while parents:
-        for child in children_of.get(parents.pop(), []):
-            parents.append(child)
-            if int(stats[child][19]) >= first_tick:  # when it started
-                seconds += busy_seconds(child)
-    return seconds
+    with contextlib.suppress(OSError):  # some kernels have no such file
+        seconds = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    ticks = _stat(pid)[11:15]  # user and system time, its own and that of children that were waited for
+    seconds += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return seconds + sum(map(busy_seconds, children(pid)))
 
 
 def _stat(pid: int) -> list[bytes]:

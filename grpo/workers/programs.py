@@ -15,10 +15,11 @@ Call it from a small process, such as a worker, because it forks. Linux on x86_6
 """
 
 import contextlib
+import functools
+import glob
 import os
 import resource
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from grpo.workers import kernel, lockdown, processes
@@ -105,60 +107,49 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
     It dies with the calling thread. Raises ProgramError if it could not be run.
     """
     deadline = time.monotonic() + limits.timeout_seconds
-    folder = tempfile.mkdtemp(prefix="program-")
     lockdown.interpreter_places()  # looked up once, and not after each fork
-    stdout, their_stdout = os.pipe()
-    stderr, their_stderr = os.pipe()
-    error, their_error = os.pipe()  # why it could not be run
-    caller = os.getpid()
-    program = os.fork()
-    if program == 0:
+    environment = dict(ENVIRONMENT)
+    if lockdown.LOADER_VARIABLE in os.environ:
+        environment[lockdown.LOADER_VARIABLE] = os.environ[lockdown.LOADER_VARIABLE]
+    stderr, their_stderr = map(os.fdopen, os.pipe(), ("rb", "wb"))  # a program that cannot be run says there why
+    with stderr, their_stderr, tempfile.TemporaryDirectory(prefix="program-") as folder:
+        for name, text in (("program.py", code), ("stdin", stdin)):
+            Path(folder, name).write_bytes(text.encode(errors="surrogatepass"))
         try:
-            _become_program(
-                code,
-                stdin,
-                limits,
-                folder,
-                caller,
-                their_stdout,
-                their_stderr,
-                their_error,
-            )
-        except BaseException:
-            os.write(their_error, traceback.format_exc().encode())
-        finally:
-            os._exit(1)
-    for pipe in (their_stdout, their_stderr, their_error):
-        os.close(pipe)
-    written = {stdout: bytearray(), stderr: bytearray(), error: bytearray()}
-    try:
-        status = _watch(program, written, limits, deadline)
-    finally:
-        os.kill(program, signal.SIGKILL)  # it may have ended, but was not waited for
-        _, wait_status = os.waitpid(program, 0)
-        exit_code = os.waitstatus_to_exitcode(wait_status)
-        for pipe in written:
-            while _read_some(pipe, written[pipe], limits.output_bytes):
-                pass  # what it wrote to the last
-            os.close(pipe)
-        shutil.rmtree(folder, ignore_errors=True)
-    if written[error]:
-        reason = written[error].decode(errors="replace").strip()
-        raise ProgramError(reason[-2000:])
+            with open(f"{folder}/stdin", "rb") as their_stdin:
+                os.unlink(their_stdin.name)
+                program = subprocess.Popen(
+                    [sys.executable, "-I", "-B", "-X", "utf8", "program.py"],
+                    stdin=their_stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=their_stderr,
+                    cwd=folder,
+                    env=environment,
+                    umask=0o022,
+                    start_new_session=True,
+                    preexec_fn=functools.partial(_lock, folder, limits, os.getpid()),
+                )
+        except subprocess.SubprocessError:
+            their_stderr.close()
+            raise ProgramError(stderr.read().decode(errors="replace").strip()[-2000:]) from None
+        their_stderr.close()
+        with program:
+            written = {program.stdout.fileno(): bytearray(), stderr.fileno(): bytearray()}
+            try:
+                status = _watch(program, written, limits, deadline)
+            finally:
+                program.kill()
     if status is None:
         by_code = {0: "ok", -signal.SIGXCPU: "timeout"}
-        status = by_code.get(exit_code, "failed" if exit_code > 0 else "killed")
-    texts = {}
-    for pipe in (stdout, stderr):
-        text = written[pipe].decode(errors="replace")
-        texts[pipe] = text[: limits.output_bytes]
-    if status == "failed" and any(refusal in texts[stderr] for refusal in REFUSALS):
-        texts[stderr] += REASON
-    return Outcome(status, texts[stdout], texts[stderr])
+        status = by_code.get(program.returncode, "failed" if program.returncode > 0 else "killed")
+    texts = [text.decode(errors="replace")[: limits.output_bytes] for text in written.values()]
+    if status == "failed" and any(refusal in texts[1] for refusal in REFUSALS):
+        texts[1] += REASON
+    return Outcome(status, *texts)
 
 
 def _watch(
-    program: int,
+    program: subprocess.Popen,
     written: dict[int, bytearray],
     limits: Limits,
     deadline: float,
@@ -169,88 +160,60 @@ def _watch(
             selector.register(pipe, selectors.EVENT_READ)
         while selector.get_map() and time.monotonic() < deadline:
             for key, _ in selector.select(deadline - time.monotonic()):
-                if not _read_some(key.fd, written[key.fd], limits.output_bytes):
+                text = written[key.fd]
+                chunk = os.read(key.fd, 1 << 16)
+                text += chunk[: limits.output_bytes + 1 - len(text)]
+                if not chunk:
                     selector.unregister(key.fd)
-            if max(map(len, written.values())) > limits.output_bytes:
-                return "output"
-    # it is ending, or has closed its streams and goes on
-    while not os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                elif len(text) > limits.output_bytes:
+                    return "output"
+    # It is ending, or has closed its streams and goes on. If the caller ignores its children, this raises an OSError,
+    # and Popen.wait would return a success.
+    while not os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if time.monotonic() >= deadline:
             return "timeout"
         time.sleep(0.001)
     return None
 
 
-def _read_some(pipe: int, written: bytearray, output_bytes: int) -> bool:
-    """Read what is there and keep up to one byte beyond the limit. Returns False at the end."""
-    chunk = os.read(pipe, 1 << 16)
-    written += chunk[: max(0, output_bytes + 1 - len(written))]
-    return bool(chunk)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Between fork and exec
 
 
-def _become_program(
-    code: str,
-    stdin: str,
-    limits: Limits,
-    folder: str,
-    caller: int,
-    stdout: int,
-    stderr: int,
-    error: int,
-) -> None:
-    """Replace this process by the program. Returns only by an exception."""
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)  # what the caller ignores would stay ignored
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.umask(0o022)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory runs out, this goes, and not a rank
-    os.chdir(folder)
-    for name, text in (("program.py", code), ("stdin", stdin)):
-        with open(name, "wb") as file:
-            file.write(text.encode(errors="surrogatepass"))
-    os.dup2(os.open("stdin", os.O_RDONLY), 0)
-    os.unlink("stdin")
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != error:
-            with contextlib.suppress(OSError):  # the one that listed them
-                os.close(int(name))
-    environment = dict(ENVIRONMENT)
-    if lockdown.LOADER_VARIABLE in os.environ:
-        environment[lockdown.LOADER_VARIABLE] = os.environ[lockdown.LOADER_VARIABLE]
-    threads = limits.threads + _num_other_tasks()
-    lockdown.lock((*lockdown.interpreter_places(), folder), DEVICES, caller)
-    cpu_seconds = int(limits.timeout_seconds) + 1
-    lower = processes.lower_limit
-    lower(resource.RLIMIT_CORE, 0)
-    lower(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)  # SIGXCPU, then SIGKILL
-    lower(resource.RLIMIT_FSIZE, 0)  # also where a kernel lacks Landlock
-    lower(resource.RLIMIT_NOFILE, 64)
-    lower(resource.RLIMIT_NPROC, threads)
-    # last, since the caller may be larger than its programs may be
-    lower(resource.RLIMIT_AS, int(limits.memory_gib * 2**30))
-    os.execve(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", "program.py"], environment)
+def _lock(folder: str, limits: Limits, caller: int) -> None:
+    """Take from the calling process, for good, what a program does not need. An exception is also printed."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)  # what the caller ignores would stay ignored
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this goes, and not a rank
+        threads = limits.threads + _num_other_tasks()
+        lockdown.lock((*lockdown.interpreter_places(), folder), DEVICES, caller)
+        cpu_seconds = int(limits.timeout_seconds) + 1
+        lower = processes.lower_limit
+        lower(resource.RLIMIT_CORE, 0)
+        lower(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)  # SIGXCPU, then SIGKILL
+        lower(resource.RLIMIT_FSIZE, 0)  # also where a kernel lacks Landlock
+        lower(resource.RLIMIT_NOFILE, 64)
+        lower(resource.RLIMIT_NPROC, threads)
+        # last, since the caller may be larger than its programs may be
+        lower(resource.RLIMIT_AS, int(limits.memory_gib * 2**30))
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+        raise
 
 
 def _num_other_tasks() -> int:
     """Count the tasks that share the limit on threads with a program: all of its user's."""
     if lockdown.new_user() is not None:
         return 0  # the user is new
-    user = str(os.geteuid())
-    count = 0
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        if int(process) != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/{process}/status") as status:  # it may have ended
-                fields = dict(line.split(":", 1) for line in status)
-                if fields["Uid"].split()[0] == user:
-                    count += int(fields["Threads"])
+    count = -1  # this process is the program
+    for status in glob.glob("/proc/[0-9]*/status"):
+        with contextlib.suppress(OSError), open(status) as file:  # it may have ended
+            fields = dict(line.split(":\t", 1) for line in file if ":\t" in line)
+            if fields["Uid"].split()[0] == str(os.geteuid()):
+                count += int(fields["Threads"])
     return count
 
 

@@ -1,6 +1,6 @@
 """The supervisor: it forks worker processes, hands them calls, and kills the late ones with all that they started.
 
-    python -m grpo.workers.supervisor FD    (processes.Workers starts it; FD is its end of a socketpair)
+processes.Workers starts it. Its argument is the file descriptor of its end of a socketpair.
 
 A call that loops, crashes, allocates without end or kills itself costs its own result and nothing else: it has a
 deadline and runs in a process that can be killed, and the calls behind it go to another process. What a worker says is
@@ -60,7 +60,6 @@ class Supervisor:
     def __init__(self, owner: socket.socket, folder: str):
         with owner.makefile("rb") as reader:
             self.setup: Setup = pickle.load(reader)
-        os.chdir(self.setup.folder)
         lockdown.package_places()  # for good, before the owner's own folders are in sys.path
         sys.path[:] = self.setup.path
         self.load = self.setup.load
@@ -239,8 +238,6 @@ class Supervisor:
         """
         is_late = not worker.closed and time.monotonic() >= worker.deadline
         busy = processes.busy_seconds(worker.pid) - worker.busy_seconds  # it is not reaped yet
-        if is_late and worker.calls:
-            busy += processes.busy_seconds_of_started(worker.pid, worker.deadline - worker.calls[0].seconds)
         processes.kill(worker.pid)
         del self.workers[worker.pid]
         if not worker.closed:
@@ -391,7 +388,3 @@ def main() -> None:
         Supervisor(connection, folder).run()
     finally:
         end_all(folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -220,16 +220,11 @@ def describe_error(error: BaseException) -> str:
     text = type(error).__name__
     if message:
         text += f": {message}"
-    frames = list(traceback.walk_tb(error.__traceback__))
-    lines = [(frame.f_code.co_filename, number) for frame, number in frames]
-    foreign = [line for line in lines if not line[0].startswith((PACKAGE, "<frozen"))]
-    foreign = foreign or lines[1:]
-    if foreign:
-        file, _ = foreign[0]
-        *_, innermost = [number for name, number in foreign if name == file]
-        text += f" ({file}:{innermost})"
-    if isinstance(error, KeyError) and frames:
-        frame, _ = frames[-1]
-        if frame.f_locals.get("self") is os.environ:
-            text += "; reward functions get few environment variables, others if reward.environment names them"
+    lines = {frame.f_code.co_filename: number for frame, number in traceback.walk_tb(error.__traceback__)}
+    foreign = [file for file in lines if not file.startswith((PACKAGE, "<frozen"))]
+    files = foreign or [*lines][1:]
+    if files:
+        text += f" ({files[0]}:{lines[files[0]]})"
+    if isinstance(error, KeyError) and "<frozen os>" in lines:
+        text += "; reward functions get few environment variables, others if reward.environment names them"
     return text

@@ -254,6 +254,15 @@ def test_no_program_is_left_when_the_reward_processes_are_killed(killed, tmp_pat
     assert killed == "supervisor" or wait_until(lambda: list(tmp_path.iterdir()) == [])
 
 
+def test_a_program_whose_end_is_unknown_has_not_succeeded():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(ChildProcessError):
+            run("raise SystemExit(1)")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_a_program_that_could_not_be_run_is_not_a_program_that_failed(monkeypatch):
     monkeypatch.setattr(programs.lockdown, "restrict_files", lambda *_: 1 / 0)
     monkeypatch.setattr(programs.lockdown, "landlock_version", lambda: 1)
