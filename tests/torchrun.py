@@ -11,7 +11,6 @@ import time
 from tests.forks import Fork, can_fork
 
 ROOT = pathlib.Path(__file__).parent.parent
-DEADLINE = 600.0  # seconds: a machine may be busy with other work
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled on CPU, and this saves seconds of every start
@@ -26,11 +25,7 @@ SETTINGS = {
 
 
 def torchrun(
-    program: str,
-    *arguments: object,
-    nproc: int,
-    deadline: float = DEADLINE,
-    launcher: tuple[str, ...] = ("--standalone",),
+    program: str, *arguments: object, nproc: int, deadline: float = 600, launcher: tuple[str, ...] = ("--standalone",)
 ) -> str:
     """Run `torchrun --nproc_per_node=NPROC program arguments...` and return its output. AssertionError if it fails."""
     result = run_torchrun(program, *arguments, nproc=nproc, deadline=deadline, launcher=launcher)
@@ -39,11 +34,7 @@ def torchrun(
 
 
 def run_torchrun(
-    program: str,
-    *arguments: object,
-    nproc: int,
-    deadline: float = DEADLINE,
-    launcher: tuple[str, ...] = ("--standalone",),
+    program: str, *arguments: object, nproc: int, deadline: float = 600, launcher: tuple[str, ...] = ("--standalone",)
 ) -> subprocess.CompletedProcess:
     """Run torchrun and return its exit code and output. A missed deadline raises AssertionError with all stacks."""
     process = start_torchrun(program, *arguments, nproc=nproc, launcher=launcher)
@@ -59,7 +50,7 @@ def start_torchrun(
     return start_python(*launch, *what, *arguments)
 
 
-def run_python(*arguments: object, deadline: float = DEADLINE) -> str:
+def run_python(*arguments: object, deadline: float = 600) -> str:
     """Run `python arguments...`, one process. Returns its output; a failure raises AssertionError."""
     result = finish(start_python(*arguments), deadline)
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-20_000:]}"
@@ -81,7 +72,7 @@ def start_python(*arguments: object) -> subprocess.Popen | Fork:
     )
 
 
-def finish(process: subprocess.Popen | Fork, deadline: float = DEADLINE) -> subprocess.CompletedProcess:
+def finish(process: subprocess.Popen | Fork, deadline: float = 600) -> subprocess.CompletedProcess:
     """Wait for a process. At the deadline make every rank print its stack (SIGABRT), kill them all and fail."""
     started = time.monotonic()
     try:

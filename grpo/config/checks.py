@@ -6,7 +6,6 @@ import pathlib
 
 from grpo.config.engine_options import (
     EXCLUDING,
-    LORA_RANKS,
     RESHAPING_ENGINE,
     check_engine_options,
     inexact_options,
@@ -33,7 +32,6 @@ READ_WITH = {
     **dict.fromkeys(("environment.hung_reward", "environment.weight"), A_CLASS),
     "reward.model_weight": "reward.model",
     "trainer.lora_alpha": "trainer.lora_rank",
-    "trainer.lora_sync": "trainer.lora_rank",
     "trainer.lora_targets": "trainer.lora_rank",
     "trainer.min_lr_ratio": "trainer.schedule",
     "gpus": "dry_run",
@@ -116,11 +114,6 @@ def _check_trainers(config: Config) -> None:
         raise ValueError(
             f"trainer.optimizer=muon does not go with trainer.lora_rank={trainer.lora_rank}: it makes the update of a "
             "whole matrix orthogonal, and adapters are two factors of one; set --trainer.optimizer adamw"
-        )
-    if trainer.syncs_adapters and trainer.lora_rank > LORA_RANKS[-1]:
-        raise ValueError(
-            f"trainer.lora_sync=adapters goes up to rank {LORA_RANKS[-1]}, vLLM's largest, and trainer.lora_rank="
-            f"{trainer.lora_rank}; lower it, or set --trainer.lora-sync merged"
         )
     num_data_ranks = num_trainers // trainer.tensor_parallel
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
@@ -336,6 +329,11 @@ def _check_rewards(config: Config) -> None:
             "reward.functions is empty; name one, such as --reward.functions math_reward 1, or a reward.model, or an "
             "environment; only training with a teacher, without evaluation, sampling.dynamic and curriculum, needs "
             "none"
+        )
+    passes = config.reward.passes
+    if passes and passes not in config.reward_weights:
+        raise ValueError(
+            f"reward.passes={passes!r} is no part of the reward; name one of {', '.join(config.reward_weights)}"
         )
 
 

@@ -168,19 +168,11 @@ class TrainerConfig:
     lora_targets: tuple[LoRATarget, ...] = get_args(LoRATarget)
     """Linear layers of each block that get an adapter, by their names in Hugging Face's models. All of them mean all
     that a model has: in a mixture of experts those of attention, since experts take none."""
-    lora_sync: Literal["merged", "adapters"] = "merged"
-    """What generators get in a weight sync. merged: all weights, with the adapters in them, which sample faster;
-    adapters: the adapters alone, beside weights that an engine loads once."""
 
     @property
     def second_moment_falls_in_bfloat16(self) -> bool:
         """True if bfloat16, which has 8 bits, shows what an update takes off AdamW's second moment."""
         return 1 - self.adam_beta2 >= 2**-8
-
-    @property
-    def syncs_adapters(self) -> bool:
-        """True if a weight sync moves adapters and no other weights."""
-        return self.lora_rank > 0 and self.lora_sync == "adapters"
 
 
 # What every call of a reward function gets on top of the data's columns: completion tokens with EOS, whether it was cut
@@ -336,10 +328,13 @@ class RewardConfig:
     """Address space of one such process."""
     allow_without_landlock: Annotated[bool, ResumeSafe] = False
     """Run code_reward also where its programs could open the files of this machine, as the kernel has no Landlock."""
-    answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
-    """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####."""
+    answer_format: Literal["answer_tag", "boxed", "hashes", "answer_line"] = "answer_tag"
+    """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####;
+    answer_line: in the last line that begins with `Answer:`."""
+    passes: Annotated[str, ResumeSafe] = ""
+    """Which part of the reward says whether a completion passes; empty: the environment, or else the first function."""
     pass_value: Annotated[float, ResumeSafe] = 1.0
-    """What the first function, or the environment, must give a completion for it to pass (accuracy, pass@k)."""
+    """What that part must give a completion for it to pass (accuracy, pass@k, the best checkpoint)."""
     model: str = ""
     """A frozen reward model beside the functions: Hugging Face folder or hub name of a sequence classifier with one
     output, which scores prompt and completion in its own chat template, on the ranks of the reference. Empty: none."""

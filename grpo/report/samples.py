@@ -28,6 +28,7 @@ ANSWER_FORMS = {
     "answer_tag": "<answer>..</answer>",
     "boxed": "\\boxed{}",
     "hashes": "a line behind ####",
+    "answer_line": "a line `Answer: ..`",
 }
 
 

@@ -46,7 +46,6 @@ class Trainer:
         self.config = trainer
         self.roles = roles
         self.dtype = getattr(torch, model.dtype)
-        self.only_adapters = trainer.syncs_adapters  # in a weight sync
         self.num_loss_tokens = 0  # loss tokens that the gradient at hand comes from
         # above 0 for what was not finite on this rank
         self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)

@@ -391,12 +391,7 @@ def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
         inputs.tokenizer,
         inputs.form.end_token_ids,
     )
-    check_engine(
-        config.generator,
-        hf_folder.read_hf_config(inputs.model_folder),
-        config.model.dtype,
-        only_adapters=config.trainer.syncs_adapters,
-    )
+    check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder))
     if config.environment.enabled:
         check_environment(config, inputs.tokenizer, scorer.stop_token_ids)
     check_best(config, inputs.eval_prompts, scorer)

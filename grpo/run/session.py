@@ -293,9 +293,6 @@ class Session:
                     checkpoint.load_checkpoint(inputs.checkpoint, trainer)
                 if roles.replicas:
                     sync_weights(trainer, generator, inputs.step, roles)
-        elif roles.replicas and config.trainer.syncs_adapters:
-            with timer.startup("sending the adapters"):
-                sync_weights(trainer, generator, inputs.step, roles)
         if inputs.eval_prompts and inputs.step == 0:
             what = "evaluating"
             if roles.trainer_ranks:
@@ -331,7 +328,6 @@ class Session:
             stop_token_ids,
             self.roles,
             episodes,
-            config.trainer,
         )
 
     @from_driver

@@ -4,18 +4,13 @@ import concurrent.futures
 import pathlib
 import re
 import subprocess
-import time
 
 import pytest
 
-from grpo.watch.watchdog import deadline_seconds
 from tests.torchrun import run_torchrun
 
 PROGRAM = "tests/dist/programs/faults.py"
 DEADLINE = 15.0  # seconds that nothing may happen; in the phase generate three times as long
-# torchrun looks every 0.1 s, rank 0 every second, the stacks take 3 s; the rest is for a machine that may be busy
-SOON = 120.0
-SECOND = 10.0  # rank 1 waits so much longer, where rank 0 is stopped
 
 # What the line says of a rank to which this happened
 HANGS = "hangs in phase {phase}: nothing has happened for"
@@ -59,32 +54,27 @@ def outcomes(request):
         pool.shutdown(cancel_futures=True)
 
 
-def run_cell(rank: str, phase: str, kind: str) -> tuple[subprocess.CompletedProcess, float]:
-    """And when it ended."""
-    return run_torchrun(PROGRAM, rank[0], phase, kind, DEADLINE, nproc=4), time.time()
+def run_cell(rank: str, phase: str, kind: str) -> subprocess.CompletedProcess:
+    return run_torchrun(PROGRAM, rank[0], phase, kind, DEADLINE, nproc=4)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=" ".join)
 def test_one_line_names_the_rank(outcomes, cell):
-    check_cell(*cell, *outcomes[cell].result())
+    check_cell(*cell, outcomes[cell].result())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", MORE_CELLS, ids=" ".join)
 def test_one_line_names_any_rank(outcomes, cell):
-    check_cell(*cell, *outcomes[cell].result())
+    check_cell(*cell, outcomes[cell].result())
 
 
-def check_cell(rank: str, phase: str, kind: str, result: subprocess.CompletedProcess, ended: float) -> None:
+def check_cell(rank: str, phase: str, kind: str, result: subprocess.CompletedProcess) -> None:
     """A run's error line, its end, torchrun's root cause."""
-    line, output, within = KINDS[kind], result.stdout, SOON
-    if kind in ("hang", "mute", "spin", "stop"):
-        within += deadline_seconds(phase, DEADLINE / 60) + (SECOND if (rank[0], kind) == ("0", "stop") else 0)
+    line, output = KINDS[kind], result.stdout
     assert result.returncode == 1, output
     (error,) = [text for text in output.splitlines() if text.startswith("error: ")]
     assert error.startswith(f"error: rank {rank} {line.format(phase=phase)}"), output
-    struck = float(re.search(r"fault at ([\d.]+)", output)[1])
-    assert ended - struck < within, output
     root_cause = output.partition("Root Cause")[2]
     assert (error in root_cause) != (kind == "kill"), output  # then torchrun itself says what it was
     assert kind != "kill" or "SIGKILL" in root_cause
@@ -99,7 +89,6 @@ from grpo.roles.process_groups import setup_roles
 from grpo.watch.failures import run_script
 
 if os.environ["RANK"] == "2":
-    print(f"fault at {time.time()}", flush=True)
     time.sleep(600)
 run_script(lambda: setup_roles(RolesConfig(num_trainers=3, num_references=0, num_generators=0), deadline_minutes=0.1))
 """
@@ -110,11 +99,9 @@ def test_a_rank_that_never_starts_is_named(tmp_path: pathlib.Path):
     """Nobody is watched before all ranks have met; that has a deadline too."""
     (tmp_path / "late.py").write_text(LATE)
     result = run_torchrun(str(tmp_path / "late.py"), nproc=3)
-    ended, line = time.time(), "of 3 ranks, these did not start within 6 s: 2"
+    line = "of 3 ranks, these did not start within 6 s: 2"
     assert result.returncode == 1 and f"error: rank 0 (rank) failed in phase start: {line}" in result.stdout
     assert line in result.stdout.partition("Root Cause")[2]
-    # rank 0 counts from its own arrival, which imports may delay
-    assert ended - float(re.search(r"fault at ([\d.]+)", result.stdout)[1]) < 6 + SOON
 
 
 def test_a_stop_signal_at_any_rank_reaches_the_driver():

@@ -101,9 +101,9 @@ def test_trainer_reference_and_generator_do_not_know_each_other():
         assert not imports_of(module) & (roles - {module})
 
 
-def test_four_files_import_vllm():
+def test_three_files_import_vllm():
     users = [m for m in (*MODULES_OF_FOLDERS, *SCRIPTS) if uses(m, "vllm")]
-    assert users == [f"grpo.roles.engine.{name}" for name in ("adapters", "loop", "shortcuts", "vllm_engine")]
+    assert users == [f"grpo.roles.engine.{name}" for name in ("loop", "shortcuts", "vllm_engine")]
 
 
 def test_only_tools_import_a_script_and_only_the_page():

@@ -69,10 +69,6 @@ REFUSED_IN_GRPO = [
         {"trainer.optimizer": "muon", "trainer.lora_rank": 8},
         "muon does not go with trainer.lora_rank=8: .*optimizer adamw",
     ),
-    (
-        {"trainer.lora_sync": "adapters", "trainer.lora_rank": 513},
-        "goes up to rank 512, .*lora_rank=513; .*lora-sync merged",
-    ),
     ({"algorithm.loss": "ppo"}, "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo"),
     ({"algorithm.advantages": "gruop_std"}, "algorithm.advantages='gruop_std' is unknown; use group_std, group_mean"),
     ({"algorithm.num_mini_batches": 33}, "num_mini_batches=33 .* raise prompts_per_step=32"),
@@ -106,6 +102,7 @@ REFUSED_IN_GRPO = [
     ({"sampling.carry_over": 32}, "carry_over=32 must be below prompts_per_step=32"),
     (CARRY_8 | {"generator.stop": ("END",)}, "generator.stop, .* does not go with sampling.carry_over"),
     ({"reward.functions": {}}, "reward.functions is empty"),
+    ({"reward.passes": "accuracy"}, "reward.passes='accuracy' .* name one of math_reward, thinking_reward"),
     (ONLY_TEACHER | {"evaluation.interval": 1}, "reward.functions is empty"),
     (ONLY_TEACHER | {"sampling.dynamic": True}, "reward.functions is empty"),
     ({"environment.name": "calculator"}, "environment.name .* 'calculator', which names no class .* environment.tools"),
