@@ -21,7 +21,7 @@ def test_6_steps_equal_3_resume_and_3(finished_run: tuple[pathlib.Path, list[str
     lines = (crashed / "metrics.jsonl").read_text().splitlines(keepends=True)
     (crashed / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
 
-    output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3, deadline=240)
+    output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3)
 
     assert "starting at step 3" in output
     whole, resumed = read_metrics(run_dir), read_metrics(crashed)

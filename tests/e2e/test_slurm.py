@@ -20,7 +20,6 @@ from tests.torchrun import ROOT, SETTINGS
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(
         not all(map(shutil.which, PROGRAMS)) or os.geteuid() != 0 or not (ROOT / ".venv/setup-stamp").exists(),
         reason="needs root, .venv by launch/setup.sh, and SLURM: apt-get install slurmctld slurmd munge",
@@ -94,7 +93,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
             time.sleep(1)
         wait_for(
             lambda: set(call("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == {f"{node} idle" for node in nodes},
-            240,
+            600,
             lambda: logs(folder),
         )
         yield call
@@ -104,7 +103,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
         for process in reversed(processes):
             process.terminate()
         for process in processes:
-            process.wait(120)
+            process.wait(600)
 
 
 def logs(folder: pathlib.Path) -> str:

@@ -139,7 +139,7 @@ def test_what_others_wrote_cannot_act_on_a_terminal(tmp_path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("algorithm.loss")]
     assert line.endswith(r"'grpo'\x1b]0;owned\x07 steps  9".replace("steps  9", "steps 9"))
     done = subprocess.run(
-        [sys.executable, "-m", "grpo.look", tmp_path / "\x1b[2J"], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "grpo.look", tmp_path / "\x1b[2J"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "\x1b" not in done.stderr
 
