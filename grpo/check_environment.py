@@ -30,7 +30,6 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.encode import Encoded
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example, environment_of
-from grpo.data.toy import trained_tokenizer
 from grpo.environments.calls import END_OF_THOUGHT, written_call
 from grpo.environments.host import EnvironmentHost
 from grpo.environments.play import Episode, Player
@@ -45,6 +44,7 @@ from grpo.types import Prompt
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_EPISODES = 3
+STAND_IN = f"{pathlib.Path(__file__).parents[1]}/configs/examples/toys.py:trained_tokenizer"
 NUM_ROWS = 1000  # of each source, among which there should be some of each environment
 WORDS = ["attic", "box", "cellar", "door", "east", "find", "go", "7", "42"]
 NUMBERS = range(1, 17)
@@ -126,7 +126,7 @@ def set_stage(
         style = call_style(tokenizer, config.environment, toolboxes)
         max_prompt_tokens = config.data.max_prompt_tokens
     else:
-        tokenizer = trained_tokenizer(WORDS, 300)
+        tokenizer = load_function(STAND_IN, "the stand-in for a tokenizer")(WORDS, 300)
         stops = [tokenizer.eos_token_id]
         style = config.environment.calls
         if style == "auto":

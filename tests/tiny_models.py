@@ -13,8 +13,7 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
-from configs.examples.toys import addition_tokenizer
-from grpo.data.toy import MODEL, make_model
+from configs.examples.toys import MODEL, addition_tokenizer, make_model
 
 LLAMA3 = {
     "model_type": "llama",

@@ -12,7 +12,7 @@ import random
 import zlib
 from dataclasses import dataclass
 
-from grpo.data.toy import make_model, trained_tokenizer
+from configs.examples.toys import make_model, trained_tokenizer
 
 NUM_ROWS = {"train": 40_000, "test": 1_000}
 # By what differs from the toys' model: 64 M parameters

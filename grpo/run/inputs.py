@@ -18,7 +18,7 @@ from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import EvaluationConfig, RunConfig, ValidationConfig
 from grpo.config.user_files import near_miss
-from grpo.data import toy
+from grpo.data import initial_model
 from grpo.data.chat import check_template, load_tokenizer
 from grpo.data.encode import Encoded
 from grpo.data.prepare import (
@@ -244,7 +244,7 @@ def open_model_folder(
     that should get an adapter is missing, or if Muon should update experts.
     """
     build_dir = build_dir or config.run_dir
-    folder = toy.build_model(config.model.path, build_dir, texts, config.seed)
+    folder = initial_model.build_model(config.model.path, build_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
     tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
     hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)

@@ -36,7 +36,6 @@ import psutil
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from configs.examples import toys
-from grpo.data import toy
 from grpo.watch.watchdog import deadline_seconds
 from tests.tiny_models import SMALL
 from tests.torchrun import ROOT, SETTINGS
@@ -195,7 +194,7 @@ def make_inputs(setting: Setting = ON_CPU) -> tuple[pathlib.Path, pathlib.Path]:
     rows = setting.folder / "rows.jsonl"
     if not rows.exists():
         changes = SMALL | {"max_position_embeddings": 128}
-        toy.make_model(model, toys.addition_tokenizer(), seed=0, changes=changes)
+        toys.make_model(model, toys.addition_tokenizer(), seed=0, changes=changes)
         rows.write_text("".join(json.dumps(row) + "\n" for row in toys.addition("train")[:20]))
     return model, rows
 

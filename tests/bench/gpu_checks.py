@@ -32,7 +32,7 @@ from toy_runs import records
 
 sys.path.insert(0, str(ROOT))
 
-from grpo.data.toy import make_model, trained_tokenizer
+from configs.examples.toys import make_model, trained_tokenizer
 from tests.tiny_models import GEMMA3, GRANITE, MISTRAL, OLMO3, SMOLLM3
 
 # Two heads of keys of width 64, which the kernels take. A block of flash and flex attention is 128 tokens long, so one

@@ -126,10 +126,9 @@ def plan(options: argparse.Namespace) -> list[Run]:
 
 def tiny_model() -> pathlib.Path:
     """Make a model of two layers from random weights. Returns its folder."""
-    from configs.examples import word_problem_rows
-    from grpo.data import toy
+    from configs.examples import toys, word_problem_rows
 
-    return toy.make_model(RUNS / "tiny", word_problem_rows.tokenizer(), 0, {"num_hidden_layers": 2})
+    return toys.make_model(RUNS / "tiny", word_problem_rows.tokenizer(), 0, {"num_hidden_layers": 2})
 
 
 def tiny_data() -> list[Any]:

@@ -34,8 +34,10 @@ from toy_runs import records
 
 sys.path.insert(0, str(ROOT))
 
-from configs.examples.toys import addition_tokenizer  # noqa: E402
-from grpo.data.toy import make_model  # noqa: E402
+from configs.examples.toys import (
+    addition_tokenizer,  # noqa: E402
+    make_model,  # noqa: E402
+)
 from tests.tiny_models import make_image_model  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()

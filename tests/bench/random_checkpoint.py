@@ -25,8 +25,8 @@ import tyro
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
+from configs.examples.toys import trained_tokenizer
 from grpo.config import DataConfig
-from grpo.data.toy import trained_tokenizer
 from grpo.data.turns import tokenize, write_prompt
 from grpo.models.hf_folder import tensors_of
 

@@ -29,7 +29,7 @@ from random_checkpoint import SHAPES
 from speed import ROOT, report, run_limited, spread
 from toy_runs import records
 
-from grpo.data.toy import make_model, trained_tokenizer
+from configs.examples.toys import make_model, trained_tokenizer
 
 RUNS = ROOT / "runs" / "tools"
 BENCH = pathlib.Path(__file__).parent

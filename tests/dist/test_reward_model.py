@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo.data.toy import trained_tokenizer
+from configs.examples.toys import trained_tokenizer
 from tests.tiny_models import make_reward_model
 from tests.torchrun import torchrun
 

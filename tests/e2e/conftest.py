@@ -6,7 +6,6 @@ import pathlib
 import pytest
 
 from configs.examples import toys
-from grpo.data import toy
 from tests.e2e.runs import TINY
 from tests.tiny_models import SMALL
 from tests.torchrun import torchrun
@@ -23,7 +22,7 @@ def cold_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Folder of a random model; its weights are large enough for peaked, non-uniform log-probs."""
-    return toy.make_model(
+    return toys.make_model(
         tmp_path_factory.mktemp("tiny") / "model",
         toys.addition_tokenizer(),
         seed=0,

@@ -13,7 +13,6 @@ from configs.examples import toys
 from grpo import evaluate
 from grpo.config import DataConfig, GRPOConfig, ModelConfig, SFTConfig, change
 from grpo.config.recipes import load
-from grpo.data import toy
 from grpo.folder.run_folder import begin_run, step_folders
 from grpo.run.inputs import read_grpo, read_sft
 from grpo.run.session import Session
@@ -154,11 +153,11 @@ def test_references_that_read_other_tokens(model: pathlib.Path, tmp_path: pathli
         distill = ("--algorithm.distill-coef", 1, "--model.reference-path", reference)
         return refusal("--model.path", policy, "--run-dir", tmp_path / "run", *distill)
 
-    other = toy.make_model(tmp_path / "other", toy.trained_tokenizer(["1 + 1"], 300), 0, SMALL)
+    other = toys.make_model(tmp_path / "other", toys.trained_tokenizer(["1 + 1"], 300), 0, SMALL)
     message = refused(model, other)
     for part in (f"reference {other} has another vocabulary than {model}", "of 32 tokens", "'<pad>', which is 0 and"):
         assert part in message
-    larger = toy.make_model(tmp_path / "larger", toys.addition_tokenizer(), 0, SMALL | {"vocab_size": 64})
+    larger = toys.make_model(tmp_path / "larger", toys.addition_tokenizer(), 0, SMALL | {"vocab_size": 64})
     assert f"reference {model} has 32 vocabulary entries and {larger} 64" in refused(larger, model)
     assert f"{tmp_path / 'no'} does not exist" in refused(model, tmp_path / "no")
     start_and_finish(config_of("--model.path", model, "--model.reference-path", larger, "--run-dir", tmp_path / "run"))

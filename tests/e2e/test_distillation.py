@@ -5,7 +5,6 @@ import pathlib
 import pytest
 
 from configs.examples import toys
-from grpo.data import toy
 from tests.e2e.runs import TINY, read_completions, read_metrics
 from tests.tiny_models import SMALL
 from tests.torchrun import torchrun
@@ -18,7 +17,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Another random model with the same tokens, of another shape."""
     changes = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
     changes |= {"max_position_embeddings": 128}
-    return toy.make_model(tmp_path_factory.mktemp("teacher") / "model", toys.addition_tokenizer(), 7, changes)
+    return toys.make_model(tmp_path_factory.mktemp("teacher") / "model", toys.addition_tokenizer(), 7, changes)
 
 
 def test_a_teacher_alone(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):

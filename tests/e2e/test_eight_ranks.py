@@ -8,7 +8,6 @@ import pathlib
 import pytest
 
 from configs.examples import toys
-from grpo.data import toy
 from tests.e2e.runs import TINY, read_metrics
 from tests.tiny_models import SMALL
 from tests.torchrun import torchrun
@@ -37,7 +36,7 @@ SAME = ("--roles.num-references", 0, "--algorithm.kl-coef", 0, "--prompts-per-st
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Four key-value heads, one for each of four ranks."""
     changes = SMALL | {"max_position_embeddings": 128, "num_key_value_heads": 4}
-    return toy.make_model(
+    return toys.make_model(
         tmp_path_factory.mktemp("eight") / "model", toys.addition_tokenizer(), seed=0, changes=changes
     )
 

@@ -11,7 +11,6 @@ import sysconfig
 import pytest
 
 from configs.examples import toys
-from grpo.data import toy
 from tests.e2e.runs import TINY, read_metrics
 from tests.tiny_models import SMALL
 from tests.torchrun import torchrun
@@ -48,7 +47,9 @@ SAME = ("reward/mean", "completion/length_mean", "entropy", "grad_norm", "kl")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Two key-value heads, one for each of two ranks."""
     changes = SMALL | {"max_position_embeddings": 128, "num_key_value_heads": 2}
-    return toy.make_model(tmp_path_factory.mktemp("like") / "model", toys.addition_tokenizer(), seed=0, changes=changes)
+    return toys.make_model(
+        tmp_path_factory.mktemp("like") / "model", toys.addition_tokenizer(), seed=0, changes=changes
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,12 @@ quiet_libraries()
 import train_grpo
 from configs.examples import toys
 from grpo.config.recipes import change, for_one_process
-from grpo.data import toy
+from configs.examples import toys
 from grpo.watch.failures import BadInput
 from tests.tiny_models import SMALL
 
 folder = pathlib.Path(sys.argv[1])
-toy.make_model(folder / "model", toys.addition_tokenizer(), seed=0, changes=SMALL | {"max_position_embeddings": 128})
+toys.make_model(folder / "model", toys.addition_tokenizer(), seed=0, changes=SMALL | {"max_position_embeddings": 128})
 (folder / "mine").mkdir()
 (folder / "mine/notes").touch()
 changes = {"model.path": f"{folder}/model", "run_dir": f"{folder}/mine", "prompts_per_step": 2, "group_size": 2}

@@ -10,10 +10,9 @@ import re
 
 import pytest
 
-from configs.examples import word_problem_rows
+from configs.examples import toys, word_problem_rows
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.data import toy
 from tests.e2e.runs import read_metrics
 from tests.tiny_models import LLAMA3, QWEN2, QWEN3_MOE, SMALL
 from tests.torchrun import ROOT, torchrun
@@ -57,7 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
     """A folder for each family, with heads for tensor parallelism of four."""
     folder, tokenizer = tmp_path_factory.mktemp("recipes"), word_problem_rows.tokenizer()
     changes = SMALL | {"max_position_embeddings": 2048, "num_key_value_heads": 4}
-    return {name: toy.make_model(folder / name, tokenizer, 0, changes | family) for name, family in FAMILIES.items()}
+    return {name: toys.make_model(folder / name, tokenizer, 0, changes | family) for name, family in FAMILIES.items()}
 
 
 @pytest.fixture(scope="module")

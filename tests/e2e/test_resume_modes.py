@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import pytest
 
 from configs.examples import toys
-from grpo.data import toy
 from tests.e2e.conftest import BY_CHANCE
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.e2e.test_layouts import COLOCATED, split
@@ -153,8 +152,8 @@ def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dic
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     changes = json.loads((model / "config.json").read_text())
     teacher = {name: changes[name] for name in ("hidden_size", "intermediate_size", "max_position_embeddings")}
-    toy.make_model(folder / "teacher", toys.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
-    make_reward_model(folder / "judge", "llama3", toy.trained_tokenizer(["1 + 1 = 2"], 300))
+    toys.make_model(folder / "teacher", toys.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
+    make_reward_model(folder / "judge", "llama3", toys.trained_tokenizer(["1 + 1 = 2"], 300))
     found = {name: folder / name for name in ("teacher", "judge")}
     found |= {kind: make_tiny(folder, kind) for kind in ("moe", "gemma3", "olmo3")}
     return found | {"a": folder / "a.jsonl", "b": folder / "b.jsonl", "model": model}

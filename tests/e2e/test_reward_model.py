@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from grpo.data.toy import trained_tokenizer
+from configs.examples.toys import trained_tokenizer
 from tests.e2e.runs import TINY, read_completions, read_metrics
 from tests.e2e.test_layouts import COLOCATED, split
 from tests.reward_scores import scores_by_transformers

@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.examples import toys
-from grpo.data import toy
 from tests.e2e.runs import TINY
 from tests.tiny_models import SMALL
 from tests.torchrun import ROOT, finish, start_python
@@ -85,7 +84,7 @@ def cut(folder: pathlib.Path) -> None:
 
 
 def other_words(folder: pathlib.Path) -> None:
-    toy.trained_tokenizer(["1 + 1"], 300).save_pretrained(folder)
+    toys.trained_tokenizer(["1 + 1"], 300).save_pretrained(folder)
 
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
@@ -202,10 +201,10 @@ def folder_of_inputs(folder: pathlib.Path) -> pathlib.Path:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    model = toy.make_model(folder / "model", toys.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 128})
+    model = toys.make_model(folder / "model", toys.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 128})
     for name, (spoil, _) in MODELS.items():
         spoil(shutil.copytree(model, folder / name))
-    toy.make_model(folder / "narrow", toys.addition_tokenizer(), 0, SMALL | {"head_dim": 16})
+    toys.make_model(folder / "narrow", toys.addition_tokenizer(), 0, SMALL | {"head_dim": 16})
     return folder
 
 

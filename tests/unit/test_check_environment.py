@@ -7,7 +7,7 @@ import re
 import pytest
 
 from grpo.check_environment import main
-from grpo.data.toy import build_model
+from grpo.data.initial_model import build_model
 from grpo.environments.calls import STYLES
 from grpo.watch.failures import BadInput
 from tests.unit import chat_templates as templates

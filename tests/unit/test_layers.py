@@ -43,7 +43,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def imports_of(module: str) -> set[str]:
-    """Modules it imports anywhere, also inside functions; `from grpo.data import toy` counts as grpo.data.toy."""
+    """Modules it imports anywhere, also inside functions; `from grpo.data import rows` counts as grpo.data.rows."""
     found = set()
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):

@@ -10,6 +10,7 @@ import sys
 
 import torch
 
+from configs.examples.toys import make_model
 from grpo.config import (
     DataConfig,
     EnvironmentConfig,
@@ -20,7 +21,6 @@ from grpo.config import (
     TrainerConfig,
 )
 from grpo.data.batches import make_batch, sample_of
-from grpo.data.toy import make_model
 from grpo.environments.play import Episode, Player, play
 from grpo.environments.suffix import Turns
 from grpo.roles.engine.generator import Generator

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configs.examples import toys
 from grpo.config import DataConfig
-from grpo.data import chat, toy
+from grpo.data import chat
 from grpo.data.chat import check_template, detokenize, look_at_prompt
 from grpo.data.encode import Encoded, Encoder, RowStatus
 from grpo.data.rows import row_reader
@@ -53,7 +53,7 @@ def test_a_bad_template_is_refused_within_seconds(template, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "template", [toy.CHAT_TEMPLATE, "{{ eos_token }}{{ 1 / (level - 1) }}{{ messages[-1].content }}"]
+    "template", [toys.CHAT_TEMPLATE, "{{ eos_token }}{{ 1 / (level - 1) }}{{ messages[-1].content }}"]
 )
 def test_good_templates_pass(template):
     arguments = {"level": 2, "chat_template": template}  # which takes the place of the model's own
@@ -96,14 +96,14 @@ def test_a_prompt_of_20_mb_costs_neither_time_nor_memory():
 
 def test_no_text_is_refused_by_its_characters_that_would_fit():
     """Byte-level tokens hold bytes, and a character has one to four of them."""
-    tokenizer = toy.trained_tokenizer(["the same words again and again " * 50, "数学" * 50, " " * 500], 400)
+    tokenizer = toys.trained_tokenizer(["the same words again and again " * 50, "数学" * 50, " " * 500], 400)
     for text in ("the same words again", "数学" * 20, " " * 300, "👍🏽" * 9, "é" * 40, "e\u0301" * 40, "\n" * 50):
         assert len(text) <= longest_token(tokenizer) * len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.mark.parametrize("cleans_up", [False, True])
 def test_texts_are_those_of_decode(cleans_up):
-    tokenizer = toy.trained_tokenizer(["It 's a text , with spaces .", "And another one !"] * 9, 300)
+    tokenizer = toys.trained_tokenizer(["It 's a text , with spaces .", "And another one !"] * 9, 300)
     tokenizer.clean_up_tokenization_spaces = cleans_up
     draw = random.Random(0)
     sequences = [[draw.randrange(len(tokenizer)) for _ in range(length)] for length in (0, 1, 2, 30, 200)]

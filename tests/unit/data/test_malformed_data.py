@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from configs.examples import toys
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
-from grpo.data import toy
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
 from grpo.watch.failures import BadInput, refuse_bad_input
 
@@ -24,7 +24,7 @@ MOST_CHARACTERS = 3000  # of a message
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return toy.trained_tokenizer(["What is 1 + 2? It is 3. user assistant system"], 300)
+    return toys.trained_tokenizer(["What is 1 + 2? It is 3. user assistant system"], 300)
 
 
 CHAT = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]

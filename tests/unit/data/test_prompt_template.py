@@ -8,10 +8,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from configs.examples.toys import make_model, trained_tokenizer
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
 from grpo.config.checks import cautions, validate
 from grpo.data.chat import check_template, load_tokenizer
-from grpo.data.toy import make_model, trained_tokenizer
 from tests.tiny_models import KINDS, SMALL
 from tests.unit.data.test_data import encode_prompt
 

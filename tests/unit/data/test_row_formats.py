@@ -6,11 +6,11 @@ import pathlib
 import datasets
 import pytest
 
+from configs.examples.toys import trained_tokenizer
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load
 from grpo.data.prepare import load_chat_sources, load_sources, texts_of, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
-from grpo.data.toy import trained_tokenizer
 from grpo.rewards.builtin import math_reward
 
 FORMATS = pathlib.Path(__file__).parent / "row_formats"

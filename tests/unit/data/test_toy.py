@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.examples import toys, word_problem_rows
-from grpo.data import toy
+from grpo.data import initial_model
 
 torch.set_num_threads(1)
 
@@ -24,7 +24,7 @@ def addition_tokenizer():
 
 @pytest.fixture(scope="module")
 def text_tokenizer():
-    return toy.trained_tokenizer(TEXTS, vocab_size=300)
+    return toys.trained_tokenizer(TEXTS, vocab_size=300)
 
 
 def test_addition_row_by_hand():
@@ -64,10 +64,10 @@ def test_a_model_from_a_function_and_one_that_cannot_be_built(tmp_path):
         "def model(folder, texts, seed):\n    return 1 / 0\n\ndef addition_model(folder): pass\n"
     )
     with pytest.raises(ValueError, match=f"model.path {tmp_path}/mine.py:model raised ZeroDivisionError"):
-        toy.build_model(f"{tmp_path}/mine.py:model", tmp_path, [], seed=0)
+        initial_model.build_model(f"{tmp_path}/mine.py:model", tmp_path, [], seed=0)
     with pytest.raises(ValueError, match="no function 'chess'; functions there: model, addition_model"):
-        toy.build_model(f"{tmp_path}/mine.py:chess", tmp_path, [], seed=0)
-    assert toy.build_model("some/model", "unused", [], seed=0) == "some/model"
+        initial_model.build_model(f"{tmp_path}/mine.py:chess", tmp_path, [], seed=0)
+    assert initial_model.build_model("some/model", "unused", [], seed=0) == "some/model"
 
 
 def test_addition_tokenizer_has_one_token_per_character(addition_tokenizer):
@@ -84,7 +84,7 @@ def test_addition_tokenizer_has_one_token_per_character(addition_tokenizer):
 @pytest.mark.parametrize("name", ["addition_tokenizer", "text_tokenizer"])
 def test_tags_are_single_tokens_that_decode_keeps(name, request):
     tokenizer = request.getfixturevalue(name)
-    for tag in toy.TAGS:
+    for tag in toys.TAGS:
         (token,) = tokenizer.encode(tag)
         assert tokenizer.decode([token, tokenizer.eos_token_id], skip_special_tokens=True) == tag
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
@@ -96,7 +96,7 @@ def test_model_folder_loads_in_transformers(tmp_path):
 
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    folder = pathlib.Path(toy.build_model(f"{TOYS}:addition_model", tmp_path / "a", [], seed=3))
+    folder = pathlib.Path(initial_model.build_model(f"{TOYS}:addition_model", tmp_path / "a", [], seed=3))
     assert torch.equal(torch.get_rng_state(), state)
 
     files = {path.name for path in folder.iterdir()}
@@ -133,7 +133,7 @@ def test_weights_follow_from_the_seed(tmp_path, addition_tokenizer):
     small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
     def weights(folder, seed):
-        return (toy.make_model(tmp_path / folder, addition_tokenizer, seed, small) / "model.safetensors").read_bytes()
+        return (toys.make_model(tmp_path / folder, addition_tokenizer, seed, small) / "model.safetensors").read_bytes()
 
     first = weights("a", 0)
     torch.manual_seed(99)
@@ -143,7 +143,7 @@ def test_weights_follow_from_the_seed(tmp_path, addition_tokenizer):
 def test_gsm8k_model_brings_a_tokenizer_trained_on_its_rows(tmp_path):
     from transformers import AutoConfig, AutoTokenizer
 
-    folder = toy.build_model(f"{TOYS}:gsm8k_model", tmp_path, TEXTS[:2], seed=0)
+    folder = initial_model.build_model(f"{TOYS}:gsm8k_model", tmp_path, TEXTS[:2], seed=0)
     tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     assert config.max_position_embeddings == 2048 and config.vocab_size == len(tokenizer) <= 2048
     assert tokenizer.decode(tokenizer.encode(TEXTS[1])) == TEXTS[1]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from configs.examples import toys
 from grpo.config import DataConfig, SFTConfig
-from grpo.data import toy
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.data.chat import Refused
 from grpo.data.encode import Encoded, RowStatus, chat_encoder
@@ -50,7 +50,7 @@ TEXTS = [
     "User\nAssistant\nTool\nSystem\nhello\n" * 20,
 ]
 
-CHATML = toy.CHAT_TEMPLATE
+CHATML = toys.CHAT_TEMPLATE
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
@@ -123,7 +123,7 @@ def marked_template(family: str, end_inside: bool) -> str:
 def tokenizer_for(template: str, eos: str, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
     """Byte-level BPE; `trim_offsets` as in Llama 3's."""
     special = ["<eos>", "<|im_start|>", "<|im_end|>", "<|begin|>", "<|start|>", "<|end|>", "<|eot|>"]
-    backend = toy.trained_tokenizer(TEXTS, 1000).backend_tokenizer
+    backend = toys.trained_tokenizer(TEXTS, 1000).backend_tokenizer
     backend.add_special_tokens(special)
     backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
     return PreTrainedTokenizerFast(

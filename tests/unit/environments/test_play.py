@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from configs.examples.toys import trained_tokenizer
 from grpo.config import DataConfig, EnvironmentConfig
 from grpo.data.batches import make_batch, sample_of
-from grpo.data.toy import trained_tokenizer
 from grpo.environments.play import Episode, Player, num_at_once, play
 from grpo.environments.suffix import Turns
 from grpo.roles.comm import flatten_completions, unflatten_completions

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from configs.examples import toys
 from grpo.config import DataConfig
-from grpo.data import toy
 from grpo.data.chat import prompt_messages, render
 from grpo.environments.suffix import Turns
 from tests.unit import chat_templates as templates
@@ -55,7 +55,7 @@ MODEL_TEXT = st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(" ".jo
 
 @functools.cache
 def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
-    backend = toy.trained_tokenizer([" ".join(WORDS), "user assistant system Be brief"] * 20, 400).backend_tokenizer
+    backend = toys.trained_tokenizer([" ".join(WORDS), "user assistant system Be brief"] * 20, 400).backend_tokenizer
     backend.add_special_tokens(templates.SPECIAL)
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in templates.ADDED])
     return PreTrainedTokenizerFast(

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from configs.examples import toys
 from grpo.config import DataConfig, GRPOConfig, ModelConfig
-from grpo.data import toy
 from grpo.models.hf_folder import MOST, stop_token_ids
 from grpo.run.inputs import open_model_folder
 from grpo.watch.failures import BadInput, refuse_bad_input
@@ -25,7 +24,7 @@ MOST_CHARACTERS = 1500  # of a message
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("good") / "model"
-    return toy.make_model(folder, toys.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 2048})
+    return toys.make_model(folder, toys.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 2048})
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pathlib
 import pytest
 import transformers
 
+from configs.examples import toys
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, SFTConfig
-from grpo.data import toy
 from grpo.data.chat import load_tokenizer
 from grpo.models.export import write_form
 from grpo.models.hf_folder import (
@@ -26,7 +26,7 @@ def names(folder: pathlib.Path) -> list[str]:
 
 
 def test_all_templates_of_a_tokenizer_are_copied(tmp_path):
-    tokenizer = toy.trained_tokenizer(["a few words"], 300)
+    tokenizer = toys.trained_tokenizer(["a few words"], 300)
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
     tokenizer.save_pretrained(tmp_path / "there")
     for file in copied_files(tmp_path / "there"):
@@ -82,7 +82,7 @@ def test_the_hubs_cache_is_links_to_blobs(tmp_path):
 
 def base_tokenizer(folder: pathlib.Path, form: ChatForm) -> pathlib.Path:
     """A folder with a base model's tokenizer, whose EOS ends texts and not turns, after `write_form`."""
-    tokenizer = toy.trained_tokenizer(["a few words"], 300)
+    tokenizer = toys.trained_tokenizer(["a few words"], 300)
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     tokenizer.save_pretrained(folder)
     write_form(folder, form)
@@ -94,7 +94,7 @@ def test_a_form_brings_its_template_and_what_ends_a_turn(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(before))
     folder = base_tokenizer(tmp_path, ChatForm("{{ messages[0].content }}!", (2,)))
     tokenizer = load_tokenizer(str(folder))
-    assert tokenizer.chat_template == "{{ messages[0].content }}!" != toy.CHAT_TEMPLATE
+    assert tokenizer.chat_template == "{{ messages[0].content }}!" != toys.CHAT_TEMPLATE
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 2 != tokenizer.eos_token_id
     expected = sorted({2, 5, tokenizer.eos_token_id})
     assert stop_token_ids(str(folder), tokenizer) == expected
@@ -108,7 +108,7 @@ def test_a_form_without_news_leaves_the_folder_as_it_is(tmp_path):
     eos = tokenizer.eos_token_id
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, eos]}))  # what transformers reads then
     write_form(tmp_path, ChatForm("", (eos,)))
-    assert tokenizer.chat_template == toy.CHAT_TEMPLATE
+    assert tokenizer.chat_template == toys.CHAT_TEMPLATE
     assert not (tmp_path / "generation_config.json").exists()
     write_form(tmp_path, ChatForm("", (5,)))  # no such file before
     assert served_end_ids(tmp_path) == {*stop_token_ids(str(tmp_path), tokenizer)} == {2, 5, eos}
@@ -129,7 +129,7 @@ def test_answers_of_an_exported_folder_end_where_completions_ended(name, tmp_pat
     "template, carried", [("", ""), ("{{ messages }}", "{{ messages }}"), ("{{ question }}", ""), ("Q: {question}", "")]
 )
 def test_what_sft_carries_to_the_folder_it_leaves(template: str, carried: str, tmp_path):
-    tokenizer = toy.trained_tokenizer(["a few words"], 300)
+    tokenizer = toys.trained_tokenizer(["a few words"], 300)
     path = template
     if template.startswith("{{"):
         (tmp_path / "own.jinja").write_text(template)

@@ -3,8 +3,8 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from configs.examples import toys
 from grpo.config import DataConfig
-from grpo.data import toy
 from grpo.data.encode import Encoded
 from grpo.data.rows import Example
 from grpo.data.turns import tokenize, write_example
@@ -18,7 +18,7 @@ def pieces(text) -> list[tuple[str, str]]:
 
 
 def test_labels_are_in_colour_and_the_rest_is_dim():
-    tokenizer = toy.trained_tokenizer(["words"], 300)
+    tokenizer = toys.trained_tokenizer(["words"], 300)
     written = write_example(tokenizer, DataConfig(system_prompt=""), Example(chat=MESSAGES), "last")
     ((ids, mask),) = tokenize(tokenizer, [written])
     shown = show_chat(Encoded(ids=ids, mask=mask), tokenizer)

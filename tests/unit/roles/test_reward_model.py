@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from configs.examples import toys
 from grpo.config import GRPOConfig, ModelConfig, SFTConfig, TrainerConfig, change
 from grpo.config.checks import check_effects, validate
-from grpo.data import toy
 from grpo.evaluate import load_config
 from grpo.models.hf_folder import check_folder
 from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
@@ -28,7 +27,7 @@ TRAINER = TrainerConfig(micro_batch_tokens=100)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """256 positions, tokens that are bytes and a few pairs, ChatML."""
     made = tmp_path_factory.mktemp("reward_model") / "model"
-    return make_reward_model(made, "qwen3-tied", toy.trained_tokenizer(["1 + 1 = 2"], 300))
+    return make_reward_model(made, "qwen3-tied", toys.trained_tokenizer(["1 + 1 = 2"], 300))
 
 
 def rollout(content: str | list[dict] = "1+1", text: str = "2", episode: dict | None = None) -> Rollout:
@@ -113,7 +112,7 @@ def with_template(folder: str, to: pathlib.Path, template: str) -> str:
 
 def test_models_that_cannot_score_are_refused_with_the_reason(folder: str, tmp_path: pathlib.Path):
     labels = {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
-    policy = toy.make_model(tmp_path / "policy", toys.addition_tokenizer(), 0, SMALL)
+    policy = toys.make_model(tmp_path / "policy", toys.addition_tokenizer(), 0, SMALL)
     of_policy = copy_of(policy, tmp_path / "unnamed", architectures=["Qwen3ForSequenceClassification"], num_labels=1)
     reasons = {
         tmp_path / "nowhere": "does not exist",
@@ -170,7 +169,7 @@ def test_its_score_joins_the_weighted_sum(folder: str, tmp_path: pathlib.Path):
     mine.write_text("def dots(completions, **columns): return [x.count('.') or None for x in completions]\n")
     fields = {"reward.functions": {f"{mine}:dots": 2.0}, "reward.num_workers": 1, "trainer.micro_batch_tokens": 100}
     config = change(GRPOConfig(), fields | {"reward.model": folder, "reward.model_weight": 0.5})
-    tokenizer = toy.trained_tokenizer(["1 + 1 = 2"], 300)
+    tokenizer = toys.trained_tokenizer(["1 + 1 = 2"], 300)
     scorer = Scorer(config, folder, tokenizer)
     try:
         scorer.reward_model = Says(-3.0, 4.0, float("nan"))

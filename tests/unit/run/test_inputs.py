@@ -5,9 +5,9 @@ import pathlib
 import pytest
 from safetensors.torch import load_file, save_file
 
+from configs.examples import toys
 from configs.examples.toys import addition_tokenizer
 from grpo.config import GRPOConfig, change
-from grpo.data import toy
 from grpo.folder.was_read import WasRead
 from grpo.models.hf_folder import weights_checksum
 from grpo.rewards.pool import EPISODE_COLUMNS
@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Two models of one shape, with other weights."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = addition_tokenizer()
-    made = [toy.make_model(folder / str(seed), tokenizer, seed, SMALL) for seed in (0, 1)]
+    made = [toys.make_model(folder / str(seed), tokenizer, seed, SMALL) for seed in (0, 1)]
     return str(made[0]), str(made[1])
 
 

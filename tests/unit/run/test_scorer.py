@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from configs.examples import toys
 from grpo.config import DataConfig, GRPOConfig
 from grpo.config.recipes import change
-from grpo.data import toy
 from grpo.report.rollout_metrics import evaluation_metrics, pass_rate
 from grpo.rewards.pool import weighted_sum
 from grpo.run.scorer import Scorer, passed_end_line
@@ -15,7 +15,7 @@ from grpo.types import Completion, Piece, Prompt, Rollout
 
 def test_a_turn_whose_end_is_no_stop_is_said():
     """As with a base model, whose EOS is another token than that of its chat template."""
-    tokenizer = toy.trained_tokenizer(["1 + 1 = 2"], 300)
+    tokenizer = toys.trained_tokenizer(["1 + 1 = 2"], 300)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     tokenizer.eos_token = "<|im_start|>"
     data = DataConfig()
