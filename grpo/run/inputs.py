@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.algorithm.trial import try_algorithm
@@ -34,7 +35,6 @@ from grpo.data.prepare import (
 from grpo.data.rows import Tools
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import end_of_turn
-from grpo.environments.serving import serving_template
 from grpo.environments.tools import load_toolboxes
 from grpo.folder.checkpoint import open_run_folder
 from grpo.folder.was_read import READ, WasRead
@@ -347,7 +347,8 @@ def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
         inputs.tokenizer,
         inputs.form.end_token_ids,
     )
-    check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder))
+    on_gpu = config.gpus > 0 or torch.cuda.is_available()  # a dry run may be for another machine
+    check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder), on_gpu=on_gpu)
     if config.environment.enabled:
         check_environment(config, inputs.tokenizer, scorer.stop_token_ids)
     check_best(config, inputs.eval_prompts, scorer)
@@ -401,7 +402,7 @@ def check_best(
         raise ValueError(f"checkpoint.keep_best={best} is not among the held-out metrics{hint}: {', '.join(names)}")
 
 
-# ---- Environments, tools and the exported chat template
+# ---- Environments, tools and the exported chat form
 
 
 def tool_schemas(config: RunConfig) -> dict[str, Tools]:
@@ -447,9 +448,8 @@ def check_environment(
 def learned_form(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatForm:
     """Return how a model trained with this config writes chats, as far as its own folder does not say so.
 
-    A template that reads `question` is not exported, because nobody else passes that. With an environment the exported
-    template keeps all of the earlier turns, as training did; a line says if it cannot be made to. Tokens that ended
-    completions in training end answers of the exported model too.
+    A template that reads `question` is not exported, because nobody else passes that. Tokens that ended completions in
+    training end answers of the exported model too.
     """
     data = config.data
     template = ""
@@ -459,14 +459,4 @@ def learned_form(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatF
         end = end_of_turn(tokenizer, data)
         end_token_ids = () if end is None else (end,)
         return ChatForm(template, end_token_ids)
-    serving = ""
-    if config.environment.enabled:
-        serving = serving_template(tokenizer, data)
-    if serving != "":
-        template = serving or ""
-        result = "keeps them too" if serving else "cannot be made to keep them: serve it with another one"
-        print(
-            "thoughts and all else of earlier turns stay as sampled, which the chat template would change; that of the "
-            f"exported model {result}"
-        )
     return ChatForm(template, config.generator.stop_token_ids)

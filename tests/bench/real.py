@@ -142,6 +142,13 @@ RUNS = {
     "dapo": with_method("--algorithm.loss dapo"),
     "gspo": with_method("--algorithm.loss gspo"),
     "cispo": with_method("--algorithm.loss cispo"),
+    "maxrl": with_method(
+        "--algorithm.advantages configs/examples/methods/maxrl.py:maxrl --algorithm.aggregation token_mean"
+    ),
+    "dppo": with_method(
+        "--algorithm.loss configs/examples/methods/dppo.py:dppo --algorithm.advantages group_mean "
+        "--algorithm.aggregation fixed_horizon --algorithm.old-logprobs generator"
+    ),
 }
 
 
