@@ -106,7 +106,7 @@ def unusable(checkpoint: pathlib.Path, reason: object) -> str:
 def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
     """Return the driver's state in a checkpoint. Raises ValueError with a file's name if it is missing or cut short.
 
-    Shards are compared with their checksums when they are loaded, and the driver's state here.
+    Shards are compared with their checksums when they are loaded, the other files here.
     """
     for name, (num_bytes, _) in files_of(checkpoint).items():
         path = checkpoint / name
@@ -115,6 +115,7 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
         if path.stat().st_size != num_bytes:
             raise Damaged(f"{path} has {path.stat().st_size} bytes, and had {num_bytes}")
     path = checkpoint / DRIVER_FILE
+    check_file(checkpoint, METADATA_FILE)
     check_file(checkpoint, DRIVER_FILE)
     try:
         state = torch.load(path, weights_only=True)

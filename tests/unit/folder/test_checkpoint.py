@@ -244,7 +244,7 @@ def replace_by_pipe(path: pathlib.Path) -> None:
 
 def of_another_step(path: pathlib.Path) -> None:
     """The same file of a third checkpoint, from elsewhere."""
-    other = save(path.parents[2] / "other", 8)
+    other = save(path.parents[2] / f"other-than-{path.parent.name}", 8)
     shutil.copy(other / path.name, path)
 
 
