@@ -23,7 +23,6 @@ from grpo.config.fields import (
 )
 from grpo.config.user_files import near_miss
 from grpo.config.values import check_fields, names_function, settings
-from grpo.text import without_secrets
 
 A_CLASS = "environment.name environment.classes"
 # Fields -> switches, one of which must be on, or nothing reads the field
@@ -374,12 +373,6 @@ def check_effects(config: Config, recipe: Config) -> None:
 def cautions(config: Config) -> list[str]:
     """Return warnings of what is allowed but may surprise, one sentence each; `load` prints them once."""
     warnings = []
-    secret: list[str] = [path for path, value in settings(config).items() if without_secrets(value) != value]
-    if secret:
-        warnings.append(
-            f"{', '.join(secret)} holds what looks like a secret, which config.py and run.json in the run folder keep; "
-            "put it into the environment, and its variable's name into reward.environment"
-        )
     data = config.data
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
         warnings.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")

@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint holds the sharded model, optimizer and schedule and the random states of each rank, so a
 run may resume on another number of trainer ranks. What the driver needs (step, config, place in the data, groups in
-flight) is in `driver.pt`, the checksums of all files in `checksums.json`, which is written last; then the folder gets
+flight) is in `driver.pt`, length and checksum of each file in `files.json`, which is written last; then the folder gets
 its name. A save copies everything to the host's memory, and a thread writes the copy while training goes on. Reading
 runs no code. What is missing or cut short is found by rank 0 at the start, a damaged shard when the trainers load it.
 """
@@ -36,7 +36,7 @@ from grpo.watch.failures import FULL_DISK, BadInput
 
 DRIVER_FILE = "driver.pt"
 METADATA_FILE = ".metadata"
-CHECKSUMS_FILE = "checksums.json"
+FILES_FILE = "files.json"  # of each other file: its bytes, and its CRC-32
 CHECKED_BYTES = 16 << 20  # of a file at once
 # All that torch's description of a checkpoint may contain: passive classes, mostly of one module, and dtypes
 _CLASSES = [
@@ -54,19 +54,6 @@ for _name, _value in vars(torch).items():
         ALLOWED["torch", _name] = _value
 # Python before 3.11.4 writes the member of an enum as getattr(kind, name). This returns members and no other attribute.
 ALLOWED["builtins", "getattr"] = enum.EnumMeta.__getitem__
-# What unpickling raises for bytes that are not a pickle
-MALFORMED = (
-    pickle.UnpicklingError,
-    EOFError,
-    ImportError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    OverflowError,
-    MemoryError,
-    RecursionError,
-)
 
 
 # ---- Which checkpoints there are
@@ -119,17 +106,23 @@ def unusable(checkpoint: pathlib.Path, reason: object) -> str:
 def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
     """Return the driver's state in a checkpoint. Raises ValueError with a file's name if it is missing or cut short.
 
-    All files except the shards are compared with their checksums. `load_checkpoint` does that with the shards.
+    Shards are compared with their checksums when they are loaded, the other files here.
     """
-    state = _read_driver_state(checkpoint)
-    for piece in SafeReader(checkpoint).read_metadata().storage_data.values():
-        shard = checkpoint / piece.relative_path
-        if shard.parent != checkpoint or not shard.is_file():
-            raise ValueError(f"{shard} is missing, which {METADATA_FILE} names")
-        size = shard.stat().st_size
-        end = piece.offset + piece.length
-        if size < end:
-            raise ValueError(f"{shard} has {size} bytes, and a piece of it ends at {end}")
+    for name, (num_bytes, _) in files_of(checkpoint).items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise Damaged(f"{path} is missing")
+        if path.stat().st_size != num_bytes:
+            raise Damaged(f"{path} has {path.stat().st_size} bytes, and had {num_bytes}")
+    path = checkpoint / DRIVER_FILE
+    check_file(checkpoint, METADATA_FILE)
+    check_file(checkpoint, DRIVER_FILE)
+    try:
+        state = torch.load(path, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read: {reason_of(error)}") from error
+    if not isinstance(state, dict) or state.get("step") != step_of(checkpoint):
+        raise ValueError(f"{path} is not of step {step_of(checkpoint)}")
     return state
 
 
@@ -243,8 +236,9 @@ def _check_shared(run_dir: str, group: dist.ProcessGroup) -> None:
 
 
 class _SummedFile(io.BufferedWriter):
-    """A file that is written from its beginning to its end, and its checksum."""
+    """A file that is written from its beginning to its end, its bytes and its checksum."""
 
+    num_bytes = 0
     checksum = 0
     failure: OSError | None = None
 
@@ -255,15 +249,16 @@ class _SummedFile(io.BufferedWriter):
         except OSError as error:
             self.failure = error
             raise
+        self.num_bytes += count
         self.checksum = zlib.crc32(data, self.checksum)
         return count
 
 
 class _SummedFiles(filesystem.FileSystem):
-    """The files that this rank writes, and their checksums by name."""
+    """The files that this rank writes: their bytes and checksums by name."""
 
     def __init__(self) -> None:
-        self.checksums: dict[str, str] = {}
+        self.written: dict[str, tuple[int, int]] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
@@ -274,7 +269,7 @@ class _SummedFiles(filesystem.FileSystem):
             except RuntimeError as error:  # torch's writer goes on behind a full disk, and then its counts differ
                 raise (file.failure or error) from None
         name = pathlib.Path(path).name.removesuffix(".tmp")  # of .metadata, which then gets its name
-        self.checksums[name] = f"{file.checksum:08x}"
+        self.written[name] = (file.num_bytes, file.checksum)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -296,20 +291,20 @@ class _Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
         """Write this rank's shard. The result, which rank 0 gets from all ranks, has its checksum too."""
-        written = super().write_data(plan, planner)
+        pieces = super().write_data(plan, planner)
         result = torch.futures.Future()
-        result.set_result((written.value(), self.fs.checksums))
+        result.set_result((pieces.value(), self.fs.written))
         return result
 
     def finish(self, metadata: dcp.Metadata, results: list) -> None:
         """Give the folder its name after all ranks have written, and delete what is not kept. On rank 0."""
-        super().finish(metadata, [written for written, _ in results])
+        super().finish(metadata, [pieces for pieces, _ in results])
         partial = pathlib.Path(self.path)
         self._write(DRIVER_FILE, self.driver_file.getbuffer())
-        checksums = self.fs.checksums
+        files = self.fs.written
         for _, of_rank in results:
-            checksums |= of_rank
-        self._write(CHECKSUMS_FILE, json.dumps(checksums, indent=2).encode())
+            files |= of_rank
+        self._write(FILES_FILE, json.dumps(files).encode())
         _bring_to_disk(partial)
         partial.rename(partial.with_suffix(""))  # atomic: a crash before it leaves the older ones as they are
         _bring_to_disk(partial.parent)
@@ -410,19 +405,6 @@ def _load(state: dict[str, Any], checkpoint: pathlib.Path) -> None:
         ) from cause
 
 
-def _read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """Read step, place in the data and the rest of the driver's state. Raises ValueError if the file is damaged."""
-    path = checkpoint / DRIVER_FILE
-    content = io.BytesIO(checked_content(path))
-    try:
-        state = torch.load(content, weights_only=True)
-    except (RuntimeError, *MALFORMED) as error:
-        raise ValueError(f"{path} cannot be read: {reason_of(error)}") from error
-    if not isinstance(state, dict) or state.get("step") != step_of(checkpoint):
-        raise ValueError(f"{path} is not of step {step_of(checkpoint)}")
-    return state
-
-
 # ---- Reading without running anything that is in it
 
 
@@ -430,60 +412,51 @@ class Damaged(ValueError):
     """A file of a checkpoint is not as it was written."""
 
 
-def content_of(path: pathlib.Path) -> bytes:
-    """Read a regular file. Raises ValueError if there is none; reading a pipe of this name would not end."""
-    if not path.is_file():
+def files_of(checkpoint: pathlib.Path) -> dict[str, tuple[int, int]]:
+    """Return bytes and checksum of each file of a checkpoint, by its name. Raises Damaged if that is not known."""
+    path = checkpoint / FILES_FILE
+    if not path.is_file():  # reading a pipe of this name would not end
         raise Damaged(f"{path} is missing")
-    return path.read_bytes()
-
-
-def checked_content(path: pathlib.Path) -> bytes:
-    """Read a file of a checkpoint. Raises Damaged if it is missing, or is not as it was written."""
-    content = content_of(path)
-    check_file(path)
-    return content
-
-
-def check_file(path: pathlib.Path) -> None:
-    """Raise Damaged if a file of a checkpoint has not the checksum that it was written with."""
-    checksums = path.with_name(CHECKSUMS_FILE)
     try:
-        written = json.loads(content_of(checksums))[path.name]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        if isinstance(error, Damaged):
-            raise
-        raise Damaged(f"{checksums} cannot be read, or lacks {path.name}") from error
+        return {name: (num_bytes, checksum) for name, (num_bytes, checksum) in json.loads(path.read_bytes()).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path} cannot be read: {reason_of(error)}") from error
+
+
+def check_file(checkpoint: pathlib.Path, name: str) -> None:
+    """Raise Damaged if a file of a checkpoint has not the checksum that it was written with."""
+    path = checkpoint / name
+    _, written = files_of(checkpoint).get(name, (0, None))
+    if written is None or not path.is_file():
+        raise Damaged(f"{path} is missing")
     checksum = 0
     with open(path, "rb") as file:
         while content := file.read(CHECKED_BYTES):
             checksum = zlib.crc32(content, checksum)
-    if f"{checksum:08x}" != written:
-        raise Damaged(f"{path} is damaged: its checksum is {checksum:08x}, and {CHECKSUMS_FILE} has {written}")
+    if checksum != written:
+        raise Damaged(f"{path} is damaged: its CRC-32 is {checksum}, and was {written}")
 
 
 class SafeReader(dcp.FileSystemReader):
     """Reads a checkpoint, and refuses metadata that holds more than is ALLOWED; torch would unpickle anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return torch's description of the checkpoint. Raises ValueError if it cannot be read or would run code."""
+        """Return torch's description of the checkpoint. Raises ValueError if it is damaged or would run code."""
         path = self.path / METADATA_FILE
+        check_file(self.path, METADATA_FILE)
         try:
-            description = _MetadataUnpickler(io.BytesIO(checked_content(path))).load()
-        except Damaged:
-            raise
-        except MALFORMED as error:
-            raise ValueError(f"{path} cannot be read: {error or type(error).__name__}") from error
-        if not isinstance(description, dcp.Metadata) or not description.storage_data:
-            raise ValueError(f"{path} describes no checkpoint")
+            description = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        except (pickle.UnpicklingError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
         description.storage_meta = description.storage_meta or metadata.StorageMeta()
         description.storage_meta.load_id = self.load_id
         return description
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
         """Compare this rank's share of the shards with their checksums before anything is loaded."""
-        shards = {self.path / piece.relative_path for piece in self.storage_data.values()}
-        for path in sorted(shards)[dist.get_rank() :: dist.get_world_size()]:
-            check_file(path)
+        shards = {piece.relative_path for piece in self.storage_data.values()}
+        for name in sorted(shards)[dist.get_rank() :: dist.get_world_size()]:
+            check_file(self.path, name)
         return super().prepare_local_plan(plan)
 
 

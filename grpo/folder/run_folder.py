@@ -27,7 +27,8 @@ from typing import Any
 
 from grpo.config.fields import RunConfig
 from grpo.config.recipes import as_recipe, written_fields
-from grpo.text import naming, replace_file
+from grpo.config.values import settings
+from grpo.text import naming, replace_file, without_secrets
 
 MARKER = "run.json"
 LOCK = "run.lock"
@@ -175,6 +176,12 @@ def begin_run(
     }
     replace_file(folder / MARKER, json.dumps(marker, indent=2) + "\n")
 
+    secret = [path for path, value in settings(config).items() if without_secrets(value) != value]
+    if secret:
+        print(
+            f"warning: {', '.join(secret)} holds what looks like a secret, and {CONFIG} and {MARKER} keep it; "
+            "put it into the environment, and its variable's name into reward.environment"
+        )
     texts = {CONFIG: as_recipe(config), **(texts or {})}
     for name, text in texts.items():
         saved = folder / name

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 import torch
-from speed import ROOT, end_all, launch
-from toy_runs import records
+from speed import ROOT, end_all, launch, records
 
 sys.path.insert(0, str(ROOT))
 

@@ -22,8 +22,7 @@ import statistics
 import sys
 from typing import Any
 
-from speed import ROOT, checkpoint, report, run_limited, spread
-from toy_runs import records
+from speed import ROOT, checkpoint, records, report, run_limited, spread
 
 RUNS = ROOT / "runs" / "peer"
 BENCH = pathlib.Path(__file__).parent

@@ -1,24 +1,17 @@
 """Write a random checkpoint of a real model's shape, a tokenizer for it and prompts of equal length, without downloads.
 
     python tests/bench/random_checkpoint.py qwen3-0.6b FOLDER [--prompt-tokens 128]
-    python tests/bench/random_checkpoint.py qwen3-30b-a3b FOLDER --writers 8
 
-FOLDER gets the Hugging Face files and prompts.jsonl. For measurements only: the model knows nothing. One process holds
-the whole model and writes it; `--writers` share it out, each holds a block at a time, and none needs a GPU.
+FOLDER gets the Hugging Face files and prompts.jsonl. For measurements only: the model knows nothing.
 """
 
 import bisect
 import json
-import multiprocessing
 import pathlib
 import random
-import re
 import sys
-from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-import safetensors.torch
 import torch
 import transformers
 import tyro
@@ -28,7 +21,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 from configs.examples.toys import trained_tokenizer
 from grpo.config import DataConfig
 from grpo.data.turns import tokenize, write_prompt
-from grpo.models.hf_folder import tensors_of
 
 COMMON = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28, "tie_word_embeddings": True}
 # Of what no GPU's speed is measured with
@@ -104,8 +96,6 @@ SHAPES = {
 }
 HEAD_DIM = 128  # where a shape names none
 NUM_PROMPTS = 512
-INDEX = "model.safetensors.index.json"
-SPREAD = 0.02  # standard deviation of matrices, as transformers draws them
 
 
 @dataclass
@@ -120,8 +110,6 @@ class Arguments:
     """Length of every prompt in tokens, chat template included."""
     num_layers: int = 0
     """Blocks; 0: as many as the shape has."""
-    writers: int = 0
-    """Processes that write the weights, each block into a file of its own; 0: this one writes them all."""
 
 
 def main(arguments: Arguments) -> None:
@@ -139,10 +127,7 @@ def main(arguments: Arguments) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=None,
     )
-    if arguments.writers:
-        write_blocks(config, arguments.folder, arguments.writers)
-    else:
-        write_at_once(config, arguments.folder)
+    write_at_once(config, arguments.folder)
 
     data = DataConfig(system_prompt="")
 
@@ -172,40 +157,6 @@ def write_at_once(config: transformers.PretrainedConfig, folder: pathlib.Path) -
             if name.endswith(".bias"):  # transformers makes them 0, and then nothing would be measured of them
                 torch.nn.init.normal_(parameter)
     model.to("cpu").save_pretrained(folder)
-
-
-def write_blocks(config: transformers.PretrainedConfig, folder: pathlib.Path, num_writers: int) -> None:
-    """Draw and write a file for each block and one for the rest, several at a time; then config.json and the index."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    config.architectures = [type(model).__name__]
-    config.dtype = torch.bfloat16
-    config.save_pretrained(folder)
-    shapes: dict[str, dict[str, torch.Size]] = defaultdict(dict)
-    for name, shape in tensors_of(config).items():
-        block = re.match(r"model\.layers\.(\d+)\.", name)
-        file = f"block-{int(block[1]):03d}.safetensors" if block else "outside.safetensors"
-        shapes[file][name] = shape
-    with ProcessPoolExecutor(num_writers, multiprocessing.get_context("spawn")) as pool:
-        writing = [
-            pool.submit(write_file, folder / file, of_file, seed)
-            for seed, (file, of_file) in enumerate(sorted(shapes.items()))
-        ]
-        num_bytes = sum(written.result() for written in writing)
-    files = {name: file for file, of_file in shapes.items() for name in of_file}
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": files}
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
-
-
-def write_file(path: pathlib.Path, shapes: dict[str, torch.Size], seed: int) -> int:
-    """Draw the tensors in bfloat16, norms of 1 and others around 0, and write them. Returns their bytes."""
-    torch.manual_seed(seed)
-    tensors = {}
-    for name, shape in shapes.items():
-        tensor = torch.empty(shape, dtype=torch.bfloat16)
-        tensors[name] = tensor.fill_(1) if name.endswith("norm.weight") else tensor.normal_(0, SPREAD)
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 if __name__ == "__main__":

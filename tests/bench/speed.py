@@ -1,4 +1,4 @@
-"""What benches share: a checkpoint of a real shape, physical floors, processes that end, tables with their JSON."""
+"""What benches share: a checkpoint of a real shape, processes that end, tables with their JSON."""
 
 import concurrent.futures
 import contextlib
@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Dense bfloat16 of H100 and H200 SXM, TFLOP/s, by their data sheet
-PEAK_TFLOPS = 989.0
 
 
 def checkpoint(shape: str, prompt_tokens: int = 128) -> pathlib.Path:
@@ -90,18 +88,6 @@ def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float | None, 
         end(process)
 
 
-def run_child(command: Sequence[Any], log: pathlib.Path, limit: float) -> dict[str, Any]:
-    """Run a program as `run_limited` does. Returns the last line of its output that is JSON, or what went wrong."""
-    code = run_limited(command, log, limit)
-    lines = log.read_text().splitlines()
-    json_lines = [line for line in lines if line.startswith("{")]  # libraries may print after it, as they end
-    if code == 0 and json_lines:
-        return json.loads(json_lines[-1])
-    errors = [line for line in lines if "Error" in line or line.startswith("error")]
-    reason = errors[-1][:300] if errors else f"see {log}"
-    return {"failed": f"{code}: {reason}"}
-
-
 # Processes that start side by side and are then measured in turns. Each reads words and answers with lines of JSON.
 
 
@@ -166,6 +152,13 @@ def answer(child: subprocess.Popen, word: str = "") -> dict[str, Any]:
     return next((json.loads(line) for line in child.stdout if line.startswith("{")), {})
 
 
+def records(folder: pathlib.Path) -> list[dict]:
+    """Read the lines of a run's metrics.jsonl, as far as they are written."""
+    file = folder / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
 def spread(values: Sequence[float]) -> str:
     """Return median (lowest to highest)."""
     return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
@@ -195,35 +188,3 @@ def report(name: str, rows: Sequence[dict[str, Any]], show: bool = True, **facts
     (out / f"{name}.json").write_text(json.dumps(content, indent=1))
     if show:
         print(f"{name} on {device} {facts or ''}\n{table(rows)}", flush=True)
-
-
-def matmul_tflops() -> float:
-    """Measure a bfloat16 product of 8192^3 random numbers, TFLOP/s: the best that matrix work can reach here."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for _ in range(3):
-        a @ b
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(10):
-        a @ b
-    end.record()
-    torch.cuda.synchronize()
-    return 10 * 2 * 8192**3 / (start.elapsed_time(end) / 1000) / 1e12
-
-
-def train_flops_per_token(hf: Any, num_parameters: int, document_tokens: int) -> float:
-    """Count forward and backward: 6 for each parameter that multiplies a token, and causal attention.
-
-    Untied input embeddings are looked up, not multiplied. Only the experts that a token goes to count. Recomputation
-    does not count, as in MFU (arXiv:2204.02311).
-    """
-    multiplied = num_parameters
-    if not hf.tie_word_embeddings:
-        multiplied -= hf.vocab_size * hf.hidden_size
-    if getattr(hf, "num_experts", 0):
-        num_idle = hf.num_experts - hf.num_experts_per_tok
-        multiplied -= hf.num_hidden_layers * num_idle * 3 * hf.hidden_size * hf.moe_intermediate_size
-    attention = 12 * hf.num_hidden_layers * hf.num_attention_heads * hf.head_dim * document_tokens / 2
-    return 6 * multiplied + attention

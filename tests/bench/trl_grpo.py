@@ -14,10 +14,6 @@ defaults stay where a recipe says nothing, among them its importance correction,
 the batch once more, and gradient checkpointing. `--rows` completions are in one forward and backward. `--weights`
 float32 trains float32 weights under bfloat16 autocast, as ours are, bfloat16 the weights themselves.
 
-With `environment.tools` in the recipe TRL gets the same functions as `tools`. Its parser of Hermes calls is set on the
-tokenizer, as it does for the templates it knows; an answer to a call that leaves no room ends a completion on both
-sides. On a CPU its engine does not compile, and new weights reach it by `reload_weights`: TRL's way fails there.
-
 Writes metrics.jsonl into the run folder, or `--out`, under our names, each line as soon as it is known, with the
 seconds since the launch. A step goes from the end of the one before to its own; evaluations, greedy by the trainer's
 engine, are not in it. After `--limit` seconds no further step begins. `--no-vllm` samples by
@@ -43,12 +39,10 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import TrainerCallback
 from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer
-from trl.chat_template_utils import qwen3_template
 from trl.generation import vllm_generation
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.config.user_files import load_function
 from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
 from grpo.data.streams import PromptStream
 from grpo.rewards.loading import load_functions
@@ -73,29 +67,21 @@ def main() -> None:
     stream = PromptStream(usable_prompts(load_sources(config.data), config, tokenizer), config)
     prompts = stream.draw(config.num_steps * config.prompts_per_step)
     functions = load_functions(config.reward, config.data.reward_columns, config.generator.max_completion_tokens)
-    tools = [load_function(spec, "environment.tools") for spec in config.environment.tools]
-    rows = [as_row(prompt, tokenizer, tools) for prompt in prompts]
-    if tools:
-        tokenizer.response_template = qwen3_template
+    rows = [as_row(prompt, tokenizer) for prompt in prompts]
     log = Log(config, tokenizer, functions, [row["prompt"] for row in rows], [len(p.ids) for p in prompts], started)
     log.open(options.out, options.limit)
-    on_cpu = not torch.cuda.is_available()
     if options.vllm:  # TRL leaves the type to vLLM, which makes bfloat16 of float32
-        eager = {"enforce_eager": True} if on_cpu else {}
-        vllm_generation.LLM = partial(vllm_generation.LLM, dtype=config.model.dtype, **eager)
+        vllm_generation.LLM = partial(vllm_generation.LLM, dtype=config.model.dtype)
     trainer = GRPOTrainer(
         model=folder,
         reward_funcs=log.reward,
         args=trl_config(config, options),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        tools=tools or None,
         callbacks=[log],
     )
     log.trainer = trainer
     trainer._generate = log.timed(trainer._generate)
-    if options.vllm and on_cpu:
-        trainer.vllm_generation.sync_weights = partial(reload_weights, trainer)
     trainer.train()
     sys.stdout.flush()
     os._exit(0)  # the engine's threads would keep the process for a while
@@ -139,34 +125,12 @@ def trl_config(config: GRPOConfig, options: argparse.Namespace) -> TRLConfig:
     )
 
 
-def as_row(prompt, tokenizer, tools: list) -> dict[str, object]:
-    """Return a prompt as TRL reads it: a text, which it tokenizes itself, or with tools the messages.
-
-    Raises RuntimeError where that gives other tokens than ours.
-    """
-    if tools:
-        content = prompt.content
-        messages = content
-        if isinstance(content, str):
-            messages = [{"role": "user", "content": content}]
-        ids = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)["input_ids"]
-    else:
-        messages = tokenizer.decode(prompt.ids)
-        ids = tokenizer(messages)["input_ids"]
-    if ids != prompt.ids:
-        raise RuntimeError(f"TRL would read other tokens than ours in {messages!r}")
-    return {**prompt.columns, "prompt": messages}
-
-
-def reload_weights(trainer: GRPOTrainer) -> None:
-    """Load the trainer's weights into its engine on a CPU."""
-    model = trainer.model
-    engine = trainer.vllm_generation.llm
-    weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
-    if model.config.tie_word_embeddings:
-        weights.append(("lm_head.weight", model.get_input_embeddings().weight.data))
-    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-    engine.reset_prefix_cache()
+def as_row(prompt, tokenizer) -> dict[str, object]:
+    """Return a prompt as TRL reads it: a text, which it tokenizes itself. Raises RuntimeError if its tokens differ."""
+    text = tokenizer.decode(prompt.ids)
+    if tokenizer(text)["input_ids"] != prompt.ids:
+        raise RuntimeError(f"TRL would read other tokens than ours in {text!r}")
+    return {**prompt.columns, "prompt": text}
 
 
 class Log(TrainerCallback):
@@ -189,7 +153,6 @@ class Log(TrainerCallback):
         self.trainer: GRPOTrainer | None = None
         self.rewards: list[float] = []
         self.num_tokens: list[int] = []
-        self.num_turns: list[int] = []
         self.last_end = 0.0
         self.generating = 0.0
 
@@ -206,16 +169,13 @@ class Log(TrainerCallback):
         ours = [i for i in range(first, first + self.config.prompts_per_step) for _ in range(self.config.group_size)]
         if prompts != [self.prompts[i] for i in ours]:
             raise RuntimeError(f"TRL's step {trainer_state.global_step} has other prompts than ours, or another order")
-        turns = [[m for m in c if m["role"] == "assistant"] if isinstance(c, list) else [c] for c in completions]
-        texts = [made[-1]["content"] if isinstance(made[-1], dict) else made[-1] for made in turns]
-        rewards = self.score(texts, [len(ids) for ids in completion_ids], columns)
+        rewards = self.score(completions, [len(ids) for ids in completion_ids], columns)
         self.rewards += rewards
-        self.num_turns += [len(made) for made in turns]
         self.num_tokens += [self.num_prompt_tokens[i] + len(c) for i, c in zip(ours, completion_ids, strict=True)]
         return rewards
 
     def timed(self, generate):
-        """Wrap `generate` so that its seconds, including those of tools, are logged."""
+        """Wrap `generate` so that its seconds are logged."""
 
         def run(*arguments):
             started = time.perf_counter()
@@ -243,11 +203,10 @@ class Log(TrainerCallback):
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.last_end
         figures = {"time/step": seconds, "tokens_per_second": sum(self.num_tokens) / seconds}
-        figures |= {"time/generate": self.generating, "environment/turns": statistics.mean(self.num_turns)}
-        self.write(step=state.global_step, **figures, **{"reward/mean": statistics.mean(self.rewards)})
+        figures |= {"time/generate": self.generating, "reward/mean": statistics.mean(self.rewards)}
+        self.write(step=state.global_step, **figures)
         self.rewards = []
         self.num_tokens = []
-        self.num_turns = []
         self.generating = 0.0
         interval = self.config.evaluation.interval
         if interval and (state.global_step % interval == 0 or state.global_step == args.max_steps):

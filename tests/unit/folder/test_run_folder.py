@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from grpo.config import GRPOConfig, MetricsConfig
+from grpo.config import GRPOConfig, MetricsConfig, RewardConfig
 from grpo.config.recipes import load_recipe
 from grpo.folder import run_folder
 from grpo.folder.run_folder import RUN_FILES, begin_run, check_run_folder, read_marker
@@ -144,6 +144,14 @@ def test_edited_texts_are_kept_as_they_were_before_a_resume(tmp_path):
     }
     os.close(begin_run(GRPOConfig(run_dir=str(tmp_path), overwrite=True), GRPO))
     assert tree(tmp_path) == {"config.py", "run.json", "run.lock"}
+
+
+def test_a_secret_that_the_folder_would_keep_is_named(tmp_path, capsys):
+    options = {"judge.py:Judge": {"url": "https://me:123@host"}}
+    os.close(begin_run(GRPOConfig(run_dir=str(tmp_path), reward=RewardConfig(options=options)), GRPO))
+    assert "warning: reward.options holds what looks like a secret" in capsys.readouterr().out
+    begin(tmp_path)
+    assert "secret" not in capsys.readouterr().out
 
 
 def test_a_full_disk_names_the_file(tmp_path):
