@@ -11,11 +11,10 @@ from grpo.data.chat import detokenize, look_at_prompt, template_name
 from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
 from grpo.report.samples import (
-    failing_calls_line,
+    broken_line,
     failure_lines,
     finite_or_none,
     no_answer_line,
-    unequal_openings_line,
     unread_calls_line,
 )
 from grpo.rewards.loading import answer_format_of
@@ -28,7 +27,7 @@ from grpo.workers.programs import check_programs
 # By what name an episode is lost that has functions as tools and no class
 TOOLS = "environment.tools"
 # Warnings about episodes, each of which is given once
-EPISODE_LINES = (unread_calls_line, failing_calls_line, unequal_openings_line)
+EPISODE_LINES = (unread_calls_line, broken_line)
 
 
 def check_version(completions: list[Completion], version: int) -> None:

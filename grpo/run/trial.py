@@ -49,6 +49,8 @@ def try_algorithm(config: AlgorithmConfig) -> None:
             weights_F=torch.ones(1).double(),
             batch=batch,
         )
+        if config.kl_coef and config.kl_in == "reward":  # as in the run, where the penalty is part of no function
+            groups = replace(groups, rewards_PG=rewards_PG - 1)
         _call(f"advantages {config.advantages}", "advantages(x)", named_advantages(config.advantages), groups)
     if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
         _check_aggregation(config.aggregation, x, UpdateTotals.of(batch, max_completion_tokens=8))
