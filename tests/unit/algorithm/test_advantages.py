@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from grpo.algorithm.trial import try_algorithm
 
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import AlgorithmConfig, GRPOConfig, RewardConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
+from grpo.run.trial import try_algorithm
 from grpo.types import Sample
 from train_grpo import add_advantages
 
