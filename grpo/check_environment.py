@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
             toolbox.check_columns([])
         folder = config.model.path
         max_prompt_tokens = config.data.max_prompt_tokens
-        if pathlib.Path(folder).is_dir():
+        is_stand_in = not pathlib.Path(folder).is_dir()
+        if not is_stand_in:
             tokenizer = load_tokenizer(folder, config.data)
             stops = stop_token_ids(folder, tokenizer, config.generator.stop_token_ids)
             style = call_style(tokenizer, config.environment, toolboxes)
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         num_lost = 0
         for name, toolbox in toolboxes.items():
             tools = ", ".join(toolbox.tools) or "none"
-            note = turns[name].line
+            note = "" if is_stand_in else turns[name].line  # about a template that a run would have
             console.print(f"{name or toolbox.name}: tools {tools}{note and f'; {note}'}")
             if toolbox.schemas:
                 console.print_json(data=toolbox.schemas)
