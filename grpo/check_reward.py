@@ -5,11 +5,11 @@
 
 Three completions of each row: the reference (the row's `answer`, in `reward.answer_format`), a wrong answer in the same
 format, and an empty text. Of a list of answers the first is the reference. Without the column `answer` each text and
-number of the row is tried as it is, such as a column `solution`. The function is called as a run calls it: in a process
-with the same limits, environment variables and, for a built-in one, lockdown. Shown are the columns with their types,
-the values, the seconds, and what the function prints, which a run throws away. Data and options are those of the recipe
-(without one: of train_grpo.py). `num_tokens` counts words, because no tokenizer is loaded, and `completion_ids` are as
-many zeros. No environment plays, so a function that reads an episode is refused. Exit code 1 if a call fails.
+number of the row is tried as it is, such as a column `solution`. The function is called by the pool of a run: in a
+process with the same limits, environment variables and, for a built-in one, lockdown. Shown are the columns with their
+types, the values and the seconds. Data and options are those of the recipe (without one: of train_grpo.py).
+`num_tokens` counts words, because no tokenizer is loaded, and `completion_ids` are as many zeros. No environment plays,
+so a function that reads an episode is refused. Exit code 1 if a call fails.
 """
 
 import contextlib
@@ -18,32 +18,23 @@ import inspect
 import itertools
 import sys
 import time
-from collections.abc import Collection
-from typing import Any
 
 import torch
 
-from grpo.config import RewardConfig
-from grpo.data.encode import as_json
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example, as_messages
 from grpo.rewards import loading
 from grpo.rewards.answers import extract_answer, parse_number
-from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.pool import EPISODE_COLUMNS, call_columns
+from grpo.rewards.builtin import RewardFunction, group_level
+from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool, call_columns
 from grpo.run.command_line import subject_of, tool_config
-from grpo.text import one_line, printable, shorten
+from grpo.text import one_line, shorten
 from grpo.types import Completion, Prompt, Rollout
 from grpo.watch.failures import refuse_bad_input, run_rank
-from grpo.workers.processes import Call, Workers
 from grpo.workers.programs import check_programs
 
 NUM_ROWS = 3
-STEP = 1  # what the function gets as the number of the step
 SHOWN_CHARACTERS = 70  # of a text, in a line
-TEXTS_NOT_MESSAGES = (
-    "; completions are texts, as prompts are: read text, not text[0]['content'] (messages: see data.row)"
-)
 FORMATS = {
     "answer_tag": "<answer>{}</answer>",
     "boxed": "\\boxed{{{}}}",
@@ -57,46 +48,29 @@ def main(arguments: list[str] | None = None) -> int:
     name, flags = subject_of(__doc__, arguments)
     with refuse_bad_input():
         config = tool_config(flags)
-        options = {}
-        if name in config.reward.options:
-            options[name] = config.reward.options[name]
-        reward = dataclasses.replace(
-            config.reward,
-            functions={name: 1.0},
-            options=options,
-            num_workers=1,
-        )
+        max_tokens = config.generator.max_completion_tokens
+        options = {key: value for key, value in config.reward.options.items() if key == name}
+        reward = dataclasses.replace(config.reward, functions={name: 1.0}, options=options, num_workers=1)
         source = load_sources(config.data)[0]
         examples = list(itertools.islice(source.examples(), NUM_ROWS))
         if not examples:
             raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
-        column_names = list(examples[0].columns)
-        max_tokens = config.generator.max_completion_tokens
-        functions = loading.load_functions(reward, column_names, max_tokens)
-        refuse_what_reads_episodes(functions[name], name, column_names)
+        functions = loading.load_functions(reward, list(examples[0].columns), max_tokens)
+        refuse_what_reads_episodes(functions[name], name)
         for example in examples:
             loading.try_built_ins(functions, example.columns)
-            as_json([example.prompt, example.columns])
         if name == "code_reward":
             print(check_programs(reward.allow_without_landlock))
-        is_confined = loading.is_confined(name)
-        workers = loading.start_workers(loading.load_observed, reward, is_confined, max_tokens)
-
-    with contextlib.closing(workers):
-        return show(functions[name], examples, reward, workers)
+        with contextlib.closing(RewardPool(reward, max_tokens)) as pool:
+            return show(pool, examples)
 
 
-def refuse_what_reads_episodes(
-    function: RewardFunction,
-    name: str,
-    column_names: Collection[str],
-) -> None:
+def refuse_what_reads_episodes(function: RewardFunction, name: str) -> None:
     """Raise ValueError if the function needs what only a played episode has."""
-    needed = []
-    for argument, parameter in inspect.signature(function).parameters.items():
-        is_given = argument in column_names or parameter.default is not parameter.empty
-        if argument in EPISODE_COLUMNS and not is_given:
-            needed.append(argument)
+    arguments = inspect.signature(function).parameters
+    needed = [
+        column for column in EPISODE_COLUMNS if column in arguments and arguments[column].default is inspect._empty
+    ]
     if needed:
         raise ValueError(
             f"{name} reads {', '.join(needed)}, which only an episode of a run has; try it with train_grpo.py and "
@@ -104,62 +78,44 @@ def refuse_what_reads_episodes(
         )
 
 
-def show(
-    function: RewardFunction,
-    examples: list[Example],
-    reward: RewardConfig,
-    workers: Workers,
-) -> int:
-    """Print what the function, which `workers` have loaded, returns for completions of each row.
-
-    Returns the exit code.
-    """
-    (name,) = reward.functions
+def show(pool: RewardPool, examples: list[Example]) -> int:
+    """Print what the pool's one function returns for completions of each row. Returns the exit code."""
+    ((name, function),) = pool.functions.items()
     takes_one = loading.called_with(function) == "completion"
     calls = "one completion per call" if takes_one else "one call for each row"
     print(f"reward {name}: {len(examples)} rows, {calls}")
     needs_ids = "completion_ids" in loading.argument_names(function)
-    types = []
-    columns = call_columns(rollouts_of(examples[0], [""]), STEP, needs_ids)
-    for column, values in columns.items():
-        types.append(f"{column} ({type(values[0]).__name__})")
-    print(f"columns: {', '.join(types)}")
+    columns = call_columns(rollouts_of(examples[0], [""]), 1, needs_ids)
+    print("columns:", ", ".join(f"{column} ({type(values[0]).__name__})" for column, values in columns.items()))
 
     exit_code = 0
     for number, example in enumerate(examples, start=1):
+        completions = some_completions(example, pool.config.answer_format)
+        rollouts = rollouts_of(example, list(completions.values()))
+        start = time.perf_counter()
+        pool.submit(rollouts, len(rollouts), step=1)
+        scored = pool.collect()
+        seconds = time.perf_counter() - start
         question = as_messages(example.prompt)[-1]["content"]
         print(f"row {number}: {_short(question)}")
-        completions = some_completions(example, reward.answer_format)
-        parts = [completions]
-        if takes_one:
-            parts = [{kind: text} for kind, text in completions.items()]
-        values = {}
-        printed = ""
-        for part in parts:
-            texts = list(part.values())
-            columns = call_columns(rollouts_of(example, texts), STEP, needs_ids)
-            outcome = call(workers, name, texts, columns, reward.timeout_seconds)
-            seconds = outcome["seconds"] / len(texts)
-            printed += outcome["printed"]
-            if "failed" in outcome:
+        for kind, rollout in zip(completions, scored, strict=True):
+            shown = "None" if rollout.reward is None else f"{rollout.reward:g}"
+            if name in rollout.failures:
                 exit_code = 1
-                shown = [f"FAILS: {outcome['failed']}"] * len(texts)
-            else:
-                values |= zip(part, outcome["values"], strict=True)
-                shown = ["None" if value is None else f"{value:g}" for value in outcome["values"]]
-            for kind, text, value in zip(part, texts, shown, strict=True):
-                print(f"  {kind:<9}  {_short(text):<{SHOWN_CHARACTERS}}  {seconds:8.4f} s  {value}")
-        if printed:
-            beginning = shorten(printed, loading.PRINTED_CHARACTERS)
-            print(f"  prints: {printable(beginning).strip()}")
-        if takes_one and len(values) == len(completions):
-            texts = list(completions.values())
-            columns = call_columns(rollouts_of(example, texts), STEP, needs_ids)
-            together = call(workers, name, texts, columns, reward.timeout_seconds).get("values")
-            if together is not None and together != list(values.values()):
-                print("  note: it returns other values for all of these in one call, which @group_level asks for")
-        if "wrong" in values and values["wrong"] == values.get("reference", ""):
+                shown = f"FAILS: {rollout.failures[name]}"
+            print(f"  {kind:<9}  {_short(rollout.text):<{SHOWN_CHARACTERS}}  {shown}")
+        print(f"  {seconds:.4f} s for {len(scored)} completions")
+
+        values = [rollout.reward for rollout in scored]
+        if "reference" in completions and values[0] is not None and values[0] == values[1]:
             print("  note: the reference earns what a wrong answer earns")
+        if takes_one and not exit_code:
+            pool.functions[name] = group_level(lambda **columns: [])  # the driver's: the process calls the same one
+            pool.submit(rollouts, len(rollouts), step=1)
+            together = [rollout.reward for rollout in pool.collect()]
+            pool.functions[name] = function
+            if together != values and None not in together:
+                print("  note: it returns other values for all of these in one call, which @group_level asks for")
     return exit_code
 
 
@@ -197,28 +153,6 @@ def rollouts_of(example: Example, texts: list[str]) -> list[Rollout]:
         completion = Completion.of(zeros_T.long(), zeros_T, truncated=False)
         rollouts.append(Rollout(prompt, completion, text))
     return rollouts
-
-
-def call(
-    workers: Workers,
-    name: str,
-    completions: list[str],
-    columns: dict[str, list],
-    timeout_seconds: float,
-) -> dict[str, Any]:
-    """Call the function in its process. Return its outcome, see `loading.load_observed`."""
-    arguments = as_json([name, completions, columns]).encode()
-    seconds = timeout_seconds * len(completions)
-    start = time.perf_counter()
-    workers.submit([Call(0, arguments, seconds)])
-    (answer,) = workers.collect()
-    if "value" not in answer:  # the process was ended
-        seconds = time.perf_counter() - start
-        return {"failed": answer["failed"], "seconds": seconds, "printed": ""}
-    outcome = answer["value"]
-    if "string indices must be" in outcome.get("failed", ""):
-        outcome["failed"] += TEXTS_NOT_MESSAGES
-    return outcome
 
 
 def _short(text: str) -> str:

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo.algorithm.trial import try_algorithm
 from grpo.config import OWN_LOSS_DEFAULTS, GRPOConfig, RolesConfig, change
 from grpo.config.checks import num_processes, validate
 from grpo.config.recipes import derived, load, load_recipe
@@ -47,6 +46,7 @@ from grpo.roles.trainer import Trainer
 from grpo.run.command_line import check_folder_early, subject_of
 from grpo.run.inputs import Inputs, learned_form, open_run
 from grpo.run.session import Session, is_due, run
+from grpo.run.trial import try_algorithm
 from grpo.text import compact_number
 from grpo.types import Scalars
 from grpo.watch.failures import refuse_bad_input, run_script

@@ -6,16 +6,13 @@ completions. The user's functions can use the user's files and network. Built-in
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import inspect
-import io
 import os
 import resource
 import signal
 import sys
-import time
 import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
@@ -23,15 +20,12 @@ from typing import Any, Literal
 from grpo.config import EXTRA_COLUMNS, RewardConfig
 from grpo.config.user_files import check_options, load_function, near_miss, optional_arguments
 from grpo.rewards.builtin import BUILT_INS, RewardFunction
-from grpo.text import shorten
 from grpo.workers import lockdown
 from grpo.workers.processes import Workers
 from grpo.workers.worker import PACKAGE, Failure, Rewards, describe_error, plain_values
 
 # The columns of a call, by name, with a value for each completion
 Columns = dict[str, list]
-# Longest output of a function that is shown
-PRINTED_CHARACTERS = 2000
 # Arguments that TRL gives to reward functions and a run here does not -> what to do instead
 FROM_TRL = {
     "trainer_state": "take `step`, which counts steps from 1",
@@ -273,16 +267,15 @@ def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> N
 
 
 def start_workers(
-    load: Callable[..., Callable],
     config: RewardConfig,
     confined: bool,
     max_completion_tokens: int,
 ) -> Workers:
-    """Start `config.num_workers` processes, in which `load` (`load_caller` or `load_observed`) loads all functions.
+    """Start `config.num_workers` processes, in which `load_caller` loads all functions.
 
     Confined processes do not get the variables of `config.environment`. Raises ValueError if a function does not load.
     """
-    loader = functools.partial(load, config, confined, max_completion_tokens)
+    loader = functools.partial(load_caller, config, confined, max_completion_tokens)
     variables = config.environment
     missing = ""
     if confined:
@@ -346,29 +339,6 @@ def load_caller(
             "Python's path; install packages into a folder of their own"
         ) from error
     return lambda name, completions, columns: make_call(functions[name], completions, columns)
-
-
-def load_observed(
-    config: RewardConfig,
-    confined: bool,
-    max_completion_tokens: int,
-) -> Callable[..., dict[str, Any]]:
-    """Do the same as `load_caller`, but calls return `values` or `failed`, their `seconds`, and what they `printed`."""
-    call = load_caller(config, confined, max_completion_tokens)
-
-    def observe(*arguments: Any) -> dict[str, Any]:
-        output = io.StringIO()
-        start = time.perf_counter()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            try:
-                outcome = {"values": call(*arguments)}
-            except BaseException as error:  # a function of the user may raise anything
-                outcome = {"failed": describe_error(error)}
-        outcome["seconds"] = time.perf_counter() - start
-        outcome["printed"] = shorten(output.getvalue(), PRINTED_CHARACTERS)
-        return outcome
-
-    return observe
 
 
 def confine() -> None:

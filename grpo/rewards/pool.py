@@ -61,12 +61,7 @@ class RewardPool:
             for confined in (True, False):
                 part = loading.part(config, confined)
                 if part.functions:
-                    self.workers[confined] = loading.start_workers(
-                        loading.load_caller,
-                        part,
-                        confined,
-                        max_completion_tokens,
-                    )
+                    self.workers[confined] = loading.start_workers(part, confined, max_completion_tokens)
         except BaseException:
             self.close()
             raise

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import EvaluationConfig, RunConfig, ValidationConfig
 from grpo.config.user_files import near_miss
@@ -50,6 +49,7 @@ from grpo.roles.engine.episodes import call_style, turns_of
 from grpo.roles.engine.vllm_engine import check_engine
 from grpo.run.groups import Group, saved_groups
 from grpo.run.scorer import Scorer
+from grpo.run.trial import try_algorithm
 from grpo.types import Prompt, check_saved
 
 

@@ -33,7 +33,7 @@ TESTS = {
     "grpo/algorithm/importance.py": ("test_objective", "test_losses"),
     "grpo/algorithm/inputs.py": ("test_losses", "test_objective"),
     "grpo/algorithm/losses.py": ("test_losses", "test_check_loss"),
-    "grpo/algorithm/trial.py": ("test_losses", "test_check_loss"),
+    "grpo/run/trial.py": ("test_losses", "test_check_loss"),
     "grpo/data/packing.py": ("test_packing", "test_shared_prompts"),
     "train_grpo.py": SCRIPT_TESTS,
 }

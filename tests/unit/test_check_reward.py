@@ -19,15 +19,11 @@ import os
 from grpo.rewards.builtin import group_level
 
 def trl(prompts, completions, answer, **columns):
-    print("seen", prompts, columns["step"], columns["level"])
     return [float(a in text) for a, text in zip(answer, completions)]
 
 @group_level
 def lengths(completions, **columns):
     return [len(text) for text in completions]
-
-def fails(completions, **columns):
-    return [1 / 0]
 
 def strict(completions, answer):
     return [0.0]
@@ -41,9 +37,6 @@ def needs_a_key(completions, **columns):
 
 def counts(environments, **columns):
     return [e.count for e in environments]
-
-def counts_if_there_are_any(completions, environments=(), **columns):
-    return [float(len(environments))] * len(completions)
 
 def shortest(completions, **columns):
     lengths = list(map(len, completions))
@@ -66,44 +59,29 @@ def show(tmp_path, capsys, monkeypatch):
     return run
 
 
-def test_it_shows_columns_values_and_what_is_printed(show):
+def test_it_shows_columns_and_values(show):
     code, out = show("mine.py:trl")
     assert code == 0
     assert "reward mine.py:trl: 3 rows, one completion per call\n" in out
     assert (
         "columns: q (str), answer (str), level (int), num_tokens (int), truncated (bool), prompts (str), step (int)\n"
     ) in out
-    reference, wrong, empty = out.splitlines()[out.splitlines().index("row 1: 0 + 1?") + 1 :][:3]
-    assert reference.split() == ["reference", "<answer>1</answer>", reference.split()[2], "s", "1"]
-    assert wrong.split()[:2] == ["wrong", "<answer>2</answer>"] and wrong.endswith("  0")
-    assert empty.split()[0] == "empty" and empty.endswith("  0")
-    assert "  prints: seen ['0 + 1?'] [1] [0]\n" in out
-
-
-def test_a_function_that_can_do_without_an_episode_is_called_without(show):
-    code, output = show("mine.py:counts_if_there_are_any")
-    assert code == 0 and "environments (" not in output
-
-
-def test_a_group_level_function_gets_all_of_a_row(show):
-    code, out = show("mine.py:lengths", "--reward.answer-format", "hashes")
-    assert code == 0 and "one call for each row" in out
-    assert "reference  #### 1 " in out and out.count("note: the reference earns what a wrong answer earns") == 3
-    assert "prints:" not in out
+    lines = [line.split() for line in out.splitlines()]
+    first = lines.index(["row", "1:", "0", "+", "1?"])
+    reference, wrong, empty, seconds = lines[first + 1 : first + 5]
+    assert reference == ["reference", "<answer>1</answer>", "1"]
+    assert wrong == ["wrong", "<answer>2</answer>", "0"] and empty == ["empty", "0"]
+    assert seconds[1:] == ["s", "for", "3", "completions"]
 
 
 def test_a_function_that_compares_completions_must_be_marked(show):
     """TRL's get all completions of a batch. One by one each is the shortest, and the run learns nothing."""
-    _, out = show("mine.py:shortest")
-    assert out.count("note: it returns other values for all of these in one call, which @group_level asks for") == 3
-    _, out = show("mine.py:trl")
-    assert "in one call, which" not in out
-
-
-def test_what_fails_is_told_with_its_line(show):
-    code, out = show("mine.py:fails")
-    assert code == 1
-    assert out.count("FAILS: ZeroDivisionError: division by zero (") == 9 and "mine.py:14)" in out
+    note = "note: it returns other values for all of these in one call, which @group_level asks for"
+    assert show("mine.py:shortest")[1].count(note) == 3
+    assert note not in show("mine.py:trl")[1]
+    code, out = show("mine.py:lengths", "--reward.answer-format", "hashes")
+    assert code == 0 and "one call for each row" in out and "reference  #### 1 " in out and note not in out
+    assert out.count("note: the reference earns what a wrong answer earns") == 3
 
 
 def test_a_call_has_the_limits_and_variables_of_a_run(show, monkeypatch):
@@ -112,24 +90,21 @@ def test_a_call_has_the_limits_and_variables_of_a_run(show, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "hunter2")
     code, out = show("mine.py:needs_a_key")
     assert code == 1 and out.count("reward functions get few environment variables") == 9
-    code, out = show("mine.py:needs_a_key", "--reward.environment", "JUDGE_KEY")
-    assert code == 0 and "FAILS" not in out
+    assert show("mine.py:needs_a_key", "--reward.environment", "JUDGE_KEY")[0] == 0
 
 
 @pytest.mark.skipif(bool(missing_measures()), reason=f"this kernel has no {missing_measures()}")
 def test_a_built_in_function_is_confined_and_names_the_folder_that_is_closed_to_it(show, tmp_path, monkeypatch):
     """math-verify is found in the working folder alone, which the driver may read."""
-    flags = ("--reward.answer-format", "boxed")
-    assert show("math_reward", *flags)[0] == 0
+    assert show("math_reward", "--reward.answer-format", "boxed")[0] == 0  # the driver has read the real one
     (tmp_path / "math_verify.py").write_text("raise KeyError('it was read')")
     others = [path for path in sys.path if not path.endswith("site-packages")]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
-    with pytest.raises(BadInput, match="the reward functions cannot be loaded: ") as refused:
-        show("math_reward", *flags)
-    message = str(refused.value)
-    assert "it was read" not in message
-    closed = re.search("files right in (.*) on Python's path", message)[1]
-    assert str(tmp_path) in closed.split(", ")
+    with pytest.raises(
+        BadInput, match=f"cannot be loaded: .*files right in .*{tmp_path}.* on Python's path"
+    ) as refused:
+        show("math_reward", "--reward.answer-format", "boxed")
+    assert "it was read" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -155,17 +130,11 @@ def test_a_column_that_json_cannot_hold_is_refused_before_a_process_starts(show,
 
 
 def test_a_list_of_answers_is_refused_by_math_reward_and_its_first_is_shown_to_your_own(show, tmp_path):
-    rows = [{"q": "3 + 3?", "truth": {"value": ["6", "six"]}, "level": 1}]
-    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    row = {"q": "3 + 3?", "truth": {"value": ["6", "six"]}, "level": 1}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(BadInput, match="math_reward cannot read the data: .*--data.answer-column answer.0"):
         show("math_reward")
-    code, out = show("math_reward", "--data.answer-column", "truth.value.0")
-    assert code == 0 and "reference  <answer>6</answer>" in out
-    (tmp_path / "any.py").write_text(
-        "def any_of(completions, answer, **_):\n"
-        "    return [float(text[8:-9] in answers) for text, answers in zip(completions, answer)]\n"
-    )
-    code, out = show("any.py:any_of")
+    code, out = show("mine.py:lengths")
     assert code == 0 and "reference  <answer>6</answer>" in out and "wrong      <answer>7</answer>" in out
 
 
@@ -179,7 +148,7 @@ def test_without_an_answer_the_columns_are_tried_as_completions(show, tmp_path):
     )
     code, out = show("trl.py:equal", "--data.answer-column", "")
     assert code == 0
-    row, solution, *others = out.splitlines()[-4:]
+    row, solution, *others = out.splitlines()[-5:-1]
     assert row == "row 1: 3 + 3?" and solution.split()[:2] == ["level", "6"] and solution.endswith("  1")
     assert all(line.endswith("  0") for line in others)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from grpo.algorithm.advantages import by_group, equal_rewards
-from grpo.algorithm.trial import try_algorithm
 from grpo.config import AlgorithmConfig, GRPOConfig, RewardConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
+from grpo.run.trial import try_algorithm
 from grpo.types import Sample
 from train_grpo import add_advantages
 

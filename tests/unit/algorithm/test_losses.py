@@ -19,10 +19,10 @@ from grpo.algorithm.importance import (
     with_effective_sample_size,
 )
 from grpo.algorithm.inputs import LossInputs
-from grpo.algorithm.trial import check_loss_output, try_algorithm
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GeneratorConfig, GRPOConfig
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.data.packing import pack
+from grpo.run.trial import check_loss_output, try_algorithm
 from grpo.types import Sample
 from train_grpo import grpo_objective, policy_loss
 

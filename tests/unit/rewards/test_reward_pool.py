@@ -514,16 +514,6 @@ def test_weighted_sums_leave_none_out(open_pool, tmp_path):
     assert rollouts[0].rewards == {} and rollouts[0].reward is None
 
 
-def test_a_weight_of_0_measures_and_makes_no_reward(open_pool, tmp_path):
-    """Else what is measured beside a judge would be a 0 wherever the judge gives nothing."""
-    pool = open_pool({"length": 0.0, "some": 2.0})
-    scored = score(pool, [rollout("ab"), rollout("ab cd")], group_size=1)
-    assert [r.rewards[mine(tmp_path, "length")] for r in scored] == [2.0, 5.0]
-    assert [r.reward for r in scored] == [None, 20.0]
-    pool = open_pool({"length": 0.0})  # only a teacher counts
-    assert score(pool, [rollout("ab")], group_size=1)[0].reward == 0.0
-
-
 def test_a_lost_episode_takes_no_other_along(open_pool, tmp_path):
     pool = open_pool({"last_turns": 1.0, "length": 1.0})
     note = {"opening": None, "info": {"score": 2.0}, "turns": [{"text": "ab", "answers": []}], "failure": ""}
@@ -606,7 +596,6 @@ def test_a_class_is_made_once_in_a_process_and_called_for_each_completion(tmp_pa
     ("name", "message"),
     [
         ("NoCall", "reward class .*:NoCall needs a method __call__\\(self, prompt, response, target\\)"),
-        ("OfLists", "reward class .*:OfLists needs a method __call__"),
         ("OtherNames", "reward class .*:OtherNames needs a method __call__\\(self, prompt, response, target\\)"),
         ("Async", "reward class .*:Async has an async __call__.*async def"),
         ("Broken", "cannot be loaded: .*KeyError: 'no model'"),
@@ -646,9 +635,7 @@ def test_a_function_that_fails_for_every_completion_is_an_error(open_pool):
 @pytest.mark.parametrize(
     ("there", "message"),
     [
-        ("raise SystemExit(3)", "line 3: SystemExit: 3"),
         ("os.abort()", "killed by signal 6"),
-        ("x = bytearray(2**33)", "line 3: MemoryError"),
         ("os.environ['JUDGE_KEY']", "line 3: KeyError: 'JUDGE_KEY'"),
         ("while True: pass", "took longer than 5 s"),
     ],

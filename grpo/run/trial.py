@@ -13,7 +13,12 @@ from grpo.algorithm.inputs import LossInputs, Metrics
 from grpo.algorithm.losses import CLIPPED_LOSSES, named_loss
 from grpo.config import AlgorithmConfig
 from grpo.config.user_files import cause_and_line
-from grpo.types import TrainBatch
+from grpo.data.batches import build_micro_batch, make_batch
+from grpo.types import MicroBatch, Sample, TrainBatch
+
+# Loss tokens of each sequence, between a prompt token and a last one that is excluded
+LENGTHS = (5, 1, 3, 4, 2, 2)
+ONE_ROW = [[*range(len(LENGTHS))]]
 
 
 def try_algorithm(config: AlgorithmConfig) -> None:
@@ -22,23 +27,56 @@ def try_algorithm(config: AlgorithmConfig) -> None:
     Raises ValueError for what does not fit, and for what a function raises, with the line of its file.
     """
     config = config.resolved
-    x = trial_tokens(with_reference=config.kl_coef > 0)
+    batch = trial_batch()
+    if not config.kl_coef:
+        batch = replace(batch, ref_logprobs_N=None)
+    _, _, x = trial_inputs(batch, ONE_ROW)
     if config.loss not in CLIPPED_LOSSES:
-        signature = "loss(x, config, *, option=1.0)"
-        output = _call(f"loss {config.loss}", signature, named_loss(config), x)
+        output = _call(f"loss {config.loss}", "loss(x, config, *, option=1.0)", named_loss(config), x)
         check_loss_output(output, x, config.loss)
         loss_BT, _ = output
         loss_BT.sum().backward()
     elif config.loss_options:
         raise ValueError(f"loss {config.loss} has no options, but loss_options is {config.loss_options}; drop them")
     if config.advantages not in ("group_std", *ADVANTAGES):
-        function = named_advantages(config.advantages)
-        rewards = trial_rewards()
+        rewards_PG = torch.tensor([[1.0, 0.5, 0.0], [1.0, 1.0, 0.0]]).double()
+        has_PG = torch.tensor([[True, True, False], [True, True, True]])
+        groups = AdvantageInputs(
+            rewards_PG=rewards_PG,
+            has_PG=has_PG,
+            parts_FPG=rewards_PG[None],
+            has_FPG=has_PG[None],
+            weights_F=torch.ones(1).double(),
+            batch=batch,
+        )
         if config.kl_coef and config.kl_in == "reward":  # as in the run, where the penalty is part of no function
-            rewards = replace(rewards, rewards_PG=rewards.rewards_PG - 1)
-        _call(f"advantages {config.advantages}", "advantages(x)", function, rewards)
+            groups = replace(groups, rewards_PG=rewards_PG - 1)
+        _call(f"advantages {config.advantages}", "advantages(x)", named_advantages(config.advantages), groups)
     if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
-        check_aggregation(config.aggregation, x)
+        _check_aggregation(config.aggregation, x, UpdateTotals.of(batch, max_completion_tokens=8))
+
+
+def trial_batch() -> TrainBatch:
+    """Return six sequences, two groups of three. `old_logprobs_N` are the policy's, up to 0.5 from the generator's."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for length in LENGTHS:
+        position_T = torch.arange(length + 2)
+        loss_mask_T = (position_T > 0) & (position_T <= length)
+        logprobs_T = -2 * torch.rand(length + 2, generator=generator) - 0.6
+        samples.append(Sample(position_T, loss_mask_T, logprobs_T))
+    batch = make_batch(samples)
+    policy_N = batch.generator_logprobs_N + torch.rand(batch.num_tokens, generator=generator) - 0.5
+    advantages_N = torch.tensor([1.0, -0.5, -2.0, 0.7, 0.2, -1.0])[batch.owner_N].where(batch.loss_mask_N, 0)
+    return replace(batch, old_logprobs_N=policy_N, ref_logprobs_N=policy_N - 0.1, advantages_N=advantages_N)
+
+
+def trial_inputs(batch: TrainBatch, rows: list[list[int]]) -> tuple[MicroBatch, Tensor, LossInputs]:
+    """Lay sequences of a batch out in rows. Returns also the policy's log-probs, a leaf, and what a loss sees."""
+    micro = build_micro_batch(batch, rows, row_length=batch.num_tokens + 2)
+    policy_BT = micro.old_logprobs_BT.clone().requires_grad_()
+    micro = replace(micro, old_logprobs_BT=micro.generator_logprobs_BT)
+    return micro, policy_BT, LossInputs.of(micro, policy_BT, -policy_BT)
 
 
 def _call(what: str, signature: str, function: Callable, *arguments: Any) -> Any:
@@ -51,67 +89,19 @@ def _call(what: str, signature: str, function: Callable, *arguments: Any) -> Any
         raise ValueError(f"{what}{cause_and_line(error, file)}; it is called as {signature}") from error
 
 
-def trial_tokens(with_reference: bool) -> LossInputs:
-    """Return two sequences, of two tokens and of one, and a position that does not count."""
-    old_BT = torch.tensor([[-1.1, -1.9, -0.5, 0.0]])
-    return LossInputs(
-        logprobs_BT=torch.tensor([[-1.0, -2.0, -0.5, 0.0]], requires_grad=True),
-        old_logprobs_BT=old_BT,
-        generator_logprobs_BT=1.1 * old_BT,
-        ref_logprobs_BT=0.9 * old_BT if with_reference else None,
-        advantages_BT=torch.tensor([[1.0, 1.0, -1.0, 0.0]]),
-        entropy_BT=-old_BT,
-        loss_mask_BT=old_BT < 0,
-        sequence_BT=torch.tensor([[0, 0, 1, -1]]),
-        num_loss_tokens_BT=torch.tensor([[2, 2, 1, 1]]),
-        num_sequences=2,
-    )
-
-
-def trial_rewards() -> AdvantageInputs:
-    """Return two groups of three completions of two tokens; one completion has no reward."""
-    first_PG = [[1.0, 0.0, -1.0], [1.0, 1.0, 1.0]]
-    second_PG = [[0.5, -1.0, -1.0], [0.0, 1.0, -1.0]]
-    parts_FPG = torch.tensor([first_PG, second_PG]).double()
-    has_FPG = parts_FPG >= 0  # -1 stands for None
-    parts_FPG = parts_FPG.where(has_FPG, 0)
-    weights_F = torch.tensor([1.0, 0.5]).double()
-    ones_S = torch.ones(6)
-    ids_N = torch.ones(12).long()
-    batch = TrainBatch(
-        ids_N=ids_N,
-        loss_mask_N=ids_N > 0,
-        lengths_S=2 * ones_S.long(),
-        sequence_S=torch.arange(6),
-        temperatures_S=ones_S,
-        versions_S=torch.zeros(6).long(),
-        truncated_S=ones_S < 0,
-        generator_logprobs_N=-ids_N.float(),
-    )
-    return AdvantageInputs(
-        rewards_PG=torch.einsum("f,fpg->pg", weights_F, parts_FPG),
-        has_PG=has_FPG.any(dim=0),
-        parts_FPG=parts_FPG,
-        has_FPG=has_FPG,
-        weights_F=weights_F,
-        batch=batch,
-    )
-
-
-def check_aggregation(name: str, x: LossInputs) -> None:
-    """Raise ValueError unless an aggregation's results for two sequences add up to its result for both together."""
-    totals = UpdateTotals(num_tokens=3, num_sequences=2, max_completion_tokens=4)
-    signature = "aggregation(loss_BT, x, totals)"
-    loss_BT = torch.tensor([[1.0, 2.0, 4.0, 0.0]])
+def _check_aggregation(name: str, x: LossInputs, totals: UpdateTotals) -> None:
+    """Raise ValueError unless an aggregation's results for two groups add up to its result for both together."""
+    loss_BT = -x.generator_logprobs_BT
     function = named_aggregation(name)
+    is_first_BT = x.sequence_BT < 3
     results = []
-    for part_BT in (loss_BT.where(x.sequence_BT == 0, 0), loss_BT.where(x.sequence_BT == 1, 0), loss_BT):
-        results.append(_call(f"aggregation {name}", signature, function, part_BT, x, totals))
+    for part_BT in (loss_BT.where(is_first_BT, 0), loss_BT.where(~is_first_BT, 0), loss_BT):
+        results.append(_call(f"aggregation {name}", "aggregation(loss_BT, x, totals)", function, part_BT, x, totals))
     first, second, whole = results
     is_scalar = isinstance(whole, Tensor) and whole.shape == ()
     if not is_scalar or not torch.allclose(whole, first + second):
         raise ValueError(
-            f"aggregation {name} gives {whole} for two sequences, and {first} and {second} for each alone; return "
+            f"aggregation {name} gives {whole} for two groups, and {first} and {second} for each alone; return "
             "a sum over loss_BT, divided only by what `totals` counts over the whole update"
         )
 
