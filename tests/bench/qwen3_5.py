@@ -373,10 +373,10 @@ def train(out: pathlib.Path) -> None:
     """Time forwards and backwards of rows of 16,384 tokens, and compare their memory with the arithmetic."""
     from grpo.config import ModelConfig, SFTConfig, TrainerConfig
     from grpo.data.batches import make_batch
-    from grpo.models import memory
     from grpo.models.hf_folder import read_hf_config
     from grpo.roles.process_groups import setup_trainers
     from grpo.roles.trainer import Trainer
+    from grpo.run import machine
     from grpo.types import Sample
 
     shape = SHAPE
@@ -421,7 +421,7 @@ def train(out: pathlib.Path) -> None:
             say(out, "train", **facts, failed=f"{type(error).__name__}: {str(error)[:300]}")
         else:
             peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0
-            expected = memory.trainer_gib(memory.sizes_of(hf), config)
+            expected = machine.trainer_gib(machine.sizes_of(hf), config)
             facts |= {"peak_gib": round(peak, 2), "expected_gib": round(sum(expected.values()), 2)}
             facts["parts"] = {name: round(gib, 2) for name, gib in expected.items()}
             facts["tokens_per_s"] = round(num_tokens / sorted(seconds[1:])[1])

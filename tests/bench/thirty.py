@@ -50,9 +50,8 @@ sys.path.insert(0, str(ROOT))
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.models import memory
 from grpo.models.hf_folder import read_hf_config
-from grpo.run.machine import checkpoint_gib
+from grpo.run import machine
 
 LIMITS = {"write": 300, "fits": 60, "steps": 600, "checkpoint": 480, "resume": 360}  # seconds
 NUM_STEPS = 5
@@ -73,7 +72,8 @@ GRPO = ("train_grpo.py", RECIPE)
 TINY = ["--model.dtype", "float32", "--trainer.no-compile", "--trainer.micro-batch-tokens", "1024"]
 TINY += ["--prompts-per-step", "4", "--generator.max-completion-tokens", "16"]
 # What a phase of a step is in the dry run
-MOMENTS = {"generate": memory.AWAKE, "sync": memory.AWAKE, "train": memory.TRAINS}
+AWAKE = "while the engine is awake"
+MOMENTS = {"generate": AWAKE, "sync": AWAKE, "train": "while it trains"}
 POLL_SECONDS = 0.5
 # What a run says whose sync check fails, as rounding may make it with random weights in bfloat16
 CHECK_FAILED = "the generator does not hold the policy's weights"
@@ -207,7 +207,7 @@ def dry_run(bench: Bench) -> str:
     process = launch([sys.executable, *GRPO, *flags], log, THIRTY=bench.recipe_facts(""))
     code = follow(bench, "fits", process, log)
     for line in log.read_text().splitlines():
-        if line.startswith(("fits", "PROBLEM", "engines")):
+        if line.startswith(("fits", "tight", "PROBLEM", "engines")):
             bench.write(part="fits", says=line)
     return code_text(code)
 
@@ -390,7 +390,7 @@ def arithmetic_gib(bench: Bench, layers: int) -> float:
     """Return the size of a checkpoint of a model with so many blocks, GiB."""
     hf = read_hf_config(str(bench.model(bench.options.layers)))
     hf.num_hidden_layers = layers
-    return checkpoint_gib(bench.config(bench.options.layers), memory.sizes_of(hf))
+    return machine.checkpoint_gib(machine.sizes_of(hf), bench.config(bench.options.layers))
 
 
 def take_first_blocks(bench: Bench, layers: int) -> None:
@@ -443,7 +443,7 @@ def memory_rows(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row["held"] = max(note["held"] for note in of_phase)
         row["torch's peak"] = max((note["peak"] for note in of_phase if "peak" in note), default="-")
         rows.append(row)
-    weights = re.search(r"memory of a generator: weights ([\d.]+)", dry_run_text)
+    weights = re.search(r"memory of a generator: ([\d.]+) weights", dry_run_text)
     loaded = re.findall(r"Model loading took ([\d.]+) GiB", (RUNS / "steps.log").read_text())
     rows.append({"": "weights of a generator", "dry run": weights[1] if weights else "-"})
     rows[-1]["torch's peak"] = loaded[-1] if loaded else "-"
@@ -475,23 +475,24 @@ def floor_seconds(bench: Bench, lines: list[dict[str, Any]]) -> dict[str, float]
     """Return for phases of a step the fewest seconds that data sheets allow."""
     config = bench.config(bench.options.layers)
     hf = read_hf_config(str(bench.model(bench.options.layers)))
-    sizes = memory.sizes_of(hf)
+    sizes = machine.sizes_of(hf)
     name = torch.cuda.get_device_name()
     bandwidth = max((value for kind, value in GPU_MEMORY.items() if kind in name), default=float("nan"))
     prompt_tokens = statistics.median(line["prompt/length_mean"] for line in lines)
     completion_tokens = statistics.median(line["completion/length_mean"] for line in lines)
     longest = statistics.median(line["completion/length_max"] for line in lines)
 
-    held = memory.generator_gib(sizes, config)
     full_length = config.max_sequence_tokens
     cache_share = (prompt_tokens + completion_tokens / 2) / full_length
-    read_gib = held["weights"] + cache_share * held["KV cache, if all run at full length"]
+    read_gib = machine.engine_weights_gib(sizes, config)
+    num_at_once = config.completions_at_once / config.num_engines
+    read_gib += cache_share * num_at_once * machine.sequence_gib(sizes, config)
     num_tokens = config.completions_per_step * (prompt_tokens + completion_tokens)
     operations = num_tokens * train_flops_per_token(hf, sizes.parameters, int(prompt_tokens + completion_tokens))
     if config.trainer.activation_checkpointing == "full":
         operations *= 4 / 3
     gpus = bench.options.gpus
-    weight_bytes = memory.DTYPE_BYTES[config.model.dtype] * sizes.parameters
+    weight_bytes = machine.DTYPE_BYTES[config.model.dtype] * sizes.parameters
     return {
         "generate": longest * read_gib * GIB / bandwidth,
         "train": operations / (gpus * PEAK_TFLOPS * 1e12),
