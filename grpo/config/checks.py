@@ -8,7 +8,6 @@ from typing import Any
 
 from grpo.config.engine_options import (
     EXCLUDING,
-    LORA_RANKS,
     RESHAPING_ENGINE,
     check_engine_options,
     inexact_options,
@@ -27,6 +26,7 @@ from grpo.config.fields import (
 )
 from grpo.config.user_files import near_miss
 from grpo.config.values import check_fields, names_function, settings
+from grpo.text import without_secrets
 
 A_CLASS = "environment.name environment.classes"
 # Fields -> switches, one of which must be on, or nothing reads the field
@@ -36,7 +36,6 @@ READ_WITH = {
     **dict.fromkeys(("environment.hung_reward", "environment.weight"), A_CLASS),
     "reward.model_weight": "reward.model",
     "trainer.lora_alpha": "trainer.lora_rank",
-    "trainer.lora_sync": "trainer.lora_rank",
     "trainer.lora_targets": "trainer.lora_rank",
     "trainer.min_lr_ratio": "trainer.schedule",
     "gpus": "dry_run",
@@ -122,11 +121,6 @@ def _check_trainers(config: Config) -> None:
             f"trainer.optimizer=muon does not go with trainer.lora_rank={trainer.lora_rank}: it makes the update of a "
             "whole matrix orthogonal, and adapters are two factors of one; set --trainer.optimizer adamw"
         )
-    if trainer.syncs_adapters and trainer.lora_rank > LORA_RANKS[-1]:
-        raise ValueError(
-            f"trainer.lora_sync=adapters goes up to rank {LORA_RANKS[-1]}, vLLM's largest, and trainer.lora_rank="
-            f"{trainer.lora_rank}; lower it, or set --trainer.lora-sync merged"
-        )
     num_data_ranks = num_trainers // trainer.tensor_parallel
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
         multiple = num_data_ranks // math.gcd(num_data_ranks, config.group_size)
@@ -186,20 +180,6 @@ def _check_features(config: GRPOConfig) -> None:
         (
             data.is_text_template and environment.enabled,
             "a text as data.prompt_template does not go with an environment: it has no turns; give a .jinja file",
-        ),
-        (
-            environment.rounds and environment.answer_steps,
-            "environment.rounds does not go with environment.answer_steps: both say when an answer joins; drop one",
-        ),
-        (
-            in_reward and algorithm.advantages == "gdpo",
-            "algorithm.kl_in=reward does not go with algorithm.advantages=gdpo: the penalty is part of no reward "
-            "function; set kl_in loss",
-        ),
-        (
-            in_reward and algorithm.advantages == "maxrl",
-            "algorithm.kl_in=reward does not go with algorithm.advantages=maxrl: less a penalty, rewards of 0 fall "
-            "below it; set kl_in loss",
         ),
         (
             config.reference_moves and (config.trainer.lora_rank or config.model.reference_path or by_policy),
@@ -287,7 +267,7 @@ def _check_features(config: GRPOConfig) -> None:
         if ":" not in spec:
             raise ValueError(
                 f"environment.name or classes has {spec!r}, which names no class in a file; write path/file.py:Class "
-                "(functions, calculator and python belong in environment.tools)"
+                "(functions and `python` belong in environment.tools)"
             )
 
 
@@ -326,16 +306,15 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         )
     if kind in ("mask_tokens", "mask_sequences") and not low <= 1 <= high:
         raise ValueError(f"1 must lie between importance_correction_low={low} and importance_correction_high={high}")
-    # mask_sequences drops or keeps but does not reweigh, so the ratio must be taken against the generator; dppo drops
-    # only tokens that move further away; a loss of the user's has its own way with the ratio
-    by_own_way = algorithm.loss == "dppo" or algorithm.loss not in PAPER_DEFAULTS
-    by_ratio = from_generator and (kind == "mask_sequences" or by_own_way)
+    # mask_sequences drops or keeps but does not reweigh, so the ratio must be taken against the generator; a loss of
+    # the user's has its own way with the ratio
+    by_ratio = from_generator and (kind == "mask_sequences" or algorithm.loss not in PAPER_DEFAULTS)
     if config.has_lag and not weighs and not by_ratio:
         raise ValueError(
             f"overlap_steps={config.overlap_steps} and sampling.carry_over={config.sampling.carry_over} train on "
             "completions of older weights, which "
             f"algorithm.importance_correction={kind} with old_logprobs={algorithm.old_logprobs} does not make up for; "
-            "use truncate or mask_tokens with policy, the loss dppo, or with generator mask_sequences or your own loss"
+            "use truncate or mask_tokens with policy, or with generator mask_sequences or your own loss"
         )
 
 
@@ -352,6 +331,11 @@ def _check_rewards(config: Config) -> None:
             "reward.functions is empty; name one, such as --reward.functions math_reward 1, or a reward.model, or an "
             "environment; only training with a teacher, without evaluation, sampling.dynamic and curriculum, needs "
             "none"
+        )
+    passes = config.reward.passes
+    if passes and passes not in config.reward_weights:
+        raise ValueError(
+            f"reward.passes={passes!r} is no part of the reward; name one of {', '.join(config.reward_weights)}"
         )
 
 
@@ -389,6 +373,12 @@ def check_effects(config: Config, recipe: Config) -> None:
 def cautions(config: Config) -> list[str]:
     """Return warnings of what is allowed but may surprise, one sentence each; `load` prints them once."""
     warnings = []
+    secret: list[str] = [path for path, value in settings(config).items() if without_secrets(value) != value]
+    if secret:
+        warnings.append(
+            f"{', '.join(secret)} holds what looks like a secret, which config.py and run.json in the run folder keep; "
+            "put it into the environment, and its variable's name into reward.environment"
+        )
     data = config.data
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
         warnings.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")

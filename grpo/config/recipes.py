@@ -363,28 +363,13 @@ def written_fields(config: Config) -> dict[str, str]:
     return {path: repr(value) for path, value in settings(saved).items()}
 
 
-def changes_since(before: dict[str, str], config: Config) -> dict[str, bool]:
-    """Return `path: old -> new` for each field that differs from `before`, the `written_fields` of another config.
-
-    The value is True if what the run samples or learns depends on the field. A field that `before` does not know is
-    newer than it, and had its default's effect.
-    """
-    now: dict[str, str] = written_fields(config)
-    defaults = written_fields(type(config)())
-    changes = {}
-    for path in dict.fromkeys([*now, *before]):
-        old = before.get(path, defaults.get(path, "not there"))
-        new = now.get(path, "not there")
-        if old != new:
-            changes[f"{path}: {old} -> {new}"] = path not in now or not is_resume_safe(path, config)
-    return changes
-
-
 def is_resume_safe(path: str, config: Config) -> bool:
     """Tell whether a run may continue with another value of that field and still be the same run."""
     if path == "num_steps":  # other schedules end with the last step
         return config.trainer.schedule == "constant"
-    if path == "reward.pass_value" and config.data.curriculum:  # which weighs rows by how many completions pass
+    if (
+        path in ("reward.passes", "reward.pass_value") and config.data.curriculum
+    ):  # which weighs rows by how many completions pass
         return False
     section = config
     for name in path.split("."):

@@ -15,9 +15,6 @@ from grpo.config.user_files import cause_and_line, load_function
 from grpo.data.encode import Encoded, EncodedRows
 from grpo.types import Prompt, check_saved
 
-# Facts about a source that must be equal when a saved place in it is used
-BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle", "checksum")
-
 
 @dataclass(frozen=True)
 class Seen:
@@ -60,11 +57,6 @@ class Order:
         self._epoch = -1
         self._epoch_rows: list[int] = []
 
-    @property
-    def checksum(self) -> str:
-        """Checksum of the rows, see `EncodedRows`."""
-        return self.rows.checksum
-
     def weigh(self, curriculum: Curriculum, step: int) -> None:
         """Give each row its chance of being drawn when its turn comes: its weight divided by the largest weight.
 
@@ -79,6 +71,12 @@ class Order:
             largest = 1.0
         self.chances = {row: weight / largest for row, weight in weights.items()}
         self.unseen_chance = unseen_weight / largest
+
+    @property
+    def num_drawable(self) -> int:
+        """Number of rows with a chance above 0."""
+        num_unseen = self.num_rows - len(self.chances)
+        return sum(chance > 0 for chance in self.chances.values()) + num_unseen * (self.unseen_chance > 0)
 
     def draw(self) -> int:
         """Return the place of the next row in the source."""
@@ -100,16 +98,15 @@ class Order:
         return self._epoch_rows[position]
 
     def state_dict(self) -> State:
-        """Return the place in the rows, what is known of them, and the facts that it belongs to; fit for JSON."""
-        state = {name: getattr(self, name) for name in (*BELONGS_TO, "num_drawn")}
-        state["seen"] = [[row, *astuple(seen)] for row, seen in self.seen.items()]
-        return state
+        """Return the place in the rows and what is known of them; fit for JSON."""
+        return {
+            "num_drawn": self.num_drawn,
+            "seen": [[row, *astuple(seen)] for row, seen in self.seen.items()],
+        }
 
     def load_state_dict(self, state: State) -> None:
-        """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
+        """Continue where `state` was taken, in the same rows. Raises ValueError if another version saved it."""
         check_saved(f"the place in {self.source}", state, self.state_dict())
-        for name in BELONGS_TO:
-            _check_same(name, state[name], getattr(self, name))
         self.num_drawn = state["num_drawn"]
         names = [field.name for field in fields(Seen)]
         for row, *facts in state["seen"]:
@@ -149,14 +146,18 @@ class Stream:
         """Number of rows drawn from all sources."""
         return sum(order.num_drawn for order in self.orders.values())
 
+    @property
+    def sources_drawn(self) -> list[str]:
+        """Names of the sources with a weight above 0."""
+        return [name for name, weight in self.weights.items() if weight]
+
     def next_order(self) -> Order:
         """Return the source whose turn it is; the call counts as its draw."""
         total = sum(self.weights.values())
         for name, weight in self.weights.items():
             self._owed[name] += weight / total
-        drawn_from = [name for name, weight in self.weights.items() if weight]
         # rounded, because max then takes the first of equals, in the order of the config
-        name = max(drawn_from, key=lambda name: round(self._owed[name], 9))
+        name = max(self.sources_drawn, key=lambda name: round(self._owed[name], 9))
         self._owed[name] -= 1
         return self.orders[name]
 
@@ -168,9 +169,8 @@ class Stream:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continue where `state` was taken. Raises ValueError if it is of other sources."""
+        """Continue where `state` was taken, in the same sources. Raises ValueError if another version saved it."""
         check_saved("the place in the data", state, self.state_dict())
-        _check_same("data.sources", list(state["sources"]), list(self.orders))
         for label, order in self.orders.items():
             order.load_state_dict(state["sources"][label])
         self._owed = dict(state["owed"])
@@ -207,26 +207,35 @@ class PromptStream(Stream):
     def draw(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, across epochs where needed. Prompt.index counts on through the whole run.
 
-        Raises ValueError if `wanted` says no to as many in a row as there are rows.
+        Raises ValueError if `wanted` says no to all rows that can be drawn.
         """
         prompts = []
-        num_unwanted = 0
-        num_rows = sum(order.num_rows for order in self.orders.values())
+        unwanted = set()  # rows that the filter refused since the last prompt
         while len(prompts) < count:
             index = self.num_drawn
             order = self.next_order()
-            prompt = order.rows.prompt(order.draw(), index)
+            row = order.draw()
+            prompt = order.rows.prompt(row, index)
             if self.wanted is None or self.wanted(prompt):
                 prompts.append(prompt)
-                num_unwanted = 0
+                unwanted.clear()
                 continue
-            num_unwanted += 1
-            if num_unwanted >= num_rows:
-                raise ValueError(
-                    f"the filter on prompts said no to {num_unwanted} in a row, and the data have {num_rows} rows; let "
-                    "it leave some"
-                )
+            unwanted.add((order.label, row))
+            num_drawable = sum(self.orders[name].num_drawable for name in self.sources_drawn)
+            if len(unwanted) >= num_drawable:
+                raise ValueError(self._nothing_left(num_drawable))
         return prompts
+
+    def _nothing_left(self, num_refused: int) -> str:
+        """Write the message about a filter that refused all rows that can be drawn."""
+        num_rows = sum(self.orders[name].num_rows for name in self.sources_drawn)
+        by_curriculum = ""
+        if num_refused < num_rows:
+            by_curriculum = f", and data.curriculum gives the other {num_rows - num_refused} the weight 0"
+        return (
+            f"keep_prompt refuses {num_refused} of the {num_rows} rows that the sources' weights allow{by_curriculum}; "
+            "leave some"
+        )
 
 
 class ChatStream(Stream):
@@ -262,12 +271,3 @@ def checked_curriculum(spec: str) -> Curriculum:
         return weight
 
     return checked
-
-
-def _check_same(name: str, saved: Any, ours: Any) -> None:
-    """Raise ValueError if a fact that belongs to a saved place is another one in this run."""
-    if saved != ours:
-        raise ValueError(
-            f"the saved place in the data has {name}={saved!r}, this run has {ours!r}; resume with the data sets, "
-            "weights, limits, seed and shuffle it was saved with, or start a new run"
-        )

@@ -44,11 +44,11 @@ OWN_SETS = {"data.sources": {"a": "a.jsonl"}}
 OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 CLASSES = {"environment.classes": {"a": "x.py:A", "b": "x.py:B"}}
 KIND = {"data.environment_column": "kind"}
-TOOLS = {"environment.tools": ("calculator",)}
-PENALTY = {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1}
+TOOLS = {"environment.tools": ("python",)}
 EACH_TURN = {"algorithm.advantages": "return_to_go"}
 ROUNDED = {"trainer.moments": "bfloat16"}
 CARRY_8 = {"sampling.carry_over": 8}
+DPPO = "configs/examples/methods/dppo.py:dppo"
 CORRECTION, LOW = "algorithm.importance_correction", "algorithm.importance_correction_low"
 # What is changed in the defaults (4 trainers, 4 generators, 32 prompts of 8 completions), and what the message has
 REFUSED_IN_GRPO = [
@@ -63,10 +63,6 @@ REFUSED_IN_GRPO = [
     (
         {"trainer.optimizer": "muon", "trainer.lora_rank": 8},
         "muon does not go with trainer.lora_rank=8: .*optimizer adamw",
-    ),
-    (
-        {"trainer.lora_sync": "adapters", "trainer.lora_rank": 513},
-        "goes up to rank 512, .*lora_rank=513; .*lora-sync merged",
     ),
     ({"algorithm.loss": "ppo"}, "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo"),
     ({"algorithm.advantages": "gruop_std"}, "algorithm.advantages='gruop_std' is unknown; use group_std, group_mean"),
@@ -93,17 +89,19 @@ REFUSED_IN_GRPO = [
     ({"sampling.carry_over": 32}, "carry_over=32 must be below prompts_per_step=32"),
     (CARRY_8 | {"generator.stop": ("END",)}, "generator.stop, .* does not go with sampling.carry_over"),
     ({"reward.functions": {}}, "reward.functions is empty"),
+    ({"reward.passes": "accuracy"}, "reward.passes='accuracy' .* name one of math_reward, thinking_reward"),
     (ONLY_TEACHER | {"sampling.dynamic": True}, "reward.functions is empty"),
     ({"environment.name": "calculator"}, "environment.name .* 'calculator', which names no class .* environment.tools"),
     (CLASSES, "environment.classes needs data.environment_column"),
     (KIND, "data.environment_column needs environment.classes"),
-    (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds does not go with .*answer_steps"),
     (TOOLS | {"sampling.carry_over": 1, CORRECTION: "truncate"}, "carry_over does not go with an environment"),
     (TOOLS | {"generator.stop": ("END",)}, "generator.stop, .* with an environment: .* use generator.stop_token_ids"),
     (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template .* with an environment: it has no turns"),
     (EACH_TURN, "return_to_go needs an environment: .* use rloo"),
-    (PENALTY | {"algorithm.advantages": "gdpo"}, "kl_in=reward does not go with .*=gdpo: the penalty is part of no"),
-    (PENALTY | {"algorithm.advantages": "maxrl"}, "kl_in=reward does not go with .*=maxrl: .* fall below it"),
+    ({"algorithm.loss": "dppo"}, "'dppo' is not built in; name its file, --algorithm.loss configs/.*/dppo.py:dppo,"),
+    ({"algorithm.advantages": "gdpo"}, "name its file, --algorithm.advantages configs/.*/methods/gdpo.py:gdpo"),
+    ({"algorithm.old_logprobs": "generator", CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
+    ({"algorithm.loss": DPPO, CORRECTION: "none", "overlap_steps": 1}, "none with old_logprobs=policy"),
     (
         {"checkpoint.push_to_hub": "a/b", "checkpoint.export": False},
         "push_to_hub uploads what checkpoint.export writes",
@@ -424,11 +422,15 @@ def test_a_loss_brings_its_papers_defaults(loss):
         ({}, "truncate"),
         ({"old_logprobs": "generator"}, "none"),  # the ratio has the generator in it already
         ({"old_logprobs": "generator", "importance_correction": "mask_sequences"}, "mask_sequences"),
-        ({"loss": "dppo"}, "none"),  # so does its paper's
     ],
 )
 def test_default_correction(given, expected):
     assert AlgorithmConfig(**given).resolved.importance_correction == expected
+
+
+def test_a_loss_of_ones_own_needs_no_correction_for_older_weights():
+    loss = {"algorithm.loss": DPPO, "algorithm.old_logprobs": "generator"}
+    validate(change(GRPOConfig(), {**loss, "overlap_steps": 1, **CARRY_8}))
 
 
 def test_recipe_text_neither_continues_nor_deletes_the_run_it_describes():
@@ -466,7 +468,7 @@ def test_a_path_of_a_recipe_starts_in_this_folder_or_else_in_the_recipes(tmp_pat
         "reward.functions": {"mine.py:f": 1.0, "both.py:f": 1.0, "math_reward": 1.0},
         "data.path": "rows.jsonl:train[:9]",
         "data.prompt_template": "chat.jinja",
-        "environment.tools": ("mine.py:tool", "calculator"),
+        "environment.tools": ("mine.py:tool", "python"),
         "model.path": "none/there",
     }
     recipe = load_recipe(write(tmp_path / "one.py", f"config = c.change(c.GRPOConfig(), {named!r})"), GRPOConfig)
@@ -474,7 +476,7 @@ def test_a_path_of_a_recipe_starts_in_this_folder_or_else_in_the_recipes(tmp_pat
     assert [*recipe.reward.functions] == [f"{tmp_path}/mine.py:f", "both.py:f", "math_reward"]
     assert recipe.data.path == f"{tmp_path}/rows.jsonl:train[:9]"
     assert recipe.data.prompt_template == f"{tmp_path}/chat.jinja"
-    assert recipe.environment.tools == (f"{tmp_path}/mine.py:tool", "calculator")
+    assert recipe.environment.tools == (f"{tmp_path}/mine.py:tool", "python")
     assert recipe.model.path == "none/there"
     assert load(GRPOConfig, str(tmp_path / "one.py"), ["--algorithm.loss", "mine.py:x"]).algorithm.loss == "mine.py:x"
 

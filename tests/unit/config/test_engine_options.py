@@ -29,7 +29,7 @@ HARMLESS = {"extra_args", "skip_reading_prefix_cache", "repetition_detection", "
 # (table, its entries, what the message has behind their names)
 REFUSED = [
     ("engine", {"model": "a"}, "the folder of model.path"),
-    ("engine", {"enable_lora": True}, "use trainer.lora_sync"),
+    ("engine", {"enable_lora": True}, "merges LoRA's adapters"),
     ("engine", {"logprobs_mode": "raw_logprobs"}, "the trainer needs"),
     ("engine", {"max_num_seqs": 0}, "=0 must be a whole number, at least 1"),
     ("engine", {"kv_cache_memory_bytes": "2G"}, "='2G' must be a whole number"),
@@ -56,14 +56,12 @@ def test_what_a_mixture_of_experts_cannot_have_is_refused():
     check_engine(engine, Qwen3Config(head_dim=64), on_gpu=False)
 
 
-def test_adapters_in_float32_need_a_cpu():
-    """vLLM's kernels for them assert another dtype, when the engine starts on a GPU."""
-    hf = Qwen3Config(head_dim=64)
-    check_engine(GeneratorConfig(), hf, "float32", only_adapters=True, on_gpu=False)
-    with pytest.raises(ValueError, match="^trainer.lora_sync=adapters .*model.dtype=float32 .*lora-sync merged"):
-        check_engine(GeneratorConfig(), hf, "float32", only_adapters=True, on_gpu=True)
-    check_engine(GeneratorConfig(), hf, "bfloat16", only_adapters=True, on_gpu=True)
-    check_engine(GeneratorConfig(), hf, "float32", on_gpu=True)
+def test_experts_on_several_ranks_need_a_gpu():
+    """On a CPU vLLM ends by signal 11."""
+    engine = GeneratorConfig(engine={"enable_expert_parallel": True})
+    with pytest.raises(ValueError, match="^generator.engine enable_expert_parallel needs a GPU"):
+        check_engine(engine, Qwen3MoeConfig(head_dim=64), on_gpu=False)
+    check_engine(engine, Qwen3MoeConfig(head_dim=64), on_gpu=True)
 
 
 def test_what_vllm_would_silently_ignore_is_refused():

@@ -157,6 +157,10 @@ def test_parts_of_a_trainer_by_hand():
     larger = dataclasses.replace(sizes(QWEN3_1_7B), reference=sizes(QWEN3_8B))  # a teacher
     assert trainer_gib(larger, config_of(*two, *hint))["reference"] == pytest.approx(8_190_735_360 * 2 / 2 / 2**30)
     assert reference_gib(larger, config_of(*apart)) == reference_gib(sizes(QWEN3_8B), config_of(*apart))
+    judged = dataclasses.replace(sizes(QWEN3_1_7B), reward_model=sizes(QWEN3_8B))
+    assert trainer_gib(judged, config_of(*two))["reward model"] == pytest.approx(8_190_735_360 * 2 / 2 / 2**30)
+    alone = reference_gib(judged, config_of("--roles.num-references", 2, "--reward.model", "a/judge"))
+    assert alone["reward model"] == pytest.approx(8_190_735_360 * 2 / 2 / 2**30) and "reference" not in alone
 
 
 def test_a_step_that_fills_no_micro_batch_needs_less():
@@ -283,7 +287,7 @@ ENGINES = {
     "a token of each in a step": (["--generator.engine", "max_num_batched_tokens", 300], 512, 80, 300, None),
     "short": (["--generator.max-completion-tokens", 16, "--data.max-prompt-tokens", 16], 8, 80, 8, 1024),
     "more than half of 61.8 GiB": ([], 189, 80, 189, None),
-    "conversations, which wait for tools": (["--environment.tools", "calculator"], 128, 80, 128, None),
+    "conversations, which wait for tools": (["--environment.tools", "python"], 128, 80, 128, None),
     "drafts": (["--generator.engine", "spec_method", "ngram"], 128, 80, 128, None),
     "a CPU, room for two": ([], 512, None, 256, 336),
     "a CPU, 112 KiB a token": (
