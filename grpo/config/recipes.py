@@ -17,31 +17,11 @@ from grpo.config.fields import OWN_LOSS_DEFAULTS, SHARED_GPU, AlgorithmConfig, C
 from grpo.config.user_files import cause_and_line, near_miss, run_file
 from grpo.config.values import ResumeSafe, check_fields, field_paths, names_function, path_here, settings
 
-# Fields that name files and folders, and fields that may name a function `path/file.py:function`
-NAME_PATHS = [
-    "model.path",
-    "model.reference_path",
-    "reward.model",
-    "data.path",
-    "data.sources",
-    "data.prompt_template",
-    "evaluation.path",
-    "evaluation.sets",
-    "validation.path",
-    "validation.sets",
-]
-NAME_FUNCTIONS = [
-    "algorithm.loss",
-    "algorithm.advantages",
-    "algorithm.aggregation",
-    "reward.functions",
-    "reward.options",
-    "data.row",
-    "data.curriculum",
-    "environment.name",
-    "environment.classes",
-    "environment.tools",
-]
+# Fields that name files and folders of any name; any other may name a function `path/file.py:function`
+NAME_PATHS = (
+    "model.path model.reference_path reward.model data.path data.sources data.prompt_template evaluation.path "
+    "evaluation.sets validation.path validation.sets"
+)
 SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 # Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
 FOR_ONE_START: dict[str, Any] = {
@@ -237,8 +217,9 @@ def _with_paths_beside(recipe: Path, config: Any) -> Any:
     """Return the config with paths into the folder of its recipe, for files that are there and not here."""
     changes = {}
     for field, value in settings(config).items():
-        if field in NAME_PATHS or field in NAME_FUNCTIONS:
-            changes[field] = _beside(recipe.parent, value, is_path=field in NAME_PATHS)
+        found = _beside(recipe.parent, value, is_path=field in NAME_PATHS.split())
+        if found != value:
+            changes[field] = found
     return change(config, changes)
 
 

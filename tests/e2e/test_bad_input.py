@@ -48,34 +48,10 @@ def copy_of(model: pathlib.Path, target: pathlib.Path, *, without: str = "", **c
     return target
 
 
-def with_file(folder: pathlib.Path, name: str, text: str) -> pathlib.Path:
-    (folder / name).write_text(text)
-    return folder
-
-
-def without_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    tokenizer = toys.addition_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(copy_of(model, target, without="chat_template*"))
-    return target
-
-
-def linked_tokenizer(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    (copy_of(model, target, without="tokenizer.json") / "tokenizer.json").symlink_to(model / "tokenizer.json")
-    return target
-
-
-ENDLESS = "{% for i in range(10**9) %}a{% endfor %}"
 # name: (how to spoil a copy of the model, what the message must contain in addition to the folder)
 BAD_MODELS = {
     "no folder": (lambda model, target: target, []),
     "no weights": (lambda model, target: copy_of(model, target, without="*.safetensors"), [".safetensors"]),
-    "endless chat template": (
-        lambda model, target: with_file(copy_of(model, target), "chat_template.jinja", ENDLESS),
-        ["the chat template of", "OverflowError"],
-    ),
-    "a link out of the folder": (linked_tokenizer, ["tokenizer.json is a link to", "put a copy of it there"]),
-    "no chat template": (without_template, ["has no chat template"]),
     "too short": (
         lambda model, target: copy_of(model, target, max_position_embeddings=20),
         ["sequences of up to 28 tokens", "20 positions", "--data.max-prompt-tokens", "in SFT --max-sequence-tokens"],

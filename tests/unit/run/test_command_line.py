@@ -159,12 +159,13 @@ def test_a_folder_that_cannot_be_a_model_is_refused_before_rows_are_read(field, 
         config = change(GRPOConfig(), {field: str(path), "run_dir": str(tmp_path / "new")})
         check_folder_early(config, "train_grpo.py")
 
-    with pytest.raises(FileNotFoundError, match="no config.json; name .*run/model, its model"):
-        check(tmp_path / "run")
-    with pytest.raises(FileNotFoundError, match="no config.json; it must be"):
-        check(tmp_path)
-    for absent in (tmp_path / "absent", "../absent", "some/folder/absent"):
-        with pytest.raises(FileNotFoundError, match="absent does not exist"):
-            check(absent)
+    for path, said in {
+        tmp_path / "run": "no config.json; name .*run/model, its model",
+        tmp_path: "no config.json; it must be",
+        "../absent": "absent does not exist",
+        "some/folder/absent": "absent does not exist",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=said):
+            check(path)
     for usable in (tmp_path / "run/model", "owner/name", "path/file.py:builder"):
         check(usable)
