@@ -25,6 +25,7 @@ from grpo.config.fields import MAX_NUM_SEQS, MOST_NUM_SEQS, SHARED_GPU, Config
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
 from grpo.models.families import empty_policy, family_of, has_experts, has_states, state_values, windows_of
 from grpo.models.hf_folder import has_config_alone, read_hf_config, resolve_folder
+from grpo.models.muon import BLOCK_MATRICES
 from grpo.roles.engine.vllm_engine import CPU_KV_CACHE_GIB
 
 GIB = 2**30
@@ -102,6 +103,8 @@ class Sizes:
     """Weights of one transformer block, on average."""
     head_outputs: int
     """The vocabulary's size; 1 of a reward model."""
+    matrices: int
+    """Weights that Muon updates, if it is chosen."""
     linears: dict[str, nn.Linear]
     """The linear layers of a block with attention, without experts, on the meta device, by Hugging Face's names."""
     reward_model: "Sizes | None" = None
@@ -119,6 +122,7 @@ def sizes_of(hf: PretrainedConfig) -> Sizes:
         parameters=_count(module),
         block_parameters=_count(module.layers) // hf.num_hidden_layers,
         head_outputs=module.lm_head.out_features,
+        matrices=sum(weight.numel() for name, weight in module.named_parameters() if re.search(BLOCK_MATRICES, name)),
         linears={name: block.get_submodule(place) for name, place in family_of(hf).linears.items()},
     )
 
@@ -139,12 +143,12 @@ def trained_parameters(sizes: Sizes, trainer: TrainerConfig) -> int:
 def trained_bytes(sizes: Sizes, trainer: TrainerConfig) -> int:
     """Return the bytes of all trained parameters: float32 weight and gradient, and AdamW's two moments.
 
-    Of the blocks Muon holds one moment, in float32.
+    Of the matrices of the blocks Muon holds one moment, in float32.
     """
     moments = 2 * DTYPE_BYTES[trainer.moments]
     num_bytes = (8 + moments) * trained_parameters(sizes, trainer)
     if trainer.optimizer == "muon":
-        num_bytes -= (moments - 4) * sizes.hf.num_hidden_layers * sizes.block_parameters
+        num_bytes -= (moments - 4) * sizes.matrices
     return num_bytes
 
 
