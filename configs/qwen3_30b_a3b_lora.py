@@ -7,7 +7,7 @@ learning rate.
 
 Memory (`--dry-run --gpus 1 --gpu-gib 139.8` with this recipe; not measured): the frozen bfloat16 weights are 57 GiB,
 the adapters with gradients and moments 0.2; with the activations of 16384 tokens, selective checkpointing, and the rest
-about 70 GiB. While the engine samples, both stay and it takes half, 70 GiB: 57 of weights and 13 of KV cache, of the 36
+about 67 GiB. While the engine samples, both stay and it takes half, 70 GiB: 57 of weights and 13 of KV cache, of the 36
 that its 256 completions at once would need at full length. On two GPUs of 80 GB, --roles.num-trainers 2 and
 --generator.tensor-parallel 2 halve the weights of both.
 """

@@ -3,6 +3,8 @@
 import math
 import os
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 
 from grpo.config.engine_options import (
     EXCLUDING,
@@ -13,6 +15,7 @@ from grpo.config.engine_options import (
 )
 from grpo.config.fields import (
     PAPER_DEFAULTS,
+    SHARED_GPU,
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -466,18 +469,50 @@ def describe_roles(roles: RolesConfig) -> str:
 
 def suggest_roles(config: Config, world_size: int) -> str:
     """Return flags that give `world_size` ranks roles, with this config's parallel degrees."""
+    layouts = layouts_for(config, world_size)
+    layout = next(layouts, None)
+    return flags_of(layout) if layout else "no layout fits these tensor_parallel degrees; lower them"
+
+
+def layouts_for(config: Config, world_size: int) -> Iterator[dict[str, Any]]:
+    """Yield changes that give `world_size` ranks roles, with this config's parallel degrees."""
     if isinstance(config, SFTConfig):
-        return f"--num-trainers {world_size}"
+        yield {"num_trainers": world_size}
+        return
     shards = config.trainer.tensor_parallel * config.trainer.data_replicas
+
+    def divides(trainers: int) -> bool:
+        return trainers % shards == 0 and not config.completions_per_step % (trainers // config.trainer.tensor_parallel)
+
     for references in dict.fromkeys([config.roles.num_references, 0]):
         for generators in range(config.generator.tensor_parallel, world_size, config.generator.tensor_parallel):
             trainers = world_size - references - generators
-            fits = 0 < trainers <= max(generators, shards) and trainers % shards == 0
-            if fits and config.completions_per_step % (trainers // config.trainer.tensor_parallel) == 0:
-                return (
-                    f"--roles.no-colocated --roles.num-trainers {trainers} --roles.num-references {references} "
-                    f"--roles.num-generators {generators}"
-                )
-    if world_size % shards == 0 and world_size % config.generator.tensor_parallel == 0:
-        return f"--roles.colocated --roles.num-trainers {world_size} --roles.num-references 0 --overlap-steps 0"
-    return "no layout fits these tensor_parallel degrees; lower them"
+            if 0 < trainers <= max(generators, shards) and divides(trainers):
+                split = {
+                    "roles.colocated": False,
+                    "roles.num_trainers": trainers,
+                    "roles.num_references": references,
+                    "roles.num_generators": generators,
+                }
+                yield split | ({"generator.sleep": False} if config.generator.sleep else {})
+    if world_size % config.generator.tensor_parallel == 0 and divides(world_size):
+        colocated = {
+            "roles.colocated": True,
+            "roles.num_trainers": world_size,
+            "roles.num_references": 0,
+            "overlap_steps": 0,
+            "generator.gpu_memory_utilization": min(config.generator.gpu_memory_utilization, SHARED_GPU),
+        }
+        yield colocated
+        yield colocated | {"generator.sleep": True}
+
+
+def flags_of(changes: dict[str, Any]) -> str:
+    """Write changes by dotted paths as flags of the command line."""
+    flags = []
+    for path, value in changes.items():
+        section, _, name = path.replace("_", "-").rpartition(".")
+        switch = "no-" if value is False else ""
+        flag = "--" + ".".join(filter(None, (section, switch + name)))
+        flags.append(flag if isinstance(value, bool) else f"{flag} {value}")
+    return " ".join(flags)

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -18,14 +17,10 @@ from grpo.config.fields import OWN_LOSS_DEFAULTS, SHARED_GPU, AlgorithmConfig, C
 from grpo.config.user_files import cause_and_line, near_miss, run_file
 from grpo.config.values import ResumeSafe, check_fields, field_paths, names_function, path_here, settings
 
-# Fields that name files and folders, and fields that may name a function `path/file.py:function`
+# Fields that name files and folders of any name; any other may name a function `path/file.py:function`
 NAME_PATHS = (
     "model.path model.reference_path reward.model data.path data.sources data.prompt_template evaluation.path "
     "evaluation.sets validation.path validation.sets"
-)
-NAME_FUNCTIONS = (
-    "algorithm.loss algorithm.advantages algorithm.aggregation reward.functions reward.options data.row "
-    "data.curriculum environment.name environment.classes environment.tools"
 )
 SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 # Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
@@ -220,31 +215,27 @@ def load_recipe(path: str, *config_types: type) -> Any:
 
 def _with_paths_beside(recipe: Path, config: Any) -> Any:
     """Return the config with paths into the folder of its recipe, for files that are there and not here."""
-    values = settings(config)
     changes = {}
-    for field in f"{NAME_PATHS} {NAME_FUNCTIONS}".split():
-        find = partial(_beside, recipe.parent, names_functions=field in NAME_FUNCTIONS.split())
-        value = values.get(field)
-        found = value
-        if isinstance(value, str):
-            found = find(value)
-        elif isinstance(value, tuple):
-            found = tuple(map(find, value))
-        elif value:
-            found = {find(name): find(entry) if isinstance(entry, str) else entry for name, entry in value.items()}
+    for field, value in settings(config).items():
+        found = _beside(recipe.parent, value, is_path=field in NAME_PATHS.split())
         if found != value:
             changes[field] = found
     return change(config, changes)
 
 
-def _beside(folder: Path, path: str, *, names_functions: bool) -> str:
-    """Return `path`, behind the folder if its file is there and not here. names_functions: other words are names."""
-    there = str(folder / path)
-    if names_functions and not names_function(path):
-        return path
-    if path and path_here(there) and not path_here(path):
-        return there
-    return path
+def _beside(folder: Path, value: Any, *, is_path: bool) -> Any:
+    """Return a path behind the folder if its file is there and not here. Without is_path other texts may be names."""
+    if isinstance(value, dict):
+        names = [_beside(folder, name, is_path=False) for name in value]
+        values = [_beside(folder, entry, is_path=is_path) for entry in value.values()]
+        return dict(zip(names, values, strict=True))
+    if isinstance(value, tuple):
+        return tuple(_beside(folder, entry, is_path=is_path) for entry in value)
+    if isinstance(value, str) and value and (is_path or names_function(value)):
+        there = str(folder / value)
+        if path_here(there) and not path_here(value):
+            return there
+    return value
 
 
 def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:

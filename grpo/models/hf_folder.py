@@ -181,6 +181,19 @@ def check_folder(
         if file.name in TABLES:
             read_table(file)
     check_weights(pathlib.Path(folder), config)
+    check_lengths(folder, config, max_sequence_tokens, tensor_parallel)
+
+
+def check_lengths(
+    folder: str,
+    config: transformers.PretrainedConfig,
+    max_sequence_tokens: int,
+    tensor_parallel: int,
+) -> None:
+    """Refuse a model that is too short for the configured lengths, or that `tensor_parallel` ranks cannot share.
+
+    Only its config.json is needed. Raises ValueError with the numbers.
+    """
     if max_sequence_tokens > config.max_position_embeddings:
         raise ValueError(
             f"sequences of up to {max_sequence_tokens} tokens do not fit into {folder}, which has "

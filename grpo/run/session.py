@@ -6,6 +6,7 @@ Rank 0 reads the inputs (inputs.py), opens the run folder and the log; then ever
 import contextlib
 import gc
 import inspect
+import math
 import os
 import pathlib
 import tempfile
@@ -118,8 +119,15 @@ def dry_run(config: Config, script: str, read_inputs: ReadInputs) -> bool:
     """Check and read the inputs, and print whether the run fits the machine. Returns whether it does."""
     with refuse_bad_input(), tempfile.TemporaryDirectory() as build_dir:
         if hf_folder.has_config_alone(config.model.path):
-            print(f"{config.model.path} has no weights or no tokenizer: data and rewards are not checked")
-            return print_what_fits(config, config.model.path)
+            folder = config.model.path
+            print(f"{folder} has no weights or no tokenizer: data and rewards are not checked")
+            hf_folder.check_lengths(
+                folder,
+                hf_folder.read_hf_config(folder),
+                config.max_sequence_tokens,
+                math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel),
+            )
+            return print_what_fits(config, folder)
         inputs = read_inputs(config, script, build_dir)
         fits = print_what_fits(config, inputs.model_folder, inputs.reward_model)
     if inputs.scorer:

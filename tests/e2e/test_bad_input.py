@@ -47,40 +47,10 @@ def copy_of(model: pathlib.Path, target: pathlib.Path, *, without: str = "", **c
     return target
 
 
-def with_file(folder: pathlib.Path, name: str, text: str) -> pathlib.Path:
-    (folder / name).write_text(text)
-    return folder
-
-
-def without_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    tokenizer = toys.addition_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(copy_of(model, target, without="chat_template*"))
-    return target
-
-
-def linked_tokenizer(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    (copy_of(model, target, without="tokenizer.json") / "tokenizer.json").symlink_to(model / "tokenizer.json")
-    return target
-
-
-ENDLESS = "{% for i in range(10**9) %}a{% endfor %}"
 # name: (how to spoil a copy of the model, what the message must contain in addition to the folder)
 BAD_MODELS = {
     "no folder": (lambda model, target: target, []),
-    "no config.json": (lambda model, target: copy_of(model, target, without="config.json"), ["config.json"]),
     "no weights": (lambda model, target: copy_of(model, target, without="*.safetensors"), [".safetensors"]),
-    "weights that are a pickle": (
-        lambda model, target: with_file(copy_of(model, target, without="*.safetensors"), "pytorch_model.bin", ""),
-        [".safetensors"],
-    ),
-    "endless chat template": (
-        lambda model, target: with_file(copy_of(model, target), "chat_template.jinja", ENDLESS),
-        ["the chat template of", "OverflowError"],
-    ),
-    "a link out of the folder": (linked_tokenizer, ["tokenizer.json is a link to", "put a copy of it there"]),
-    "no chat template": (without_template, ["has no chat template"]),
-    "no tokenizer": (lambda model, target: copy_of(model, target, without="*token*"), ["tokenizer"]),
     "too short": (
         lambda model, target: copy_of(model, target, max_position_embeddings=20),
         ["sequences of up to 28 tokens", "20 positions", "--data.max-prompt-tokens", "in SFT --max-sequence-tokens"],
@@ -101,32 +71,22 @@ def test_models_that_cannot_be_used(name: str, model: pathlib.Path, tmp_path: pa
 OVERLONG = "--reward.functions overlong_penalty 1 --reward.options"
 # flags, {here} in them is a folder with files.py: what the message must contain
 BAD_FLAGS = {
-    "--data.path {here}/no.jsonl": "no.jsonl does not exist",
-    "--data.path {here}/rows.jsonl": "rows.jsonl",
     "--data.path {here}/rows.jsonl --data.prompt-column q": "columns there: question, answer; name one",
     "--data.path {here}/lists.jsonl --reward.functions math_reward 1": "is list .'3'., .*--data.answer-column answer.0",
     "--data.path {here}/lists.jsonl --reward.functions code_reward 1 --data.columns tests number": "tests of type int",
     "--data.path {here}/rows.jsonl:foo": "rows.jsonl:foo: a file has no splits; name the file alone",
-    "--algorithm.loss {here}/files.py:unpacks": "files.py:unpacks, line 11: TypeError: ",
+    "--algorithm.loss {here}/files.py:unpacks": "files.py:unpacks, line 7: TypeError: ",
     "--evaluation.interval 1 --checkpoint.interval 1 --checkpoint.keep-best acuracy": "did you mean accuracy",
     "--generator.tensor-parallel 3 --roles.num-generators 3": "2 key-value heads and",
     "--reward.functions math 1": "unknown reward function 'math'",
-    "--reward.functions {here}/no.py:f 1": "no.py does not exist",
-    "--reward.functions {here}/files.py:f 1": "functions there: one_argument, mean, unpacks",
+    "--reward.functions {here}/files.py:f 1": "functions there: mean, unpacks",
     "--reward.functions regex_match 1": "regex_match needs pattern; give it with --reward.options regex_match",
     OVERLONG + ' overlong_penalty {{"tokens":13}}': "tokens is 13; .* = 12",
     OVERLONG + ' overlong_penalty {{"token":5}}': "no option 'token' .did you mean tokens",
-    OVERLONG + ' overlong {{"tokens":5}}': "'overlong', which is not in reward.functions .overlong_penalty",
-    "--algorithm.loss {here}/no.py:f": "no.py does not exist",
-    "--algorithm.loss {here}/files.py:f": "functions there: one_argument, mean, unpacks",
-    "--algorithm.loss {here}/files.py:one_argument": "; it is called as loss.x, config",
+    "--algorithm.loss {here}/files.py:f": "functions there: mean, unpacks",
     "--algorithm.loss {here}/files.py:mean": "files.py:mean returned a loss .* one floating number per position",
 }
 FILES = """
-def one_argument(inputs):
-    return inputs
-
-
 def mean(inputs, config):  # the most likely mistake
     return inputs.logprobs_BT.mean(), {}
 
@@ -226,7 +186,6 @@ BAD_EVALUATIONS = {
         "data.columns",
     ],
     ("--generator.max-completion-tokens", "200"): ["up to 216 tokens", "128 positions"],
-    ("--reward.functions", "math_rewards", "1"): ["unknown reward function 'math_rewards'"],
 }
 
 
@@ -313,13 +272,6 @@ def test_wrong_number_of_processes():
     """Before any group exists."""
     output = failing_run(TINY, nproc=2)
     check_refused(output, "2 trainer + 1 reference + 1 generator", "needs 4", "started 2", "--roles.num-trainers 1")
-
-
-def test_unknown_field():
-    """Once, and not by each rank."""
-    output = failing_run(TINY, "--algorithm.beta", 0.1, nproc=2)
-    assert output.count("--algorithm.beta") == 1, output
-    assert "Traceback" not in output
 
 
 def test_missing_data_file(model: pathlib.Path, tmp_path: pathlib.Path):

@@ -32,13 +32,9 @@ ROWS = f"{GRPO} --data.path {{here}}"
 FILES = {
     "recipe.yaml": "trainer:\n  learning_rate: 1e-6\n",
     "lr.py": f"from grpo.config import change\nconfig = change({TINY!r}, {{'trainer.lr': 1e-6}})\n",
-    "keyword.py": "from grpo import config as c\nconfig = c.GRPOConfig(trainer=c.TrainerConfig(lr=1e-6))\n",
     "raises.py": "x = 1\nconfig = x / 0\n",
-    "unbound.py": "x = 1\n",
     "mine.py": """
 def no_metrics(inputs, config): return -inputs.logprobs_BT
-def mean(inputs, config): return -inputs.logprobs_BT.mean(), {}
-def text(completions, **columns): return ["good" for _ in completions]
 def nan(completions, **columns): return [float("nan") for _ in completions]
 def raises(completions, **columns): return [completions[0][10_000] for _ in completions]
 def needs(completions, gold): return [1.0 for _ in completions]
@@ -92,11 +88,9 @@ TENSOR = "model.layers.1.mlp.up_proj.weight"
 MODELS = {
     "no_weights": (lambda folder: (folder / "model.safetensors").unlink(), "no .safetensors files"),
     "cut": (cut, "is not a whole .safetensors file"),
-    "no_json": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
     "no_tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "bring tokenizer.json"),
     "words": (other_words, "has 261 tokens and the model vocab_size=32"),
     "shape": (set_config(hidden_size=128), "and by config.json 32 x 128"),
-    "wide": (set_config(intermediate_size=128), "is 96 x 64, and by config.json 128 x 64"),
     "missing": (set_weights(lambda tensors: tensors.pop(TENSOR)), f"lack 1 tensors .* {TENSOR}"),
     "nan": (set_weights(lambda tensors: tensors[TENSOR].fill_(float("nan"))), f"{TENSOR} holds NaN"),
     "gpt2": (set_config(model_type="gpt2"), "is a gpt2 model; only qwen3"),
@@ -105,47 +99,27 @@ MODELS = {
 # command: what the last line on the screen must say
 CASES = {
     # values
-    f"{GRPO} --algorithm.clip-low 2": "algorithm.clip_low=2.0 must be",
-    f"{GRPO} --generator.temperature 0": "temperature",
-    f"{GRPO} --group-size 1": "group_size=1",
     f"{GRPO} --num-steps 0": "num_steps=0 must be",
     f"{GRPO} --trainer.micro-batch-tokens 8": "raise it to at least 28",
-    f"{GRPO} --algorithm.loss grop": "algorithm.loss='grop' is unknown; use grpo",
-    f"{GRPO} --algorithm.advantages mean": "use group_std, group_mean",
     f"{GRPO} --reward.functions math 1": "unknown reward function 'math'.*math_reward",
-    f"{GRPO} --reward.functions": "reward.functions is empty",
     f"{GRPO} --overlap-steps 1": "set --overlap-steps 0",
     f"{GRPO} --evaluation.interval 1 --checkpoint.interval 1 --checkpoint.keep-best acuracy": "did you mean accuracy",
-    f"{GRPO} --checkpoint.keep-best accuracy": "needs an evaluation wherever",
     f"{GRPO} --generator.engine max_num_seq 4": "max_num_seqs",
-    f"{GRPO} --generator.tensor-parallel 3": "use 3",
     f"{GRPO} --trainer.lora-alpha 64": "lora_alpha=64.0 does nothing with",
-    f"{GRPO} --trainer.min-lr-ratio 0.1": "min_lr_ratio=0.1 does nothing",
-    f"{GRPO} --trainer.lora-rank 4 --trainer.lora-targets query": "q_proj",
-    f"{GRPO} --sampling.max-rounds 9": "max_rounds=9 does nothing",
-    f"{GRPO} --generator.max-completion-tokens 200": "raise it to at least 216",
     # flags
     f"{GRPO} --lr 1e-5": "write --trainer.learning-rate VALUE",
-    f"{GRPO} --learning-rate 1e-5": "--trainer.learning-rate",
-    f"{GRPO} --trainer.lr 1e-5": "--trainer.learning-rate",
     f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; write --field VALUE",
     f"{GRPO} --record true": "true; write --field VALUE, for a switch --field",
     f"{GRPO} --num-step 3": "--num-steps",
-    f"{GRPO} --num-steps three": "--num-steps",
-    f"{GRPO} --num-steps": "--num-steps",
     f"{GRPO} stray": "stray",
     # recipes
     f"train_grpo.py {TINY}.py": "does not exist; recipes in that folder",
     "train_grpo.py {here}/recipe.yaml": "is no recipe, which is a Python file",
     "train_grpo.py configs/toy_sft.py": "train_sft.py",
-    "train_sft.py configs/toy_arithmetic.py": "train_grpo.py",
     "train_grpo.py {here}/raises.py": "line 2: ZeroDivisionError",
-    "train_grpo.py {here}/unbound.py": "binds no `config`",
     "train_grpo.py {here}/lr.py": "trainer.learning_rate",
-    "train_grpo.py {here}/keyword.py": "lr",
     # ranks
     f"2: train_grpo.py {TINY} --model.path {{model}}": "for 2 processes: --roles",
-    f"2: train_grpo.py {TINY} --learning-rate 1": "--trainer.learning-rate",
     f"2: train_grpo.py {TINY} --roles.num-trainers 2 --roles.num-generators 0 --roles.num-references 0": "generator",
     f"2: {ROWS}/none.jsonl --roles.num-trainers 2": "none.jsonl does not exist",
     f"3: {GRPO} --roles.num-trainers 3 --prompts-per-step 32": "--prompts-per-step 33",
@@ -157,10 +131,8 @@ CASES = {
     f"{ROWS}/holes.jsonl": "rows 2, 5, 8, 11: column 'answer' is missing; rows 3",
     f"{ROWS}/chats.jsonl": "question.:-1",
     f"{ROWS}/long.jsonl": "max_prompt_tokens",
-    f"{ROWS}/rows.jsonl:foo": "foo",
     f"{GRPO} --data.path configs/examples/toys.py:additions": "addition",
     f"{GRPO} --data.path some/rows": "could not be loaded",
-    f"{GRPO} --data.prompt-template Q": "{question}",
     f"{ROWS}/rows.jsonl --data.row {{here}}/mine.py:row": "KeyError",
     f"{SFT} --model.path {{model}} --data.path {{here}}/other.jsonl": "no row format",
     # models
@@ -172,17 +144,10 @@ CASES = {
     # rewards and losses
     f"{GRPO} --reward.functions {{here}}/mine.py:raises 1": "IndexError",
     f"{GRPO} --reward.functions {{here}}/mine.py:nan 1": "nan",
-    f"{GRPO} --reward.functions {{here}}/mine.py:text 1": "good",
     f"{GRPO} --reward.functions {{here}}/mine.py:needs 1": "gold",
-    f"{GRPO} --reward.functions {{here}}/mine.py:none 1": "no function 'none'; functions there",
     f"{GRPO} --algorithm.loss {{here}}/mine.py:no_metrics": "return .loss_BT, dict of metrics.",
-    f"{GRPO} --algorithm.loss {{here}}/mine.py:mean": "one floating number per position",
-    f"{GRPO} --algorithm.loss {{here}}/mine.py:needs": "mine.py:needs, line 7: TypeError",
-    f"{GRPO} --algorithm.loss-options bound 3": "has no options",
-    "-m grpo.check_loss {here}/mine.py:none": "no function 'none'",
-    "-m grpo.check_loss {here}/none.py:none": "none.py does not exist",
+    f"{GRPO} --algorithm.loss {{here}}/mine.py:needs": "mine.py:needs, line 5: TypeError",
     "-m grpo.check_loss grop": "unknown",
-    "-m grpo.check_loss {here}/mine.py:no_metrics": "return .loss_BT, dict of metrics.",
     "-m grpo.check_reward math configs/toy_arithmetic.py": "unknown reward function 'math'",
     # folders and tools
     f"{GRPO} --run-dir {{here}}/old": "--overwrite",

@@ -42,7 +42,6 @@ SELF = {"algorithm.teacher": "policy"}
 MOVES = {"algorithm.kl_coef": 0.1, "algorithm.reference_interval": 5}
 OWN_SETS = {"data.sources": {"a": "a.jsonl"}}
 OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
-MAX_WEIGHT = {"algorithm.loss": "reinforce", "algorithm.loss_options": {"max_importance_weight": 2}}
 CLASSES = {"environment.classes": {"a": "x.py:A", "b": "x.py:B"}}
 KIND = {"data.environment_column": "kind"}
 TOOLS = {"environment.tools": ("python",)}
@@ -53,16 +52,12 @@ DPPO = "configs/examples/methods/dppo.py:dppo"
 CORRECTION, LOW = "algorithm.importance_correction", "algorithm.importance_correction_low"
 # What is changed in the defaults (4 trainers, 4 generators, 32 prompts of 8 completions), and what the message has
 REFUSED_IN_GRPO = [
-    ({"roles.num_generators": 0, "generator.tensor_parallel": 2}, "0 generator ranks .* use 2"),
     ({"roles.num_generators": 7, "generator.tensor_parallel": 2}, "7 generator ranks .* use 6"),
-    ({"roles.colocated": True, "roles.num_trainers": 2, "generator.tensor_parallel": 4}, "2 generator ranks .* use 4"),
     ({"roles.num_references": 2}, "roles.num_references needs algorithm.kl_coef or distill_coef"),
     ({"generator.sleep": True}, "generator.sleep needs roles.colocated"),
     ({"generator.temperature": (0.5, 1.0, 1.5), "group_size": 2}, "3 values .* group_size=2"),
-    ({"generator.temperature": ()}, "0 values .* group_size=8"),
     ({"prompts_per_step": 3, "group_size": 2}, "3 x group_size=2 = 6 completions .* over 4 .*-step 4 or 2"),
     ({"trainer.tensor_parallel": 3}, "4 trainer ranks .*tensor_parallel=3 x trainer.data_replicas=1; use 3"),
-    ({"trainer.tensor_parallel": 4, "trainer.data_replicas": 2}, "4 trainer ranks do not split .* use 8"),
     ({"trainer.micro_batch_tokens": 1535}, "1536 tokens .*micro_batch_tokens=1535; raise it to at least 1536"),
     (ROUNDED | {"trainer.adam_beta2": 0.999}, "adam_beta2=0.999 takes 0.001 of .* use an adam_beta2 of at most 0.996"),
     (
@@ -73,7 +68,6 @@ REFUSED_IN_GRPO = [
     ({"algorithm.advantages": "gruop_std"}, "algorithm.advantages='gruop_std' is unknown; use group_std, group_mean"),
     ({"algorithm.num_mini_batches": 33}, "num_mini_batches=33 .* raise prompts_per_step=32"),
     (OLD_GENERATOR | {CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
-    (OLD_GENERATOR | MAX_WEIGHT | {CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
     ({CORRECTION: "mask_tokens", LOW: 1.5}, "1 must lie between .*low=1.5 and .*high=2.0"),
     ({"algorithm.distill_coef": 1.0}, "distill_coef needs model.reference_path or algorithm.teacher_template"),
     (SELF | {"algorithm.distill_coef": 1.0}, "teacher=policy needs algorithm.teacher_template"),
@@ -81,39 +75,29 @@ REFUSED_IN_GRPO = [
     (HINT | {"algorithm.kl_coef": 0.1}, "teacher_template does not go with algorithm.kl_coef: .* set kl_coef to 0"),
     (HINT | {"environment.name": "x.py:A"}, "teacher_template does not go with environment.name or classes: reset"),
     (MOVES | TEACHER, "reference_interval does not go with .* model.reference_path"),
-    (MOVES | {"trainer.lora_rank": 2}, "reference_interval does not go with trainer.lora_rank"),
-    (HINT | SELF | MOVES, "reference_interval does not go with .* algorithm.teacher=policy"),
     (MOVES | {"roles.num_references": 1}, "reference_interval needs .* --roles.num-references 0"),
     (MOVES | {"trainer.data_replicas": 2}, "reference_interval needs .* --trainer.data-replicas 1"),
     (MOVES | {"algorithm.reference_interval": 1}, "reference_interval=1 .* KL and its gradient are always 0; raise"),
-    (MOVES | {"algorithm.reference_mixture": 1.5}, "reference_mixture=1.5 must be a number, above 0 and at most 1"),
     (HINT | SELF | TEACHER, "teacher=policy .* model.reference_path"),
     (HINT | SELF | {"roles.num_references": 1}, "policy does not go with roles.num_references: .* --roles.num-ref"),
     ({"group_size": 1, "algorithm.advantages": "rloo"}, "advantages=rloo makes"),
-    (TEACHER | {"algorithm.distill_coef": 1.0, "group_size": 1}, "advantages=group_std makes every advantage 0"),
     ({"sampling.dynamic": True, "group_size": 1, "algorithm.advantages": "none"}, "dynamic needs a group_size of at"),
     ({"overlap_steps": 1, "roles.colocated": True}, "overlap_steps .* with roles.colocated: .* set --overlap-steps 0"),
-    *[
-        ({lag: 1, CORRECTION: kind}, f"importance_correction={kind} with old_logprobs=policy")
-        for lag in ("overlap_steps", "sampling.carry_over")
-        for kind in ("none", "mask_sequences")
-    ],
+    ({"overlap_steps": 1, CORRECTION: "none"}, "importance_correction=none with old_logprobs=policy"),
+    ({"sampling.carry_over": 1, CORRECTION: "mask_sequences"}, "=mask_sequences with old_logprobs=policy"),
     (OLD_GENERATOR | {"overlap_steps": 1}, "importance_correction=none with old_logprobs=generator"),
     ({"sampling.carry_over": 32}, "carry_over=32 must be below prompts_per_step=32"),
     (CARRY_8 | {"generator.stop": ("END",)}, "generator.stop, .* does not go with sampling.carry_over"),
     ({"reward.functions": {}}, "reward.functions is empty"),
     ({"reward.passes": "accuracy"}, "reward.passes='accuracy' .* name one of math_reward, thinking_reward"),
-    (ONLY_TEACHER | {"evaluation.interval": 1}, "reward.functions is empty"),
     (ONLY_TEACHER | {"sampling.dynamic": True}, "reward.functions is empty"),
     ({"environment.name": "calculator"}, "environment.name .* 'calculator', which names no class .* environment.tools"),
     (CLASSES, "environment.classes needs data.environment_column"),
     (KIND, "data.environment_column needs environment.classes"),
     (TOOLS | {"sampling.carry_over": 1, CORRECTION: "truncate"}, "carry_over does not go with an environment"),
     (TOOLS | {"generator.stop": ("END",)}, "generator.stop, .* with an environment: .* use generator.stop_token_ids"),
-    (TOOLS | {"generator.sampling": {"min_tokens": 8}}, "generator.sampling .* with an environment: .* each turn"),
     (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template .* with an environment: it has no turns"),
     (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds does not go with .*answer_steps"),
-    (TOOLS | {"reward.functions": {}}, "reward.functions is empty; name one, .* or an environment"),
     (EACH_TURN, "return_to_go needs an environment: .* use rloo"),
     ({"algorithm.loss": "dppo"}, "'dppo' is not built in; name its file, --algorithm.loss configs/.*/dppo.py:dppo,"),
     ({"algorithm.advantages": "gdpo"}, "name its file, --algorithm.advantages configs/.*/methods/gdpo.py:gdpo"),
@@ -126,15 +110,11 @@ REFUSED_IN_GRPO = [
     ({"profile": 201}, "profile=201 is no step of a run of num_steps=200"),
 ]
 BEST = {"checkpoint.interval": 4, "checkpoint.keep_best": "accuracy"}
-THREE_RANKS = {"num_trainers": 3, "generator.tensor_parallel": 2, "evaluation.interval": 2}
 REFUSED_IN_SFT = [
     ({"trainer.micro_batch_tokens": 1000}, "2048 tokens .*micro_batch_tokens=1000"),
     ({"num_trainers": 3, "trainer.tensor_parallel": 2}, "3 trainer ranks .*tensor_parallel=2"),
     (BEST, "checkpoint.interval=4 must be a multiple of evaluation.interval=0"),
-    (THREE_RANKS, "3 generator ranks .*tensor_parallel=2; use 2"),
-    ({"reward.functions": {}, "evaluation.interval": 2}, "reward.functions is empty; name one"),
     (OWN_SETS | {"evaluation.interval": 2}, "held out: set evaluation.path or evaluation.sets"),
-    (OWN_SETS | {"validation.interval": 1}, "held out: set validation.path or validation.sets"),
     ({"data.weights": {"gsm": 1}, **OWN_SETS}, "data.weights has 'gsm', not in data.sources"),
     ({"data.weights": {"a": 0}, **OWN_SETS}, "data.weights=.*'a': 0.* above 0"),
     ({"data.prompt_template": "no place"}, "data.prompt_template='no place' has no {question}.* .jinja"),
@@ -176,31 +156,19 @@ def test_a_change_that_nothing_reads_is_refused(recipe, changes, message):
         check_effects(changed, recipe)
 
 
-def test_a_recipes_environment_can_be_left_out():
-    recipe = change(GRPOConfig(), {"environment.name": "x.py:A", "environment.max_turns": 2})
-    check_effects(change(recipe, {"environment.name": ""}), recipe)
-
-
 # A value that a field does not take, whatever the others are, and what the message says that it must be
 TEMPERATURE = "a number, at least 0.01 and below inf"
 NOT_TAKEN = [
     ("num_steps", 0, "a whole number, at least 1"),
     ("num_steps", True, "a whole number, at least 1"),  # True is an int to Python
-    ("deadline_minutes", 0.0, "a number, above 0"),
     ("generator.temperature", (1.0, 0.009), TEMPERATURE),
-    ("generator.gpu_memory_utilization", 1.5, "a number, above 0 and at most 1"),
-    ("generator.stop", ["</answer>"], "a tuple, each entry text"),
     ("trainer.learning_rate", math.nan, "a number, at least 0 and below inf"),
-    ("trainer.adam_beta2", 1.0, "a number, at least 0 and below 1"),
     ("trainer.schedule", "line", "one of constant, linear, cosine"),
     ("trainer.lora_targets", ("query",), "one of q_proj, k_proj,"),
     ("algorithm.clip_low", 1.1, "None or a number, at least 0 and at most 1"),
     ("algorithm.loss_options", '{"dual_clip": 3', "a dict from names, each value None or"),
     ("algorithm", None, "an object of class AlgorithmConfig"),
-    ("resume", 1, "True or False"),
-    ("run_dir", pathlib.PurePosixPath("runs/a"), "text"),
     ("data.system_prompt", "f\udcfcr", "text"),
-    ("reward.functions", {"math_reward": "1"}, "a number"),
 ]
 
 
@@ -214,12 +182,6 @@ def test_a_field_refuses_what_it_does_not_take(path, value, must_be):
 def test_a_field_takes_its_bounds_and_whole_numbers_for_numbers():
     at_bounds = {"generator.gpu_memory_utilization": 1, "algorithm.clip_low": 0, "checkpoint.interval": 0}
     validate(change(GRPOConfig(), {**at_bounds, "trainer.learning_rate": 0, "trainer.max_grad_norm": math.inf}))
-
-
-def test_the_defaults_are_valid_and_nothing_is_said_about_them():
-    for config in (GRPOConfig(), SFTConfig()):
-        validate(config)
-        assert cautions(config) == []
 
 
 @pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig])
@@ -253,11 +215,8 @@ def test_a_coarse_engine_without_a_correction_is_said(coarse):
     "sampling, named",
     [
         ({"top_p": 0.9, "min_p": 0.1, "top_k": 50}, ""),
-        ({"min_tokens": 8}, "min_tokens"),
         ({"min_tokens": 8, "bad_words": ["a b"], "top_p": 0.9}, ""),
         ({"min_tokens": 8, "top_p": 1.0}, "min_tokens"),
-        ({"structured_outputs": {"regex": "[0-9]+"}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "[0-9]+"}, "top_p": 0.9}, ""),
         ({"thinking_token_budget": 9, "top_p": 0.9}, "thinking_token_budget"),
         ({"top_p": 0.9, "repetition_penalty": 1.1, "seed": 1}, "repetition_penalty"),
         ({"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}, ""),
@@ -273,15 +232,6 @@ def test_sampling_from_another_distribution_is_said_in_any_precision(sampling, n
 def test_an_engine_that_changes_probabilities_is_said():
     said = cautions(change(GRPOConfig(), {"generator.engine": {"logits_processors": ["mine:Up"], "block_size": 32}}))
     assert len(said) == 1 and "generator.engine logits_processors" in said[0]
-
-
-def test_odd_but_possible_layouts_pass():
-    validate(GRPOConfig(roles=RolesConfig(colocated=True, num_trainers=1)))
-    validate(GRPOConfig(roles=RolesConfig(num_references=2), algorithm=AlgorithmConfig(kl_coef=0.1)))
-    # colocated, num_generators does not apply: 4 trainers are 2 engines of 2
-    four = RolesConfig(colocated=True, num_trainers=4, num_generators=0)
-    validate(GRPOConfig(roles=four, generator=GeneratorConfig(tensor_parallel=2, sleep=True)))
-    validate(GRPOConfig(trainer=TrainerConfig(tensor_parallel=2, data_replicas=2)))
 
 
 def test_an_environment_is_reward_enough():
@@ -312,20 +262,10 @@ def test_self_distillation_holds_a_start_and_no_second_policy():
 
 
 def test_world_size_names_both_numbers_and_a_layout_that_works():
-    config = GRPOConfig()
-    check_world_size(config, 8)
-    with pytest.raises(ValueError) as error:
-        check_world_size(config, 6)
-    message = str(error.value)
-    assert "the layout (4 trainer + 4 generator) needs 8 processes, but torchrun started 6" in message
-    assert "use --nproc_per_node=8 (times nnodes)" in message
-    flags = message.partition("for 6 processes: ")[2].split()
-    check_world_size(load(GRPOConfig, DEFAULT, flags), 6)
-
-
-def test_world_size_of_sft():
-    check_world_size(SFTConfig(num_trainers=2), 2)
-    with pytest.raises(ValueError, match="needs 2 processes, but torchrun started 3; .*_node=2 .* --num-tr.* 3"):
+    parts = r"\(4 trainer \+ 4 generator\) needs 8 processes, but torchrun started 6; .*for 6 processes: --roles"
+    with pytest.raises(ValueError, match=parts):
+        check_world_size(GRPOConfig(), 6)
+    with pytest.raises(ValueError, match="needs 2 processes, but torchrun started 3; .* --num-trainers 3"):
         check_world_size(SFTConfig(num_trainers=2), 3)
 
 
@@ -343,30 +283,12 @@ def test_suggested_roles_fit(num_ranks, trainer_parallel, generator_parallel, ov
         check_world_size(load(GRPOConfig, DEFAULT, [*flags, *suggestion.split()]), num_ranks)
 
 
-def test_derived_values():
-    config = GRPOConfig(
-        prompts_per_step=3,
-        group_size=4,
-        data=DataConfig(max_prompt_tokens=10),
-        generator=GeneratorConfig(max_completion_tokens=5, tensor_parallel=4),
-        trainer=TrainerConfig(tensor_parallel=6),
-    )
-    assert (config.completions_per_step, config.max_sequence_tokens) == (12, 15)
-    assert not config.needs_reference and change(config, {"algorithm.kl_coef": 1e-6}).needs_reference
-    assert config.num_ranks == 8 and SFTConfig(num_trainers=3).num_ranks == 3
-    split = {"roles.num_trainers": 2, "roles.num_references": 3, "roles.num_generators": 5}
-    assert change(config, split).num_ranks == 10
-    assert change(config, split | {"roles.colocated": True}).num_ranks == 2
-
-
 @pytest.mark.parametrize(
     "roles, trainer_parallel, expected",
     [
         (RolesConfig(num_trainers=4, num_references=0), 4, 4),  # on the trainer ranks
         (RolesConfig(num_trainers=4, num_references=2), 4, 2),
-        (RolesConfig(num_trainers=4, num_references=1), 4, 1),
         (RolesConfig(num_trainers=4, num_references=3), 2, 1),
-        (RolesConfig(num_trainers=2, num_references=1, colocated=True), 2, 2),  # num_references does not apply
     ],
 )
 def test_reference_is_sharded_as_far_as_its_ranks_allow(roles, trainer_parallel, expected):
@@ -500,7 +422,6 @@ def test_a_loss_brings_its_papers_defaults(loss):
     [
         ({}, "truncate"),
         ({"old_logprobs": "generator"}, "none"),  # the ratio has the generator in it already
-        ({"importance_correction": "none"}, "none"),
         ({"old_logprobs": "generator", "importance_correction": "mask_sequences"}, "mask_sequences"),
     ],
 )
@@ -548,7 +469,7 @@ def test_a_path_of_a_recipe_starts_in_this_folder_or_else_in_the_recipes(tmp_pat
         "reward.functions": {"mine.py:f": 1.0, "both.py:f": 1.0, "math_reward": 1.0},
         "data.path": "rows.jsonl:train[:9]",
         "data.prompt_template": "chat.jinja",
-        "environment.tools": ("mine.py:tool", "calculator"),
+        "environment.tools": ("mine.py:tool", "python"),
         "model.path": "none/there",
     }
     recipe = load_recipe(write(tmp_path / "one.py", f"config = c.change(c.GRPOConfig(), {named!r})"), GRPOConfig)
@@ -556,7 +477,7 @@ def test_a_path_of_a_recipe_starts_in_this_folder_or_else_in_the_recipes(tmp_pat
     assert [*recipe.reward.functions] == [f"{tmp_path}/mine.py:f", "both.py:f", "math_reward"]
     assert recipe.data.path == f"{tmp_path}/rows.jsonl:train[:9]"
     assert recipe.data.prompt_template == f"{tmp_path}/chat.jinja"
-    assert recipe.environment.tools == (f"{tmp_path}/mine.py:tool", "calculator")
+    assert recipe.environment.tools == (f"{tmp_path}/mine.py:tool", "python")
     assert recipe.model.path == "none/there"
     assert load(GRPOConfig, str(tmp_path / "one.py"), ["--algorithm.loss", "mine.py:x"]).algorithm.loss == "mine.py:x"
 
@@ -566,8 +487,6 @@ BROKEN = {
     "\n\nconfig = c.GRPOConfig(": "line 4: SyntaxError: '(' was never closed",
     "config = c.AlgorithmConfig(\n    los='dapo'\n)": "line 2: TypeError: AlgorithmConfig.__init__() got an unexpected "
     "keyword argument 'los'",
-    "config = c.AlgorithmConfig('dapo')": "line 2: TypeError: AlgorithmConfig.__init__() takes 1 positional argument",
-    "config = c.change(c.GRPOConfig(), {'trainer.lr': 1})": "line 2: there is no field trainer.lr",
     "config = c.change(c.GRPOConfig(), {'trainer.kl_coef': 1})": "line 2: there is no field trainer.kl_coef (did you "
     "mean algorithm.kl_coef?)",
     "\nconfig = c.change('absent.py', {})": "line 3: recipe {folder}/absent.py does not exist",
@@ -581,12 +500,6 @@ def test_a_recipe_that_raises_is_one_line_with_the_place(text, tmp_path):
         load_recipe(path, GRPOConfig)
     assert str(error.value).startswith(f"{path}, {BROKEN[text].format(folder=tmp_path)}")
     assert "\n" not in str(error.value)
-
-
-def test_a_value_that_a_recipe_may_not_give_names_the_recipe(tmp_path):
-    path = write(tmp_path / "mine.py", "config = c.GRPOConfig(trainer=c.TrainerConfig(learning_rate='1e-4'))")
-    with pytest.raises(ValueError, match=rf"^{path}: trainer.learning_rate='1e-4' must be a number.*$"):
-        load(GRPOConfig, DEFAULT, [path, "--trainer.learning-rate", "1"])
 
 
 # ---- Help

@@ -29,21 +29,14 @@ HARMLESS = {"extra_args", "skip_reading_prefix_cache", "repetition_detection", "
 # (table, its entries, what the message has behind their names)
 REFUSED = [
     ("engine", {"model": "a"}, "the folder of model.path"),
-    ("engine", {"tensor_parallel_size": 2}, "use generator.tensor_parallel"),
-    ("engine", {"enable_sleep_mode": True}, "use generator.sleep"),
     ("engine", {"enable_lora": True}, "merges LoRA's adapters"),
     ("engine", {"logprobs_mode": "raw_logprobs"}, "the trainer needs"),
-    ("engine", {"moe_backend": "cutlass"}, "a weight sync writes experts where triton reads them"),
-    ("engine", {"enable_return_routed_experts": True}, "nothing reads which experts"),
     ("engine", {"max_num_seqs": 0}, "=0 must be a whole number, at least 1"),
     ("engine", {"kv_cache_memory_bytes": "2G"}, "='2G' must be a whole number"),
     ("engine", {"block_sise": 16}, "vLLM's EngineArgs .* no argument .* .did you mean block_size"),
     ("engine", {"quantization": "fp8"}, "='fp8' expects a checkpoint that is quantized already"),
     ("sampling", {"n": 2}, "use group_size"),
-    ("sampling", {"temperature": 0.7}, "use the field of that name in the section generator"),
-    ("sampling", {"max_tokens": 7}, "use generator.max_completion_tokens"),
     ("sampling", {"logprobs": 5}, "takes token ids"),
-    ("sampling", {"ignore_eos": True}, "up to a stop token"),
     ("sampling", {"mintokens": 3}, "vLLM's SamplingParams .* no argument .* .did you mean min_tokens"),
     ("sampling", {"_eos_token_id": 3}, "vLLM's SamplingParams has no argument"),
 ]

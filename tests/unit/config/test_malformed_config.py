@@ -37,21 +37,16 @@ def test_any_field_takes_an_odd_value_or_names_it(config: GRPOConfig | SFTConfig
 # Files in place of a recipe, and what is said behind their names
 RECIPES = {
     "NUL bytes": (b"\0\0\0", "null bytes"),
-    "no UTF-8": (b"config = '\xff\xfe'", "utf-8"),
     "nothing": (b"", "binds no `config`"),
-    "a class": (b"from grpo.config import GRPOConfig as config", "must bind `config` to a GRPOConfig, it binds type"),
     "a recipe of SFT": (
         b"from grpo import config as c\nconfig = c.SFTConfig()",
         "it binds SFTConfig, which is for train_sft",
     ),
     "a dict": (b"config = {'num_steps': 3}", "it binds dict"),
-    "JSON": (b'{"num_steps": 3, "x": null}', "line 1: NameError"),
     "YAML": (b"num_steps: 3\nmodel:\n  path: x\n", "line 2: SyntaxError"),
     "recursion": (b"def f():\n    f()\nf()", "RecursionError"),
     "an end of the program": (b"import sys\nsys.exit(0)", "line 2: SystemExit"),
     "an error of several lines": (b"raise ValueError('one\\ntwo\\nthree')", "one two three"),
-    "an error without words": (b"raise RuntimeError", "line 1: RuntimeError"),
-    "an assertion": (b"assert 1 > 2", "line 1: AssertionError"),
 }
 
 
@@ -72,7 +67,7 @@ FUNCTIONS = RECIPES | {
     "a value of that name": (b"f = 3", "has no function 'f'"),
     "a module that is not there": (b"import no_such_module", "line 1: ModuleNotFoundError"),
 }
-NO_FILES = ("", ":", "f", "file.py", "file.py:", ":f", "file.txt:f", "no.py:f", "/:f")
+NO_FILES = ("", ":", "f", "file.py:", "file.txt:f", "no.py:f")
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "bind" not in FUNCTIONS[name][1]])
@@ -97,38 +92,21 @@ def test_what_names_no_function(spec: str):
 
 FLAGS = {
     ("--num-steps", "three"): "--num-steps",
-    ("--num-steps", "1.5"): "--num-steps",
-    ("--num-steps", "-1"): "num_steps",
     ("--num-steps",): "--num-steps",
-    ("--num-step", "3"): "Perhaps you meant: --num-steps",
     ("--learning-rate", "1e-5"): "Perhaps you meant: --trainer.learning-rate",
-    ("--learning_rate", "1e-5"): "Perhaps you meant: --trainer.learning-rate",
     ("actor_rollout_ref.rollout.n=8", "data.train_batch_size=64"): "configs/COMING_FROM.md has the names",
     ("trainer.learning_rate=1e-5",): "trainer.learning_rate=1e-5; write --field VALUE",
     ("--record", "true"): "true; write --field VALUE, for a switch --field or --no-field",
     ("--no-trainer.compile",): "there is no flag --no-trainer.compile; write --trainer.no-compile",
-    ("--roles.no-colocated=true",): "true; write --field VALUE, for a switch --field or --no-field",
     ("--trainer.lora-alpha", "64"): "trainer.lora_alpha=64.0 does nothing with trainer.lora_rank=0",
-    ("--trainer.min-lr-ratio", "0.1"): "min_lr_ratio=0.1 does nothing with trainer.schedule='constant'",
     ("--trainer.learning-rate", "fast"): "--trainer.learning-rate",
-    ("--trainer.learning-rate", "nan"): "learning_rate",
-    ("--trainer.learning-rate", "1e999"): "learning_rate",
-    ("--algorithm.loss", "gpro"): "algorithm.loss",
     ("--algorithm.kl-in", "both"): "Expected one of ('loss', 'reward'); write",
-    ("--generator.temperature", "hot"): "--generator.temperature",
     ("--generator.engine", "{"): "generator.engine",
-    ("--generator.engine", "[]"): "generator.engine",
     ("--reward.functions", "math_reward"): "--reward.functions [STR FLOAT [STR FLOAT ...]]",
-    ("--reward.functions", "math_reward", "much"): "--reward.functions [STR FLOAT [STR FLOAT ...]]",
     ("--data.columns", "solution"): "--data.columns [STR STR [STR STR ...]]",
     ("--generator.temperature", "0"): "generator.temperature has 0.0, which must be a number, at least 0.01",
     ("--num-steps", "2", "configs/toy_sft.py"): "configs/toy_sft.py: a recipe stands before the first flag",
-    ("--generator.stop", "a", "configs/toy_sft.py"): "a recipe stands before the first flag",
-    ("configs/toy_sft.py",): "a recipe stands before the first flag, and there is only one",
-    ("--data.path", ""): "data.path",
     ("--data.path", "\0"): "data.path",
-    ("--roles.num-trainers", "0"): "roles.num_trainers",
-    ("--seed", "x"): "--seed",
     ("stray",): "stray",
 }
 

@@ -43,7 +43,7 @@ def test_a_grpo_recipe_of_four_ranks_for_this_machine_and_for_another_one(dry_ru
     assert "fits  disk: " in said and "completions end at" in said  # the scorer was started
     code, said = dry_run(*toy, "--gpus", 3, "--gpu-gib", 0.1)
     assert code == 1 and "PROBLEM  GPUs: 3 x GPU of 0.1 GiB, 4 needed (" in said
-    assert "; for 3: --roles.no-colocated --roles.num-trainers 1" in said
+    assert "; for 3, whose memory follows: --roles." in said
     assert "PROBLEM  memory of a trainer: " in said and "--trainer.micro-batch-tokens 48" in said
 
 
@@ -61,6 +61,13 @@ def test_for_arithmetic_config_json_is_enough(dry_run, tmp_path):
     flags = ("--model.path", tmp_path / "model", "--data.path", "no/rows", "--gpus", 4, "--gpu-gib", 80)
     code, said = dry_run(train_grpo.main, GRPOConfig, "toy_arithmetic.py", *flags)
     assert code == 0 and "fits  memory of a trainer: " in said and "fits  disk: " in said
+
+
+def test_config_json_is_enough_to_count_positions(dry_run, tmp_path):
+    transformers.AutoConfig.for_model(**QWEN3_1_7B).save_pretrained(tmp_path / "model")
+    long = ("--generator.max-completion-tokens", 66000, "--trainer.micro-batch-tokens", 67000)
+    with pytest.raises(BadInput, match="do not fit into .*, which has 40960 positions"):
+        dry_run(train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", tmp_path / "model", *long)
 
 
 def test_an_sft_recipe_that_evaluates(dry_run):
