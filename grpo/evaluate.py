@@ -56,7 +56,6 @@ def load_config(model: str, words: list[str], num_ranks: int) -> Config:
             "generator.sleep": False,
             "trainer.tensor_parallel": 1,
             "trainer.data_replicas": 1,
-            "trainer.lora_sync": "merged",
             "trainer.micro_batch_tokens": max(config.trainer.micro_batch_tokens, config.max_sequence_tokens),
         }
         if isinstance(config, SFTConfig):

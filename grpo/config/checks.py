@@ -6,7 +6,6 @@ import pathlib
 
 from grpo.config.engine_options import (
     EXCLUDING,
-    LORA_RANKS,
     RESHAPING_ENGINE,
     check_engine_options,
     inexact_options,
@@ -24,6 +23,7 @@ from grpo.config.fields import (
 )
 from grpo.config.user_files import near_miss
 from grpo.config.values import check_fields, names_function, settings
+from grpo.text import without_secrets
 
 A_CLASS = "environment.name environment.classes"
 # Fields -> switches, one of which must be on, or nothing reads the field
@@ -33,7 +33,6 @@ READ_WITH = {
     **dict.fromkeys(("environment.hung_reward", "environment.weight"), A_CLASS),
     "reward.model_weight": "reward.model",
     "trainer.lora_alpha": "trainer.lora_rank",
-    "trainer.lora_sync": "trainer.lora_rank",
     "trainer.lora_targets": "trainer.lora_rank",
     "trainer.min_lr_ratio": "trainer.schedule",
     "gpus": "dry_run",
@@ -47,6 +46,8 @@ READ_WITH = {
 }
 # Adapters need about ten times the learning rate of all weights, which is 1e-6 to 3e-6 in GRPO
 LEAST_LORA_RATE = 5e-6
+# Random weights need about a thousand times the rate of weights that are trained already
+LEAST_RATE_FROM_NOTHING = 1e-5
 OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
 # Fields -> those that are read in their place
 REPLACED_BY = {
@@ -117,11 +118,6 @@ def _check_trainers(config: Config) -> None:
             f"trainer.optimizer=muon does not go with trainer.lora_rank={trainer.lora_rank}: it makes the update of a "
             "whole matrix orthogonal, and adapters are two factors of one; set --trainer.optimizer adamw"
         )
-    if trainer.syncs_adapters and trainer.lora_rank > LORA_RANKS[-1]:
-        raise ValueError(
-            f"trainer.lora_sync=adapters goes up to rank {LORA_RANKS[-1]}, vLLM's largest, and trainer.lora_rank="
-            f"{trainer.lora_rank}; lower it, or set --trainer.lora-sync merged"
-        )
     num_data_ranks = num_trainers // trainer.tensor_parallel
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
         multiple = num_data_ranks // math.gcd(num_data_ranks, config.group_size)
@@ -181,20 +177,6 @@ def _check_features(config: GRPOConfig) -> None:
         (
             data.is_text_template and environment.enabled,
             "a text as data.prompt_template does not go with an environment: it has no turns; give a .jinja file",
-        ),
-        (
-            environment.rounds and environment.answer_steps,
-            "environment.rounds does not go with environment.answer_steps: both say when an answer joins; drop one",
-        ),
-        (
-            in_reward and algorithm.advantages == "gdpo",
-            "algorithm.kl_in=reward does not go with algorithm.advantages=gdpo: the penalty is part of no reward "
-            "function; set kl_in loss",
-        ),
-        (
-            in_reward and algorithm.advantages == "maxrl",
-            "algorithm.kl_in=reward does not go with algorithm.advantages=maxrl: less a penalty, rewards of 0 fall "
-            "below it; set kl_in loss",
         ),
         (
             config.reference_moves and (config.trainer.lora_rank or config.model.reference_path or by_policy),
@@ -282,7 +264,7 @@ def _check_features(config: GRPOConfig) -> None:
         if ":" not in spec:
             raise ValueError(
                 f"environment.name or classes has {spec!r}, which names no class in a file; write path/file.py:Class "
-                "(functions, calculator and python belong in environment.tools)"
+                "(functions and `python` belong in environment.tools)"
             )
 
 
@@ -321,16 +303,15 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         )
     if kind in ("mask_tokens", "mask_sequences") and not low <= 1 <= high:
         raise ValueError(f"1 must lie between importance_correction_low={low} and importance_correction_high={high}")
-    # mask_sequences drops or keeps but does not reweigh, so the ratio must be taken against the generator; dppo drops
-    # only tokens that move further away; a loss of the user's has its own way with the ratio
-    by_own_way = algorithm.loss == "dppo" or algorithm.loss not in PAPER_DEFAULTS
-    by_ratio = from_generator and (kind == "mask_sequences" or by_own_way)
+    # mask_sequences drops or keeps but does not reweigh, so the ratio must be taken against the generator; a loss of
+    # the user's has its own way with the ratio
+    by_ratio = from_generator and (kind == "mask_sequences" or algorithm.loss not in PAPER_DEFAULTS)
     if config.has_lag and not weighs and not by_ratio:
         raise ValueError(
             f"overlap_steps={config.overlap_steps} and sampling.carry_over={config.sampling.carry_over} train on "
             "completions of older weights, which "
             f"algorithm.importance_correction={kind} with old_logprobs={algorithm.old_logprobs} does not make up for; "
-            "use truncate or mask_tokens with policy, the loss dppo, or with generator mask_sequences or your own loss"
+            "use truncate or mask_tokens with policy, or with generator mask_sequences or your own loss"
         )
 
 
@@ -347,6 +328,11 @@ def _check_rewards(config: Config) -> None:
             "reward.functions is empty; name one, such as --reward.functions math_reward 1, or a reward.model, or an "
             "environment; only training with a teacher, without evaluation, sampling.dynamic and curriculum, needs "
             "none"
+        )
+    passes = config.reward.passes
+    if passes and passes not in config.reward_weights:
+        raise ValueError(
+            f"reward.passes={passes!r} is no part of the reward; name one of {', '.join(config.reward_weights)}"
         )
 
 
@@ -384,6 +370,12 @@ def check_effects(config: Config, recipe: Config) -> None:
 def cautions(config: Config) -> list[str]:
     """Return warnings of what is allowed but may surprise, one sentence each; `load` prints them once."""
     warnings = []
+    secret: list[str] = [path for path, value in settings(config).items() if without_secrets(value) != value]
+    if secret:
+        warnings.append(
+            f"{', '.join(secret)} holds what looks like a secret, which config.py and run.json in the run folder keep; "
+            "put it into the environment, and its variable's name into reward.environment"
+        )
     data = config.data
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
         warnings.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
@@ -393,6 +385,11 @@ def cautions(config: Config) -> list[str]:
             f"trainer.learning_rate={trainer.learning_rate:g} hardly moves adapters, which need about ten times the "
             "rate of all weights, and bfloat16 rounds most of so small a change away; set --trainer.learning-rate 1e-5 "
             "or more"
+        )
+    if config.model.is_built and 0 < trainer.learning_rate < LEAST_RATE_FROM_NOTHING:
+        warnings.append(
+            f"trainer.learning_rate={trainer.learning_rate:g} hardly moves a model that starts from random weights, as "
+            f"one built by {config.model.path} may; set --trainer.learning-rate 1e-3 for a small one"
         )
     if isinstance(config, SFTConfig):
         return warnings

@@ -27,7 +27,7 @@ ENGINE_SET_HERE = {
     "the section generator alone sets sampling": "generation_config override_generation_config",
     "use model.dtype": "dtype",
     "use seed": "seed",
-    "use trainer.lora_sync": (
+    "a weight sync merges LoRA's adapters into the weights": (
         "enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype lora_target_modules fully_sharded_loras"
     ),
     "it is data.max_prompt_tokens + generator.max_completion_tokens": "max_model_len",
@@ -72,8 +72,6 @@ RESHAPING: dict[str, tuple] = {
 }
 # EngineArgs by which tokens get other probabilities than the policy's
 RESHAPING_ENGINE = ("logits_processors", "watermark_config")
-# Ranks that vLLM has LoRA layers for; in them, A and B of another rank are padded with zeros
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # With these names vLLM quantizes the weights itself, at the start and in every weight sync. With others ("fp8" among
 # them) it expects a checkpoint that is quantized already, and a policy's new weights are not.
 ONLINE_QUANTIZATION = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4", "online")

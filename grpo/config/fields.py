@@ -8,6 +8,7 @@ import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from grpo.config.values import Above, AtLeast, AtMost, Below, ResumeSafe, Source, names_function, parse_source
@@ -167,19 +168,11 @@ class TrainerConfig:
     lora_targets: tuple[LoRATarget, ...] = get_args(LoRATarget)
     """Linear layers of each block that get an adapter, by their names in Hugging Face's models. All of them mean all
     that a model has: in a mixture of experts those of attention, since experts take none."""
-    lora_sync: Literal["merged", "adapters"] = "merged"
-    """What generators get in a weight sync. merged: all weights, with the adapters in them, which sample faster;
-    adapters: the adapters alone, beside weights that an engine loads once."""
 
     @property
     def second_moment_falls_in_bfloat16(self) -> bool:
         """True if bfloat16, which has 8 bits, shows what an update takes off AdamW's second moment."""
         return 1 - self.adam_beta2 >= 2**-8
-
-    @property
-    def syncs_adapters(self) -> bool:
-        """True if a weight sync moves adapters and no other weights."""
-        return self.lora_rank > 0 and self.lora_sync == "adapters"
 
 
 # What every call of a reward function gets on top of the data's columns: completion tokens with EOS, whether it was cut
@@ -335,10 +328,13 @@ class RewardConfig:
     """Address space of one such process."""
     allow_without_landlock: Annotated[bool, ResumeSafe] = False
     """Run code_reward also where its programs could open the files of this machine, as the kernel has no Landlock."""
-    answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
-    """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####."""
+    answer_format: Literal["answer_tag", "boxed", "hashes", "answer_line"] = "answer_tag"
+    """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####;
+    answer_line: in the last line that begins with `Answer:`."""
+    passes: Annotated[str, ResumeSafe] = ""
+    """Which part of the reward says whether a completion passes; empty: the environment, or else the first function."""
     pass_value: Annotated[float, ResumeSafe] = 1.0
-    """What the first function, or the environment, must give a completion for it to pass (accuracy, pass@k)."""
+    """What that part must give a completion for it to pass (accuracy, pass@k, the best checkpoint)."""
     model: str = ""
     """A frozen reward model beside the functions: Hugging Face folder or hub name of a sequence classifier with one
     output, which scores prompt and completion in its own chat template, on the ranks of the reference. Empty: none."""
@@ -360,7 +356,7 @@ class EnvironmentConfig:
     name: str = ""
     """Your own class, `path/file.py:Class`: `reset` begins an episode, other public methods are tools."""
     tools: tuple[str, ...] = ()
-    """Functions that the model may call: your own `path/file.py:function`, or the built-in calculator and python."""
+    """Functions that the model may call: your own `path/file.py:function`, or the built-in `python`."""
     classes: Table[str] = field(default_factory=dict)
     """Several classes in place of `name`, by names of your own, which `data.environment_column` gives each row."""
     options: Table[Json] = field(default_factory=dict)
@@ -368,7 +364,7 @@ class EnvironmentConfig:
     max_turns: Positive = 8
     """Most turns of the model; calls in the last one are carried out and not answered."""
     max_turn_tokens: Count = 0
-    """Longest turn in tokens; one that reaches it ends the episode. 0: what is left of
+    """Longest turn in tokens; one that reaches it ends the episode, and its calls are carried out. 0: what is left of
     `generator.max_completion_tokens`, which answers take from too."""
     max_answer_tokens: Positive = 512
     """Longest answer of a tool or environment in tokens; a longer one is cut in its middle, and says so."""
@@ -383,18 +379,17 @@ class EnvironmentConfig:
     most 256. A rollout of a class keeps its process, so more of them wait."""
     memory_gib: Annotated[AboveZero, ResumeSafe] = 1.0
     """Address space of one such process, what your file imports included."""
-    calls: Literal["auto", "hermes", "llama3_json", "tag", "fence"] = "auto"
-    """How the model writes a call. hermes: JSON in <tool_call>..</tool_call>; llama3_json: JSON alone; tag:
-    <tool>name argument</tool>; fence: JSON in a ```json block; auto: hermes or llama3_json, whichever the chat template
-    asks for."""
+    calls: Literal["auto", "hermes", "llama3_json", "fence"] = "auto"
+    """How the model writes a call. hermes: JSON in <tool_call>..</tool_call>; llama3_json: JSON alone; fence: JSON in a
+    ```json block; auto: hermes or llama3_json, whichever the chat template asks for."""
     reply_as: Literal["tool", "user"] = "tool"
     """Role of the message that answers a call; user: for chat templates that cannot write tool messages."""
     hung_reward: float | None = 0.0
-    """Reward of a rollout whose environment computed past `call_seconds`; None leaves it out of the loss."""
+    """Reward of a rollout whose environment computed past `call_seconds`, or failed in another way that the policy may
+    have caused; None leaves it out of the loss."""
     answer_steps: Count = 0
-    """Engine steps from a turn's end until its answer joins, however fast the tool is; 0: once it is there."""
-    rounds: bool = False
-    """Answers wait until no rollout samples, so that slow tools change nothing in what is sampled together."""
+    """Engine steps from a turn's end until its answer joins, however fast the tool is; 0: once it is there. Steps in
+    which no rollout would sample are skipped."""
     weight: float = 1.0
     """Weight of `get_reward` beside those of `reward.functions`; 0 measures only."""
 
@@ -440,12 +435,10 @@ class AlgorithmConfig:
     """
 
     loss: str = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, reinforce, or your own `path/file.py:function`."""
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, reinforce, or your own `path/file.py:function`."""
     advantages: str | None = None
     """How a reward r becomes an advantage. group_std: (r - mean) / std of its group; group_mean: r - mean;
-    batch_std: (r - mean) / std of all rewards of the step; rloo: r - mean of the others in its group;
-    gdpo: each reward function's (value - mean) / std of its group, weighted, summed and divided by their std over the
-    step; maxrl: (r - mean) / mean of its group, for rewards of 0 and 1; none: r as it is;
+    rloo: r - mean of the others in its group; none: r as it is;
     or your own `path/file.py:function`. With an environment also return_to_go, an advantage for each
     turn: what its rollout earned from that turn on - mean of that over the others in its group that reached the turn;
     a turn earns what it adds to `get_reward`, the last one also the reward functions' sum."""
@@ -459,8 +452,7 @@ class AlgorithmConfig:
     """The ratio is clipped from above at 1 + clip_high."""
     loss_options: Table[Json] = field(default_factory=dict)
     """Keyword arguments of the loss. reinforce: `max_importance_weight 2`;
-    sapo: `temperature_positive 1 temperature_negative 1.05`; dppo: `divergence kl threshold 0.05`, or tv and 0.15;
-    your own function: what it takes."""
+    sapo: `temperature_positive 1 temperature_negative 1.05`; your own function: what it takes."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL to the reference; 0 leaves it out."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient", "k3_weighted"] = "k3"
@@ -494,7 +486,7 @@ class AlgorithmConfig:
     """Passes over a step's groups, so a step has `num_mini_batches` x `num_epochs` updates."""
     old_logprobs: Literal["policy", "generator"] | None = None
     """Denominator of the ratio. policy: the trainer's log-probs at the start of the step; generator: those sampled.
-    None takes generator for dppo, else policy."""
+    None takes policy."""
     importance_correction: Literal["none", "truncate", "mask_tokens", "mask_sequences"] | None = None
     """Makes up for a generator that differs from the policy, by weights w = policy / generator.
     none: no correction; truncate: a token's loss x min(w, high); mask_tokens: x w, or x 0 where w is not within low and
@@ -511,12 +503,17 @@ class AlgorithmConfig:
         for slot, built_in in (("loss", PAPER_DEFAULTS), ("advantages", ADVANTAGES), ("aggregation", AGGREGATIONS)):
             name = getattr(self, slot)
             if name is not None and name not in built_in and ":" not in name:
+                if (METHODS / f"{name}.py").is_file():
+                    raise ValueError(
+                        f"algorithm.{slot}={name!r} is not built in; name its file, --algorithm.{slot} "
+                        f"configs/examples/methods/{name}.py:{name}, with the flags at its top"
+                    )
                 raise ValueError(
                     f"algorithm.{slot}={name!r} is unknown; use {', '.join(built_in)}, or write your own as "
                     "path/file.py:function"
                 )
         defaults: dict[str, Any] = {"old_logprobs": "policy"} | PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS)
-        by_policy = (self.old_logprobs or defaults["old_logprobs"]) == "policy"
+        by_policy = self.old_logprobs in (None, "policy")
         defaults["importance_correction"] = "truncate" if by_policy else "none"
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
@@ -537,12 +534,12 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
     "cispo": GRPO_DEFAULTS | {"aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": GRPO_DEFAULTS,
     "reinforce": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "token_mean"},
-    "dppo": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "fixed_horizon", "old_logprobs": "generator"},
 }
 OWN_LOSS_DEFAULTS = GRPO_DEFAULTS  # for a loss from a user's file
+METHODS = Path(__file__).parents[2] / "configs" / "examples" / "methods"
 
 
-ADVANTAGES = ("group_std", "group_mean", "batch_std", "rloo", "gdpo", "maxrl", "return_to_go", "none")
+ADVANTAGES = ("group_std", "group_mean", "rloo", "return_to_go", "none")
 AGGREGATIONS = ("sequence_mean", "token_mean", "fixed_horizon")
 
 
@@ -566,12 +563,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Logs and samples. All of them are written into the run folder."""
+    """Logs. All of them are written into the run folder."""
 
     tensorboard: bool = True
     """Write TensorBoard event files to `RUN_DIR/tensorboard`."""
     samples_interval: Interval = 10
-    """Steps between readable samples of completions with their rewards; 0 writes none."""
+    """Steps between those whose completions are recorded with their rewards (`completions.jsonl`); 0 records none."""
     wandb_project: str = ""
     """Log to this project at Weights & Biases too (`pip install wandb`); empty does not."""
 

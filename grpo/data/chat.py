@@ -39,6 +39,8 @@ TEMPLATE_CHARACTERS = 1_000_000
 TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
 # What the operators of a template raise when a row is not what they expect
 OPERATOR_ERRORS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError)
+# What a tokenizer is tried on: an expression in it that goes back without end over a word, gives up
+TRIED_TEXT = "a" * 200
 HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SYSTEM_ROLES = ("system", "developer")
 WORDS = re.compile(r"\w+")
@@ -95,8 +97,12 @@ def open_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
     import transformers
 
     try:
-        return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    except Exception as error:  # the library that reads tokenizer.json raises nothing more precise
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        tokenizer(TRIED_TEXT)
+        return tokenizer
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library that reads tokenizer.json is in Rust, whose panics are no Exception
         raise ValueError(
             f"the tokenizer of {folder} cannot be read ({reason_of(error)}); bring tokenizer.json and "
             "tokenizer_config.json again"

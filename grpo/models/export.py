@@ -29,56 +29,49 @@ from grpo.models.lora import LoRALinear, adapted_layers, merged_weight
 EXPORT_SHARD_BYTES = 4 * 2**30
 
 
-def hf_tensors(model: ShardedModel, dtype: torch.dtype, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, full tensor in `dtype`) one by one, so that a rank never holds the whole model.
 
     Each tensor has its own memory. Tied embeddings yield no lm_head.weight. With LoRA a weight comes merged with its
-    adapter. only_adapters: A and B instead of all weights, under PEFT's names. Collective over the role's ranks, all of
-    which iterate in lock step to the end.
+    adapter. Collective over the role's ranks, all of which iterate in lock step to the end.
     """
-    for stacked_name, weight in stacked_tensors(model, dtype, only_adapters):
+    for stacked_name, weight in stacked_tensors(model, dtype):
         for name, part in by_expert(stacked_name, weight):
             yield name, part.clone() if "*" in stacked_name else part
 
 
-def stacked_tensors(
-    model: ShardedModel, dtype: torch.dtype, only_adapters: bool = False
-) -> Iterator[tuple[str, Tensor]]:
+def stacked_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield as `hf_tensors`, but the experts of a layer as one tensor, whose name has a * for an expert's number."""
-    for name, weight in _hf_weights(model, only_adapters).items():
-        if isinstance(weight, LoRALinear):
-            weight = merged_weight(weight, dtype)
-        else:  # cast before it is gathered, which halves the traffic of bfloat16
-            if isinstance(weight, DTensor) and weight.device_mesh.size() == 1:
-                weight = weight.to_local()
-            weight = weight.detach().to(dtype, copy=True)
-        if isinstance(weight, DTensor):
-            weight = weight.full_tensor()
-        # rows that the ranks do not divide are a view of padded memory, which cannot be saved
-        if weight.nbytes != weight.untyped_storage().nbytes():
-            weight = weight.clone()
-        yield name, weight
+    for name, weight in _hf_weights(model).items():
+        yield name, _gathered(weight, dtype)
 
 
-def stacked_shapes(model: ShardedModel, only_adapters: bool = False) -> dict[str, torch.Size]:
+def _gathered(weight: Tensor | LoRALinear, dtype: torch.dtype) -> Tensor:
+    """Return the full tensor of a shard, or of a layer with its adapter, in memory of its own. Collective."""
+    if isinstance(weight, LoRALinear):
+        weight = merged_weight(weight, dtype)
+    else:  # cast before it is gathered, which halves the traffic of bfloat16
+        if isinstance(weight, DTensor) and weight.device_mesh.size() == 1:
+            weight = weight.to_local()
+        weight = weight.detach().to(dtype, copy=True)
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor()
+    # rows that the ranks do not divide are a view of padded memory, which cannot be saved
+    if weight.nbytes != weight.untyped_storage().nbytes():
+        weight = weight.clone()
+    return weight
+
+
+def stacked_shapes(model: ShardedModel) -> dict[str, torch.Size]:
     """Return the shapes of what `stacked_tensors` yields, by name, in the same order. Not collective."""
-    weights = _hf_weights(model, only_adapters).items()
+    weights = _hf_weights(model).items()
     return {name: (weight.weight if isinstance(weight, LoRALinear) else weight).shape for name, weight in weights}
 
 
-def _hf_weights(model: ShardedModel, only_adapters: bool) -> dict[str, Tensor | LoRALinear]:
-    """Return this rank's shards under HF names; for a weight with an adapter the layer, which has both.
-
-    only_adapters: A and B of each layer under PEFT's names, and nothing else.
-    """
+def _hf_weights(model: ShardedModel) -> dict[str, Tensor | LoRALinear]:
+    """Return this rank's shards under HF names; for a weight with an adapter the layer, which has both."""
     layers = {f"{layer.name}.weight": layer for layer in adapted_layers(model.module)}
-    if not only_adapters:
-        return model.names.to_hf(model.module.state_dict() | layers)
-    adapters = {}
-    for name, layer in model.names.to_hf(layers).items():
-        adapters[peft_name(name.removesuffix(".weight"), "A")] = layer.lora_a
-        adapters[peft_name(name.removesuffix(".weight"), "B")] = layer.lora_b
-    return adapters
+    return model.names.to_hf(model.module.state_dict() | layers)
 
 
 def peft_name(linear: str, matrix: str) -> str:
@@ -144,7 +137,11 @@ def adapters_folder(target: pathlib.Path) -> pathlib.Path:
 
 def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
     """Write the adapters as a folder that PEFT loads on top of the base. Collective as `export_hf`."""
-    tensors = {name: tensor.cpu() for name, tensor in hf_tensors(model, torch.float32, only_adapters=True)}
+    layers = {f"{layer.name}.weight": layer for layer in adapted_layers(model.module)}
+    tensors = {}
+    for name, layer in model.names.to_hf(layers).items():
+        for matrix, weight in (("A", layer.lora_a), ("B", layer.lora_b)):
+            tensors[peft_name(name.removesuffix(".weight"), matrix)] = _gathered(weight, torch.float32).cpu()
     if dist.get_rank() != 0:
         return
     layer = adapted_layers(model.module)[0]

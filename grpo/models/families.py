@@ -8,7 +8,8 @@ instead of logits; a reward model has a head of one output instead.
 Left out: mixtures with shared experts, or with some dense blocks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from grpo.models.attention import (
     ATTENTIONS,
@@ -44,6 +45,7 @@ from grpo.models.blocks import AllHeadsNorm, GeGLU, Multiplier, NormedBlock, Off
 from grpo.models.delta_net import GatedAttention, GatedDeltaNet, document_chunks
 from grpo.models.experts import moe_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
+from grpo.text import one_line
 from grpo.types import MicroBatch
 
 # Endings of the names in `architectures`: of language models, of those that see images too, and of models that score
@@ -52,6 +54,28 @@ SEES = "ForConditionalGeneration"
 SCORES = "ForSequenceClassification"
 # Kinds of rotary positions whose frequencies do not change with the length
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Their parameters
+READ_OF_ROPE = {*RopeParameters.__annotations__, "mscale", "mscale_all_dim", "truncate", "type", "finetuned"}
+# In names of config.json's fields that may change what a model computes, unless one of the second kind is there too
+TELLTALE = re.compile(
+    r"attention|attn|causal|window|rope|rotary|position|norm|bias|scal|multiplier|softcap|expert|moe|target_layer"
+)
+HARMLESS = re.compile(r"^_|^output_|implementation|dropout|pdrop")
+# Such fields that all families read
+READ = {
+    "attention_bias",
+    "max_position_embeddings",
+    "max_window_layers",
+    "mlp_bias",
+    "num_attention_heads",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "use_mrope",
+}
 # What transformers calls the attention of a layer with a window
 WINDOWED = "sliding_attention"
 # and a layer with states in place of attention. It is taken to have a window of 0 tokens.
@@ -100,8 +124,12 @@ def recast(config: Module.Config, kind: type[Module], **others: Any) -> Module.C
 
 
 def unsupported_fields(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
-    """Yield each reason why a model cannot be trained. `raw` is its config.json, or the part of it about text."""
+    """Yield each reason why a model cannot be trained. `raw` is its config.json, or the part of it about text.
+
+    A field that nobody here knows is one, if its name says that it may change what the model computes.
+    """
     family = family_of(config)
+    way_out = "if the model was trained without it, take it out of config.json"
     window = getattr(config, "sliding_window", None)
     if window and family.other_layers != WINDOWED:
         yield (
@@ -121,12 +149,23 @@ def unsupported_fields(raw: dict[str, Any], config: PretrainedConfig) -> Iterato
         is_partial = rotary.get("partial_rotary_factor", 1.0) != 1.0
         if is_partial and not family.partial_rotary or raw.get("use_mrope"):
             yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
+        for name, value in rotary.items():
+            if value and name not in READ_OF_ROPE | family.reads:
+                if name == "attn_factor":  # of an older vLLM, in R1-0528-Qwen3-8B
+                    way_out = "replace it by attention_factor, which is attn_factor x (1 + 0.1 ln(factor))"
+                yield f"{name}={value} of rotary positions (rope_parameters, rope_scaling) is not supported; {way_out}"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
+    if config.rms_norm_eps < 0:
+        yield f"rms_norm_eps is {config.rms_norm_eps}, which is below 0"
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation != family.activation:
         yield f"hidden_act {activation} is not supported, only {family.activation}"
     yield from family.unsupported(raw, config)
+    for name, value in raw.items():
+        changes = not value if name == "is_causal" else value
+        if changes and TELLTALE.search(name) and not HARMLESS.search(name) and name not in READ | family.reads:
+            yield f"{name}={value} is not supported for model_type {config.model_type}; {way_out}"
 
 
 DENSE_LINEARS = {
@@ -314,6 +353,8 @@ class Family:
     """Rotary positions may be over a part of the head."""
     activation: str = "silu"
     """The feed-forward layers' only one."""
+    reads: Set[str] = frozenset()
+    """Fields of config.json whose names are like TELLTALE and that it reads, or refuses itself, besides READ."""
     block: Callable[[PretrainedConfig, Qwen3TransformerBlock.Config], Module.Config] = lambda hf, dense: dense
     """(Hugging Face's config, torchtitan's of a dense block) -> torchtitan's config of the family's block."""
     unsupported: Callable[[dict[str, Any], PretrainedConfig], Iterable[str]] = lambda raw, config: ()
@@ -331,9 +372,11 @@ class Family:
     """Beginnings of the names of tensors that are not trained, and that an export carries along."""
 
 
+WINDOW = frozenset({"use_sliding_window"})
 QWEN3_5 = Family(
     qk_norm=True,
     other_layers=LINEAR,
+    reads={"attn_output_gate", "full_attention_interval", "mrope_interleaved", "mrope_section"},
     partial_rotary=True,
     block=qwen3_5_block,
     unsupported=unsupported_in_qwen3_5,
@@ -343,15 +386,23 @@ QWEN3_5 = Family(
 )
 # By the model_type of config.json
 FAMILIES = {
-    "qwen3": Family(qk_norm=True),
-    "qwen2": Family(qkv_bias=True),  # Qwen2, Qwen2.5, R1-Distill-Qwen
+    "qwen3": Family(qk_norm=True, reads=WINDOW),
+    "qwen2": Family(qkv_bias=True, reads=WINDOW),  # Qwen2, Qwen2.5, R1-Distill-Qwen
     "llama": Family(),  # Llama 3, R1-Distill-Llama
-    "smollm3": Family(),
+    "smollm3": Family(reads=WINDOW | {"no_rope_layers", "no_rope_layer_interval"}),
     "mistral": Family(other_layers=WINDOWED),
     "gemma3_text": Family(
         qk_norm=True,
         other_layers=WINDOWED,
         activation="gelu_pytorch_tanh",
+        reads={
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "query_pre_attn_scalar",
+            "rope_local_base_freq",
+            "sliding_window_pattern",
+            "use_bidirectional_attention",
+        },
         block=gemma3_block,
         unsupported=unsupported_in_gemma3,
         names=NormedNames,
@@ -359,9 +410,15 @@ FAMILIES = {
         embedding_scale=lambda hf: hf.hidden_size**0.5,
     ),
     "olmo3": Family(other_layers=WINDOWED, block=olmo3_block, names=NormedNames),
-    "granite": Family(block=granite_block, embedding_scale=lambda hf: hf.embedding_multiplier),
+    "granite": Family(
+        reads={"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
+        block=granite_block,
+        embedding_scale=lambda hf: hf.embedding_multiplier,
+    ),
     "qwen3_moe": Family(
         qk_norm=True,
+        reads=WINDOW
+        | {"moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts"},
         block=moe_block,
         unsupported=unsupported_in_moe,
         names=MoENames,
@@ -541,10 +598,16 @@ def titan_config(
 
 
 def empty_policy(hf: PretrainedConfig) -> nn.Module:
-    """Build the model without memory for its weights, on torch's meta device, to count its parts."""
-    config = titan_config(hf, "documents", chunk_tokens=1)
-    with torch.device("meta"):
-        return config.build()
+    """Build the model without memory for its weights, on torch's meta device, to count its parts.
+
+    Raises ValueError if numbers of its config.json make that impossible.
+    """
+    try:
+        config = titan_config(hf, "documents", chunk_tokens=1)
+        with torch.device("meta"):
+            return config.build()
+    except (ArithmeticError, LookupError, TypeError) as error:
+        raise ValueError(f"config.json of {hf.name_or_path} describes no model: {one_line(str(error))}") from error
 
 
 def layer_kinds(hf: PretrainedConfig) -> list[str]:
@@ -601,6 +664,8 @@ def _rope(hf: PretrainedConfig, layer: int) -> HFRoPE.Config:
     else:
         of_kind = {"layer_type": kind} if kind in hf.rope_parameters else {}
         inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf, device="cpu", **of_kind)
+    if not inv_freq.isfinite().all():
+        raise ArithmeticError(f"rotary positions without finite frequencies, from rope_parameters {parameters}")
     return HFRoPE.Config(
         dim=head_dim,
         max_seq_len=hf.max_position_embeddings,

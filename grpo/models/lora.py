@@ -29,7 +29,7 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from grpo.config import TrainerConfig
 from grpo.config.fields import LoRATarget
 from grpo.models.experts import local_part
-from grpo.models.families import family_of, has_experts, has_states
+from grpo.models.families import family_of, has_states
 
 ADAPTERS = ("lora_a", "lora_b")
 
@@ -138,7 +138,7 @@ def adapted_places(hf: transformers.PretrainedConfig, trainer: TrainerConfig) ->
     """Return the places of `trainer.lora_targets` in a block.
 
     All targets, the default, mean all that the model has. In a mixture of experts these are attention's. Raises
-    ValueError for a target that the model does not have, and for experts in an engine that is to hold adapters.
+    ValueError for a target that the model does not have.
     """
     if trainer.lora_rank and has_states(hf):
         raise ValueError(
@@ -152,11 +152,6 @@ def adapted_places(hf: transformers.PretrainedConfig, trainer: TrainerConfig) ->
         raise ValueError(
             f"trainer.lora_targets: experts take no adapters, and in a {hf.model_type} model {', '.join(lacking)} are "
             f"experts; choose among {', '.join(linears)}, or leave lora_targets out, which means all of these"
-        )
-    if trainer.syncs_adapters and has_experts(hf):
-        raise ValueError(
-            f"trainer.lora_sync=adapters does not go with a mixture of experts ({hf.model_type}): with LoRA on, vLLM "
-            "computes experts by other kernels, which nobody has compared; set --trainer.lora-sync merged"
         )
     return [place for target, place in linears.items() if target in targets]
 

@@ -361,15 +361,8 @@ def _cache_of_a_sequence(sizes: Sizes, config: Config) -> float:
 
 
 def _engine_weights(sizes: Sizes, config: Config) -> dict[str, float]:
-    """Return the bytes of the weights on one rank of an engine, and of adapters beside them, by part.
-
-    vLLM has adapters twice, in its layers and as they came. Each rank is taken to have all of them.
-    """
-    dtype_bytes = DTYPE_BYTES[config.model.dtype]
-    parts = {"weights": dtype_bytes * sizes.parameters / config.generator.tensor_parallel}
-    if config.trainer.syncs_adapters:
-        parts["adapters"] = 2 * dtype_bytes * num_adapter_parameters(sizes, config.trainer)
-    return parts
+    """Return the bytes of the weights on one rank of an engine, by part."""
+    return {"weights": DTYPE_BYTES[config.model.dtype] * sizes.parameters / config.generator.tensor_parallel}
 
 
 def _in_gib(parts: dict[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The log of a run: JSON lines, samples to read, TensorBoard, Weights & Biases, the console. Rank 0 (the driver) only.
+"""The log of a run: JSON lines, TensorBoard, Weights & Biases, the console. Rank 0 (the driver) only.
 
 A `step` is always the number of finished optimizer steps: 0 is before the first one, `num_steps` after the last.
 """
@@ -9,7 +9,7 @@ import math
 import os
 import secrets
 import statistics
-import textwrap
+import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +18,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import MetricsConfig
 from grpo.data.recorded import drop_batches_after
-from grpo.report.samples import completion_records, describe, finite_or_none, spread_by_reward
+from grpo.report.samples import completion_records, describe, finite_or_none, ranked_by_reward
 from grpo.report.warnings import CurveReader
-from grpo.text import compact_duration, compact_number, reason_of, without_secrets
+from grpo.text import compact_duration, compact_number, naming, reason_of, replace_file, without_secrets
 from grpo.types import Record, Rollout, Scalars
 
 # How the console line shows metrics, padded so that numbers of successive lines mostly line up
@@ -37,16 +37,14 @@ CONSOLE_COLUMNS = {
     "time/step": "{} s",
 }
 ETA_STEPS = 20  # the time left is a mean over these, so that it is smooth and soon without compilation
-NUM_SAMPLES = 4  # completions to read, of each step that writes any
 
 
 class RunLog:
     """The files that a run writes into its folder, and its lines on the console.
 
-    The files are `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones),
-    `samples.txt` (a few, to read) and `tensorboard/`. With `start_step` 0 they start empty, except that samples.txt is
-    only ever appended to. Above 0 a run continues: what an aborted part wrote beyond that step is dropped from the
-    .jsonl files and `batches/` and hidden in TensorBoard, so that no step counts twice.
+    The files are `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones) and
+    `tensorboard/`. With `start_step` 0 they start empty. Above 0 a run continues: what an aborted part wrote beyond
+    that step is dropped from the .jsonl files and `batches/` and hidden in TensorBoard, so that no step counts twice.
     """
 
     def __init__(
@@ -133,30 +131,20 @@ class RunLog:
         rollouts: list[Rollout],
         prompts: list[str],
     ) -> None:
-        """Record a step's completions: all in completions.jsonl, NUM_SAMPLES as texts everywhere else.
+        """Record a step's completions in completions.jsonl, from which `grpo.look` shows them.
 
-        prompts[i] is the text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
+        At Weights & Biases, which cannot read that file, the best and the worst one become a table. prompts[i] is the
+        text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
         """
         records = completion_records(rollouts, prompts)
         self._append_records("completions.jsonl", records, step=step)
-
-        chosen = spread_by_reward(records, NUM_SAMPLES)
-        samples = [describe(record, short=True) for record in chosen]
-        heading = f"===== step {step} ".ljust(120, "=")
-        text = "\n\n".join([heading, *samples, ""])
-        self._append("samples.txt", text)
-        if self.tensorboard:
-            text = "\n\n".join(samples)
-            text = textwrap.indent(text, "    ")  # because Markdown then shows it as it is
-            self.tensorboard.add_text("samples", text, step)
-            self.tensorboard.flush()
         if self.wandb:
             import wandb
 
-            rows = [[sample] for sample in samples]
+            ranked = ranked_by_reward(records)
+            rows = [[describe(record)] for record in ranked[:1] + ranked[1:][-1:]]
             table = wandb.Table(columns=["sample"], data=rows)
-            record = {"step": step, "samples": table}
-            self.wandb.log(record)
+            self.wandb.log({"step": step, "samples": table})
 
     def evaluation_completions(
         self,
@@ -195,9 +183,10 @@ class RunLog:
             time=time.time(),
         )
         if self.tensorboard:
-            for name, value in values.items():
-                self.tensorboard.add_scalar(name, value, step)
-            self.tensorboard.flush()
+            with naming(self.tensorboard.log_dir):
+                for name, value in values.items():
+                    self.tensorboard.add_scalar(name, value, step)
+                self.tensorboard.flush()
         if self.wandb:
             self.wandb.log({"step": step, **values})
         for warning in self.curve_reader.look(metrics):
@@ -219,7 +208,7 @@ class RunLog:
 
     def _append(self, name: str, text: str) -> None:
         path = self.run_dir / name
-        with open(path, "a", encoding="utf-8") as file:
+        with naming(path), open(path, "a", encoding="utf-8") as file:
             file.write(text)
 
     def _progress(self, step: int) -> str:
@@ -237,7 +226,7 @@ def drop_steps_after(path: Path, step: int) -> None:
     """
     num_damaged = 0
     new_path = f"{path}.tmp"
-    with open(path, "rb") as old, open(new_path, "wb") as new:
+    with naming(new_path), open(path, "rb") as old, open(new_path, "wb") as new:
         for line in old if step else ():
             try:
                 is_whole = line.endswith(b"\n")
@@ -270,14 +259,16 @@ def open_wandb(
     id_file = run_dir / "wandb" / "run-id.txt"
     id_file.parent.mkdir(exist_ok=True)
     if start_step == 0 or not id_file.is_file():
-        id_file.write_text(secrets.token_hex(8))
+        replace_file(id_file, secrets.token_hex(8))
+    arguments = sys.argv
+    sys.argv = without_secrets(arguments)  # many can read a project, which gets the command line too
     try:
         run = wandb.init(
             project=project,
             id=id_file.read_text(),
             name=run_dir.name,
             dir=str(run_dir),
-            config=without_secrets(config),  # many can read a project
+            config=without_secrets(config),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),  # the console line is the log's own
         )
@@ -286,6 +277,8 @@ def open_wandb(
             f"metrics.wandb_project={project!r}: {reason_of(error)}; log in with `wandb login`, set "
             "WANDB_MODE=offline to log into the run folder, or name no project"
         ) from error
+    finally:
+        sys.argv = arguments
     # not wandb's built-in axis, on which it drops what a resumed run repeats
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

@@ -6,6 +6,7 @@ sharded, split into micro-batches or packed.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,6 @@ class Trainer:
         self.config = trainer
         self.roles = roles
         self.dtype = getattr(torch, model.dtype)
-        self.only_adapters = trainer.syncs_adapters  # in a weight sync
         self.num_loss_tokens = 0  # loss tokens that the gradient at hand comes from
         # above 0 for what was not finite on this rank
         self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)
@@ -79,7 +79,10 @@ class Trainer:
 
     def end_step(self) -> None:
         """Take the next step's learning rate, and move the reference if that is due."""
-        self.schedule.step()
+        with warnings.catch_warnings():
+            # torch's advice to step the optimizer first: so it is, unless the first update was skipped or had no token
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.schedule.step()
         num_steps = self.schedule.schedulers[0].last_epoch
         if self.follower and num_steps % self.follow_interval == 0:
             self.follower.move_towards(self.model, self.follow_mixture)

@@ -2,10 +2,10 @@
 
 Whatever the sharding on either side, the trainers gather a full tensor in the compute dtype, and rank 0 broadcasts it
 over the `weights` bridge; each generator rank loads its part through vLLM's own loader. Colocated, every rank gathers
-and loads, and nothing is sent. With `trainer.lora_sync` adapters, the tensors are LoRA's A and B and nothing else.
+and loads, and nothing is sent.
 
 A sync check compares log-probs of the same tokens under the same weights. Older weights may have sampled a step's
-batch, so the check completes a few prompts of its own, right after a sync. Adapters are compared bit by bit too.
+batch, so the check completes a few prompts of its own, right after a sync.
 """
 
 import math
@@ -49,7 +49,7 @@ def policy_tensors(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str,
     if roles.weights:
         yield from over_bridge(trainer, roles)
     elif trainer:
-        yield from hf_tensors(trainer.model, trainer.dtype, trainer.only_adapters)
+        yield from hf_tensors(trainer.model, trainer.dtype)
 
 
 def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
@@ -58,9 +58,9 @@ def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, to
     Every rank must iterate to the end, because each tensor is a broadcast. A layer's experts travel as one tensor:
     thousands of small broadcasts would take longer than sending their bytes.
     """
-    layout = (stacked_shapes(trainer.model, trainer.only_adapters), trainer.dtype) if trainer else None
+    layout = (stacked_shapes(trainer.model), trainer.dtype) if trainer else None
     shapes, dtype = broadcast(layout, roles.weights)
-    gathered = stacked_tensors(trainer.model, dtype, trainer.only_adapters) if trainer else None
+    gathered = stacked_tensors(trainer.model, dtype) if trainer else None
     for name, shape in shapes.items():
         if gathered:
             _, tensor = next(gathered)
@@ -78,16 +78,10 @@ def check_sync(
     Without prompts it does nothing. Collective over all ranks, while generator and trainer hold the same version.
     Raises RuntimeError on the trainers if the log-probs differ on average by more than weights of this `dtype` explain
     (`largest_mismatch`). Tokens to which the generator gave no finite log-prob are left out. So a difference that is
-    not finite comes from the policy, and raises nothing: the trainers will skip the step's update. If a sync moves
-    adapters, raises RuntimeError on a generator rank that holds others.
+    not finite comes from the policy, and raises nothing: the trainers will skip the step's update.
     """
     if not prompts:
         return
-    stale = []
-    if any(role.only_adapters for role in (trainer, generator) if role):
-        tensors = dict(policy_tensors(trainer, roles))
-        if generator:
-            stale = generator.stale_adapters(tensors)
     completions = None
     if generator:
         completions = generator.generate(Requests(prompts), 1, max_tokens=PROBE_TOKENS)
@@ -103,12 +97,6 @@ def check_sync(
         if len(difference_N):
             tolerance = largest_mismatch(dtype, roles.device)
             check_distance(difference_N.mean().item(), difference_N.max().item(), tolerance)
-    if stale:
-        raise RuntimeError(
-            f"the generator does not hold the policy's weights: of LoRA's matrices A and B, {len(stale)} of "
-            f"{len(tensors)} differ, {stale[0]} among them. Nothing was updated. With --trainer.lora-sync merged, the "
-            "engine has no adapters"
-        )
 
 
 def largest_mismatch(dtype: str, device: torch.device) -> float:

@@ -18,7 +18,6 @@ import os
 import pickle
 import re
 import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -165,9 +164,9 @@ class Workers:
         """Return the outcomes that are there, or the first ones within `seconds`.
 
         Each is `{call, value}` or `{call, failed, cause}`: the reason in words, and a cause. raised: by what was
-        called. memory: it reached the limit. late, busy: its time was over while it waited, or computed. died: its
-        process ended, or wrote what no worker writes. Raises RuntimeError if the supervisor is gone, or if no worker
-        can load any more.
+        called. lost: the same, by an outage. memory: it reached the limit. late, busy: its time was over while it
+        waited, or computed. died: its process ended, or wrote what no worker writes. Raises RuntimeError if the
+        supervisor is gone, or if no worker can load any more.
         """
         give_up_at = time.monotonic() + seconds
         while b"\n" not in self._inbox:
@@ -334,13 +333,3 @@ def _stat(pid: int) -> list[bytes]:
     with contextlib.suppress(OSError):
         _, _, fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
     return fields.split()
-
-
-def remove(folder: str) -> None:
-    """Remove a folder with anything in it, also a deep tree, or folders without rights."""
-    with contextlib.suppress(OSError, RecursionError):
-        shutil.rmtree(folder)
-        return
-    script = 'chmod -R u+rwX "$0"; rm -rf "$0"'
-    command = ["/bin/sh", "-c", script, folder]
-    subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

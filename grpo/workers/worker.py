@@ -34,11 +34,16 @@ class Failure(Exception):
     """A failed call whose text is the whole reason, so that messages show no line of code."""
 
 
+class Lost(Failure):
+    """A failure of the machine or of a server. What the model wrote cannot have caused it."""
+
+
 class Peer:
     """The other end of one of the supervisor's connections: its owner, or a worker, which is killed at its deadline.
 
     `calls`: what the worker has to do; it is at the first one. `conversation`: the one that it serves, and no other.
     `closed`: nothing more is read from it or sent to it. `busy_seconds`: what it had computed when its calls came.
+    `is_spoilt`: no further call should go to it.
     """
 
     def __init__(self, connection: socket.socket, pid: int = 0):
@@ -46,6 +51,7 @@ class Peer:
         self.connection = connection
         self.pid = pid
         self.closed = False
+        self.is_spoilt = False
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.calls = deque[Call]()
@@ -71,14 +77,17 @@ class Peer:
 
     def read_outcome(self, line: bytes) -> dict[str, Any] | None:
         """Return the outcome of its first call, `{value}` or `{failed, cause}`. None if the line is anything else."""
-        with contextlib.suppress(ValueError, RecursionError, Failure, IndexError):  # no JSON, no values, no call
+        # no JSON, no values, no call, no table
+        with contextlib.suppress(ValueError, RecursionError, Failure, IndexError, AttributeError):
             call = self.calls[0]
-            match json.loads(line):
+            message = json.loads(line)
+            self.is_spoilt = bool(message.get("is_spoilt"))
+            match message:
                 case {"call": call.number, "value": value}:
                     if call.num_values is not None:
                         value = plain_values(value, call.num_values)
                     return {"value": value}
-                case {"call": call.number, "failed": str() as reason, "cause": "memory" | "raised" as cause}:
+                case {"call": call.number, "failed": str() as reason, "cause": "memory" | "lost" | "raised" as cause}:
                     return {"failed": shown(reason, FAILURE_CHARACTERS), "cause": cause}
         return None
 
@@ -95,7 +104,10 @@ def work(load: Load, connection: socket.socket) -> None:
     def send(**message: Any) -> None:
         if os.getpid() != pid:
             os._exit(0)  # a child that the call forked and that returned from it: only one process may answer
-        connection.sendall(json.dumps(message).encode() + b"\n")
+        # what filled the memory may still be there
+        is_spoilt = message.get("cause") == "memory" or not can_open(connection)
+        line = json.dumps(message | {"is_spoilt": is_spoilt})
+        connection.sendall(line.encode() + b"\n")
 
     for line in _lines(connection):
         call, arguments = json.loads(line)
@@ -106,8 +118,21 @@ def work(load: Load, connection: socket.socket) -> None:
                 value = None
             send(call=call, value=value)
         except BaseException as error:  # a user's code may raise anything, and only this call fails
-            cause = "memory" if isinstance(error, MemoryError) else "raised"
+            cause = "raised"
+            if isinstance(error, MemoryError):
+                cause = "memory"
+            elif isinstance(error, Lost):
+                cause = "lost"
             send(call=call, failed=describe_error(error), cause=cause)
+
+
+def can_open(connection: socket.socket) -> bool:
+    """Return whether this process has a descriptor left."""
+    try:
+        connection.dup().close()
+    except OSError:
+        return False
+    return True
 
 
 def wait(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""What tests check on CPUs alone, on one GPU: windows, kept ids, Muon, a moving reference, LoRA, adapters in an engine.
+"""What tests check on CPUs alone, on one GPU: windows, kept ids, Muon, a moving reference, LoRA.
 
     python tests/bench/gpu_checks.py [--only windows lora ...] [--jobs 6] [--cpu] [--out FOLDER]
 
@@ -83,11 +83,6 @@ SFT = (
 )
 MOVES = f"{FAST} --algorithm.kl-coef 0.1 --algorithm.reference-interval"
 LORA = "--trainer.lora-rank 8 --trainer.learning-rate 1e-2"
-# The engine's graphs are captured with adapters and without, and its weights wait on the host while it sleeps. Graphs
-# of all sizes, which layers compiled by vLLM would have, take minutes.
-FEW_GRAPHS = '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[8,32]}'
-ADAPTERS = f"{GRPO} {LORA} --trainer.lora-sync adapters"
-ADAPTERS = ADAPTERS.replace("enforce_eager true", f"max_num_seqs 32 compilation_config {FEW_GRAPHS}")
 # What samples next keeps ids, unlike an evaluation
 EVALUATES = "--evaluation.path {models}/MODEL/prompts.jsonl --evaluation.num-prompts 16 --evaluation.interval 1"
 # Metrics that are printed of each step of a run
@@ -146,8 +141,6 @@ def all_checks(on_cpu: bool) -> list[Check]:
         run_of("reference_half", "qwen3", f"{GRPO} --num-steps 6 {MOVES} 2 --algorithm.reference-mixture 0.5 {plain}"),
         run_of("lora", "qwen3", f"{GRPO} {LORA} --num-steps 4 --algorithm.kl-coef 0.05 {plain}"),
         run_of("lora_windows", "olmo3", f"{GRPO} {LORA} --num-steps 3 {plain}"),
-        run_of("adapters", "qwen3", f"{ADAPTERS} --num-steps 4 --algorithm.kl-coef 0.05 {plain}", 240),
-        run_of("adapters_sleep", "qwen3", f"{ADAPTERS} --generator.sleep --num-steps 4 {plain}", 240),
         run_of("kept_run", "qwen3", f"{GRPO} {FAST} {EVALUATES} --generator.sampling top_p 0.8 --num-steps 3 {plain}"),
     ]
 

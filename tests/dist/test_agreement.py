@@ -24,24 +24,12 @@ def test_all_roles_agree_after_every_sync(tmp_path, kind, trainers, trainer_tp, 
     agree(tmp_path, kind, trainers, trainer_tp, generators, generator_tp)
 
 
-LORA = json.dumps({"trainer.lora_rank": 2, "trainer.lora_alpha": 6.0, "trainer.lora_sync": "adapters"})
-LORA_CASES = [
-    ("qwen3-tied", 2, 1, 2, 2),
-    ("qwen2-untied", 2, 2, 1, 1),
-    pytest.param("llama3", 1, 1, 2, 1, marks=pytest.mark.slow),
-]
-TAKE_ADAPTERS = [kind for kind in KINDS if kind not in {"qwen2-yarn", "moe", "moe-tied", *WITH_STATES}]
+LORA = json.dumps({"trainer.lora_rank": 2, "trainer.lora_alpha": 6.0})
 
 
-@pytest.mark.parametrize("kind, trainers, trainer_tp, generators, generator_tp", LORA_CASES)
-def test_all_roles_agree_with_adapters_in_the_engine(tmp_path, kind, trainers, trainer_tp, generators, generator_tp):
+@pytest.mark.parametrize("kind, trainers, trainer_tp, generators, generator_tp", [("qwen2-untied", 2, 2, 1, 1)])
+def test_all_roles_agree_on_merged_adapters(tmp_path, kind, trainers, trainer_tp, generators, generator_tp):
     agree(tmp_path, kind, trainers, trainer_tp, generators, generator_tp, LORA)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", TAKE_ADAPTERS)
-def test_every_model_agrees_with_adapters_in_the_engine(tmp_path, kind):
-    agree(tmp_path, kind, 1, 1, 2, 2, LORA)
 
 
 OPTIONS = {
@@ -75,4 +63,4 @@ def test_every_model_agrees_in_every_layout(tmp_path, kind, layout, generator_tp
 def agree(folder, kind, trainers, trainer_tp, generators, generator_tp, *fields):
     arguments = (make_tiny(folder, kind), trainers, trainer_tp, generators, generator_tp, *fields)
     nproc = trainers + 1 + generators
-    print(torchrun("tests/dist/programs/agreement.py", *arguments, nproc=nproc, deadline=240))
+    print(torchrun("tests/dist/programs/agreement.py", *arguments, nproc=nproc))

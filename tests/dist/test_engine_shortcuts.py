@@ -33,7 +33,7 @@ def test_equals_vllms_own_scheduler(vllm_config, is_ahead, is_v2, caches, seed):
     """Every step's plan, every token and log-prob, and the free blocks in the end.
 
     Requests come and are aborted at any time, share prompts, end with a stop token, their limit or the model's, wait
-    for a slot, and are preempted because the cache is small. With one of the seeds they have LoRA's adapters.
+    for a slot, and are preempted because the cache is small.
     """
     (plans, taken, preempted), short = (
         run(scheduler_of(vllm_config, is_ahead, is_v2, caches), seed, is_short) for is_short in (False, True)
@@ -98,7 +98,7 @@ def test_a_step_in_flight_when_an_evaluation_ends_has_no_kept_ids(vllm_config):
     sampled.sampler = SimpleNamespace(return_sampling_mask=False)
 
     def add(name: str) -> None:
-        request = random_request(random.Random(0), name, None)
+        request = random_request(random.Random(0), name)
         request.max_tokens = 10
         scheduler.add_request(request)
 
@@ -181,12 +181,8 @@ def scheduler_of(vllm_config, is_ahead: bool, is_v2: bool, caches: bool):
 
 def run(scheduler, seed: int, is_short: bool):
     """What `scheduler` plans for a random load, what was taken of each request, and whom it preempted."""
-    from vllm.config.lora import LoRAConfig
-    from vllm.lora.request import LoRARequest
     from vllm.v1.request import RequestStatus
 
-    adapter = LoRARequest("policy", 1, "in memory") if seed == 2 else None
-    scheduler.lora_config = adapter and LoRAConfig()
     core = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
     assert PlainSteps.fit(scheduler)
     with pytest.MonkeyPatch.context() as patch:
@@ -208,7 +204,7 @@ def run(scheduler, seed: int, is_short: bool):
     for step in range(5000):
         if step < 200 and draw.random() < 0.3:
             for _ in range(draw.randint(1, 4)):
-                scheduler.add_request(request := random_request(draw, str(number), adapter))
+                scheduler.add_request(request := random_request(draw, str(number)))
                 live.append(request.request_id)
                 number += 1
         if live and draw.random() < 0.05:
@@ -235,7 +231,7 @@ def run(scheduler, seed: int, is_short: bool):
     return plans, taken, preempted
 
 
-def random_request(draw: random.Random, name: str, adapter):
+def random_request(draw: random.Random, name: str):
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -245,7 +241,7 @@ def random_request(draw: random.Random, name: str, adapter):
     params = SamplingParams(max_tokens=draw.randint(1, MAX_TOKENS), stop_token_ids=[STOP], logprobs=0)
     params.update_from_generation_config({}, eos_token_id=STOP + 1)
     hasher = get_request_block_hasher(BLOCK, sha256)
-    request = Request(name, prompt, params, None, lora_request=adapter, block_hasher=hasher)
+    request = Request(name, prompt, params, None, block_hasher=hasher)
     if draw.random() < 0.1:
         request.structured_output_request = object()  # all of it that a plan depends on
     return request

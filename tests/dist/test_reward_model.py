@@ -29,6 +29,4 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_scores_are_those_of_transformers(layout: str, folders: list[str]):
     num_trainers, num_references = LAYOUTS[layout]
     arguments = (num_trainers, num_references, *folders)
-    print(
-        torchrun("tests/dist/programs/reward_model.py", *arguments, nproc=num_trainers + num_references, deadline=120)
-    )
+    print(torchrun("tests/dist/programs/reward_model.py", *arguments, nproc=num_trainers + num_references))

@@ -28,7 +28,6 @@ UPDATES = ("--algorithm.num-mini-batches", 2, "--algorithm.num-epochs", 2)
 SCHEDULE = ("--trainer.schedule", "cosine", "--trainer.warmup-steps", 3)
 EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)
 LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
-ADAPTERS = (*LORA, "--trainer.lora-sync", "adapters", "--sync-check-interval", 1)
 TEACHER = ("--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5)
 OWN_FAMILY = ("--model.reference-path", "{gemma3}", "--algorithm.distill-coef", 0.5)
 HINT = ("--algorithm.distill-coef", 0.5, "--algorithm.teacher-template", "{{answer}};{{question}}")
@@ -118,12 +117,6 @@ MODES = {
     ),
     "LoRA, FSDP 2": Mode(3, (*split(2, 0, 1), *LORA, *UPDATES), rank=1),
     "LoRA, colocated": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *LORA, *DYNAMIC)),
-    "adapters in an engine of 2 ranks, evaluation": Mode(
-        3, (*split(1, 0, 2), "--generator.tensor-parallel", 2, *ADAPTERS, *EVALUATION), rank=1
-    ),
-    "adapters in the engines, colocated, several updates": Mode(
-        2, (*COLOCATED, "--roles.num-trainers", 2, *ADAPTERS, *UPDATES)
-    ),
     "a reward model, dynamic sampling, overlap, evaluation": Mode(
         3, (*split(1, 1, 1), *DYNAMIC, *OVERLAP, *JUDGE, *NO_KL, *EVALUATION), rank=1
     ),
@@ -168,7 +161,6 @@ def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # three runs, on a machine that may have other work
 @pytest.mark.parametrize("name", MODES)
 def test_10_steps_equal_5_a_stop_and_5(
     name: str,
@@ -183,7 +175,7 @@ def test_10_steps_equal_5_a_stop_and_5(
 
     def run(recipe: str, run_dir: pathlib.Path, *more: str) -> str:
         arguments = (recipe, *flags, "--run-dir", run_dir, *more)
-        return torchrun(f"train_{mode.script}.py", *arguments, nproc=mode.nproc, deadline=270)
+        return torchrun(f"train_{mode.script}.py", *arguments, nproc=mode.nproc)
 
     run(mode.recipe, whole := tmp_path / "whole")
     stop = {"recipe": mode.recipe, "script": mode.script, "rank": mode.rank, "phase": mode.phase, "step": STOPPED}

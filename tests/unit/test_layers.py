@@ -101,9 +101,9 @@ def test_trainer_reference_and_generator_do_not_know_each_other():
         assert not imports_of(module) & (roles - {module})
 
 
-def test_four_files_import_vllm():
+def test_three_files_import_vllm():
     users = [m for m in (*MODULES_OF_FOLDERS, *SCRIPTS) if uses(m, "vllm")]
-    assert users == [f"grpo.roles.engine.{name}" for name in ("adapters", "loop", "shortcuts", "vllm_engine")]
+    assert users == [f"grpo.roles.engine.{name}" for name in ("loop", "shortcuts", "vllm_engine")]
 
 
 def test_only_tools_import_a_script_and_only_the_page():
@@ -124,5 +124,5 @@ def test_what_checks_input_imports_without_the_engines():
     """The two lowest layers. In a fresh process, because this one may have imported anything."""
     names = ", ".join(m for m in MODULES_OF_FOLDERS if LAYER_OF[folder_of(m)] <= 1)
     program = f"import sys, {names}; print([m for m in ('vllm', 'torchtitan') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr

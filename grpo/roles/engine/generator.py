@@ -1,8 +1,7 @@
 """The generator: one vLLM engine per replica, inside its torchrun ranks.
 
 Token ids go in, token ids and log-probs come out. Text, chat templates and rewards are the driver's. vllm_engine.py
-starts engines, loop.py steps them, with the shortcuts of shortcuts.py, and adapters.py has LoRA's adapters in them;
-only these four import vllm.
+starts engines, and loop.py steps them, with the shortcuts of shortcuts.py; only these three import vllm.
 """
 
 import collections
@@ -17,13 +16,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig, TrainerConfig
+from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import truncates
 from grpo.metrics import set_given_back
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import read_hf_config
 from grpo.roles.engine import vllm_engine
-from grpo.roles.engine.adapters import adapter_options, put_adapters, stale_adapters
 from grpo.roles.engine.episodes import Episodes, completion_of
 from grpo.roles.engine.loop import EngineLoop, Stretch, no_collection
 from grpo.roles.engine.shortcuts import model_runner_of, sampler_of
@@ -65,16 +63,12 @@ class Generator:
         stop_token_ids: Sequence[int],
         roles: Roles,
         episodes: Episodes | None = None,
-        trainer: TrainerConfig | None = None,
     ):
         """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks.
 
-        episodes: environments that make conversations of completions. trainer: how the policy is trained; it says
-        whether syncs bring adapters alone, which this engine then holds beside its weights.
+        episodes: environments that make conversations of completions.
         """
         self.config = config
-        self.trainer = trainer or TrainerConfig()
-        self.only_adapters = self.trainer.syncs_adapters
         self.seed = seed
         self.roles = roles
         self.episodes = episodes
@@ -88,8 +82,6 @@ class Generator:
         self.has_experts = has_experts(hf)
         self.ties_head = bool(hf.tie_word_embeddings)
         options = vllm_engine.options_of_model(hf, config.engine, roles.device, config.tensor_parallel)
-        if self.only_adapters:
-            options |= adapter_options(self.trainer)
         self.llm = vllm_engine.start_engine(config, model, data, seed, folder, roles, options)
         self.loop = EngineLoop(self.llm, vllm_engine.needs_texts(config))
         if truncates(config.sampling):
@@ -203,25 +195,12 @@ class Generator:
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Load new weights, or new adapters beside the weights, and clear the prefix cache.
+        """Load new weights and clear the prefix cache.
 
-        `tensors` yields every (name, full tensor) that a sync moves. Each owns its memory, because vLLM may keep it
+        `tensors` yields every (name, full tensor) of the policy. Each owns its memory, because vLLM may keep it
         until its layer is complete. Collective over the replica and as `tensors` is: each rank consumes all of it.
         """
         self._wake("weights")
-        if self.only_adapters:
-            self.loop.adapter = put_adapters(self.llm, dict(tensors), self.trainer)
-        else:
-            self._load_all(tensors)
-        if self.roles.device.type == "cuda":
-            torch.cuda.synchronize()  # so that the time is a sync's own
-        self._wake("kv_cache")
-        self.asleep = False
-        self.forget_prefixes()
-        self.version = version
-
-    def _load_all(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Load all weights through vLLM's loader."""
         quantized = any(self.config.engine.get(name) for name in ("quantization", "quantization_config"))
         # kernels read repacked (on a CPU) or quantized copies, and only a full reload makes them again
         if self.roles.device.type == "cpu" or quantized:
@@ -234,10 +213,12 @@ class Generator:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:  # into the live parameters, in place, so that captured CUDA graphs stay valid
             model_runner_of(self.llm).get_model().load_weights(tensors)
-
-    def stale_adapters(self, tensors: dict[str, Tensor]) -> list[str]:
-        """Return the names of those A and B in which this rank's engine differs from `tensors`, if only by a bit."""
-        return stale_adapters(self.llm, tensors, self.trainer)
+        if self.roles.device.type == "cuda":
+            torch.cuda.synchronize()  # so that the time is a sync's own
+        self._wake("kv_cache")
+        self.asleep = False
+        self.forget_prefixes()
+        self.version = version
 
     def forget_prefixes(self) -> None:
         """Clear the prefix cache, so that the next prompts are computed as if nothing had been sampled before."""
@@ -248,8 +229,7 @@ class Generator:
         """Give the memory of weights and KV cache back until the next `load_weights`, if `generator.sleep` is set."""
         if self.config.sleep and self.roles.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info()
-            # level 2 keeps no copy of the weights on the host; the next sync brings new ones, unless adapters alone
-            self.llm.sleep(level=1 if self.only_adapters else 2)
+            self.llm.sleep(level=2)  # keeps no copy of the weights on the host; the next sync brings new ones
             set_given_back(torch.cuda.mem_get_info()[0] - free)
             self.asleep = True
 

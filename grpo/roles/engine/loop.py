@@ -43,7 +43,6 @@ class EngineLoop:
         self.sampled_tokens = SampledTokens(llm, whole=not reads_texts)
         self._names = map(str, itertools.count())  # unique, because outputs are told apart by them
         self._running: dict[str, tuple[str, Any]] = {}  # our own name -> vLLM's name and the request
-        self.adapter: Any = None  # vllm.LoRARequest of all requests to come
 
     @property
     def num_running(self) -> int:
@@ -57,7 +56,7 @@ class EngineLoop:
         params.output_kind = RequestOutputKind.FINAL_ONLY
         name = next(self._names)
         prompt = {"type": "token", "prompt_token_ids": ids}  # vLLM renders nothing
-        self._running[name] = self.engine.add_request(name, prompt, params, lora_request=self.adapter), request
+        self._running[name] = self.engine.add_request(name, prompt, params), request
 
     def step(self) -> list[Stretch]:
         """Decode one token of each running request, or prefill. Returns the requests that have ended.

@@ -1,11 +1,10 @@
-"""Changes to vLLM 0.32.0, for speed: shortcuts through its scheduler, LoRA on CPUs, other options for three kernels.
+"""Changes to vLLM 0.32.0, for speed: shortcuts through its scheduler, and other options for three kernels.
 
 Each change names what it replaces upstream, the reason, and what is lost without it:
 
 - `SampledTokens`: `Scheduler.update_from_output`, the objects that it makes of each token.
 - `sampler_of`: on CPUs `Sampler.sample`, to note its log-probs; not for speed, but for exact ratios under top_p.
 - `PlainSteps`: `Scheduler.schedule` and `Scheduler.update_from_output`, their loops over requests.
-- `add_one_adapter`: on CPUs `PunicaWrapperCPU.add_lora_linear`, which copies A and B for each token.
 - `widen_attention`: `triton_unified_attention._get_tile_size`, the number of keys that are read at once.
 - `widen_logprobs`: `logprob.compute_topk_scores`, how it launches its two kernels.
 
@@ -21,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 # Most ids that all tokens of a call may be chosen from: half a GiB, which the driver and every learner hold too
 MAX_KEPT = 2**27
@@ -144,7 +142,7 @@ class SampledTokens:
 
 
 def model_runner_of(llm: Any) -> Any:
-    """Return the model runner of this rank's engine, which holds the model, the sampler and the adapters."""
+    """Return the model runner of this rank's engine, which holds the model and the sampler."""
     (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
     return runner
 
@@ -173,29 +171,6 @@ def sampler_of(llm: Any) -> Any:
 
         sampler.sample = sample_and_note
     return sampler
-
-
-def add_one_adapter(punica: Any) -> None:
-    """Add LoRA's B A x to a layer's output by two products, for all tokens at once. They must have the same adapter.
-
-    Replaces `add_lora_linear` of vllm/lora/punica_wrapper/punica_cpu.py, where each token may have another adapter.
-    Without this, the products of a prefill with adapters of rank 16 take 50 times as long, and most of a CPU's time.
-    """
-
-    def add_lora_linear(
-        output_TO: Tensor,
-        input_TI: Tensor,
-        a: tuple[Tensor, ...],
-        b: tuple[Tensor, ...],
-        scale: float,
-        sizes: tuple[int, ...],
-        **_: Any,
-    ) -> None:
-        # several layers that vLLM computes as one, such as q_proj, k_proj and v_proj
-        for part_TO, a_RI, b_OR in zip(output_TO.split(sizes, dim=1), a, b, strict=True):
-            part_TO += scale * (input_TI @ a_RI[0, 0].T) @ b_OR[0, 0].T
-
-    punica.add_lora_linear = add_lora_linear
 
 
 class PlainSteps:

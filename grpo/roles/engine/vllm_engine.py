@@ -38,34 +38,26 @@ ENVIRONMENT = {
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
 HOPPER = (9, 0)  # H100 and H200, on which triton's attention was measured
-# Engine options that vLLM's CPU backend gets wrong: seeded requests whose prompt is prefilled in pieces crash it, and
-# its sampler of drafted tokens divides by uninitialised memory where the temperature should be.
+# Engine options that vLLM's CPU backend gets wrong: seeded requests whose prompt is prefilled in pieces crash it, its
+# sampler of drafted tokens divides by uninitialised memory where the temperature should be, and its kernel for experts
+# ends the process by signal 11 where a rank has some of them.
 WRONG_ON_CPU = {
     **dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens"), "must prefill prompts whole"),
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model"), "samples drafted tokens at a wrong temperature"
     ),
+    "enable_expert_parallel": "crashes with the experts of a layer on several ranks",
 }
 
 
-def check_engine(
-    config: GeneratorConfig, hf: PretrainedConfig, dtype: str = "bfloat16", only_adapters: bool = False
-) -> None:
-    """Raise ValueError for what this machine's vLLM cannot do or gets wrong. It does not import vLLM.
-
-    dtype: of the weights. only_adapters: the engine is to hold LoRA's adapters beside its weights.
-    """
+def check_engine(config: GeneratorConfig, hf: PretrainedConfig, *, on_gpu: bool) -> None:
+    """Raise ValueError for what vLLM cannot do or gets wrong, on a GPU or on a CPU. It does not import vLLM."""
     if (has_experts(hf) or has_states(hf)) and "quantization" in config.engine:
         raise ValueError(
             "generator.engine quantization of a mixture of experts, or of gated delta nets, is not supported: nobody "
             "has seen vLLM quantize them again in a weight sync; leave it out"
         )
-    if torch.cuda.is_available():
-        if only_adapters and dtype == "float32":
-            raise ValueError(
-                "trainer.lora_sync=adapters does not go with model.dtype=float32 on a GPU, where vLLM's kernels for "
-                "adapters take bfloat16 alone; set --trainer.lora-sync merged"
-            )
+    if on_gpu:
         return
     if has_states(hf):
         raise ValueError(

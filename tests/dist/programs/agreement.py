@@ -24,7 +24,8 @@ from grpo.config import (
 )
 from grpo.data.batches import make_batch, sample_of
 from grpo.metrics import StepMetrics
-from grpo.models.export import hf_tensors, peft_name, stacked_shapes
+from grpo.models.export import hf_tensors
+from grpo.models.lora import adapted_layers
 from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch
 from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
@@ -51,7 +52,7 @@ def main() -> None:
     roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
     folder = config.model.path
     generator = (
-        Generator(config.generator, config.model, config.data, config.seed, folder, [1], roles, None, config.trainer)
+        Generator(config.generator, config.model, config.data, config.seed, folder, [1], roles)
         if roles.generates
         else None
     )
@@ -98,8 +99,6 @@ def main() -> None:
         if roles.is_driver:
             errors = f"generator {generator_error:.1e}, reference {reference_error:.1e}, unsynced {stale_error:.1e}"
             print(f"version {version}: {errors}", flush=True)
-        if config.trainer.lora_sync == "adapters":
-            assert_adapters_are_guarded(version, trainer, generator, config, roles)
         sync_weights(trainer, generator, version + 1, roles)
         assert_check(version, True, trainer, generator, config, roles)
     close_roles(roles, generator.close if generator else None)
@@ -168,41 +167,10 @@ def assert_check(
         refused = "the generator does not hold the policy's weights" in str(error)
         if not refused:
             raise
-    compares = roles.trains or (roles.generates and config.trainer.lora_sync == "adapters")
-    assert refused == (compares and not synced), f"version {version}, synced {synced}: refused {refused}"
+    assert refused == (roles.trains and not synced), f"version {version}, synced {synced}: refused {refused}"
     if trainer:
         assert trainer.num_loss_tokens == 0 and all(p.grad is None for p in trainer.model.module.parameters())
         assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(trainer).items())
-
-
-def assert_adapters_are_guarded(
-    version: int, trainer: Trainer | None, generator: Generator | None, config: GRPOConfig, roles: Roles
-) -> None:
-    """An engine that keeps its first adapters is found, and one whose only fault is the last bit of one number.
-
-    Every rank calls it.
-    """
-    if generator:
-        (manager,) = generator.llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)
-        remove, manager.remove_adapter = manager.remove_adapter, lambda name: False  # so vLLM keeps what it has
-    sync_weights(trainer, generator, version + 1, roles)
-    if version > 0:  # before that it has none to keep
-        assert_check(version, False, trainer, generator, config, roles)
-    if generator:
-        manager.remove_adapter = remove
-    sync_weights(trainer, generator, version + 1, roles)
-    held = None
-    if generator:
-        layer = manager.modules["model.layers.1.self_attn.o_proj"]
-        held = layer.lora_b_stacked[0][0, 0, 0]
-        held[1] = torch.nextafter(held[1], torch.tensor(torch.inf))
-    prompts = [Prompt(index=0, ids=PROMPTS[0])]
-    try:
-        check_sync(prompts, trainer, generator, config.model.dtype, roles)
-    except RuntimeError as error:
-        assert "o_proj.lora_B.weight" in str(error) and not roles.trains
-    else:
-        assert not roles.generates
 
 
 def difference(batch: TrainBatch, trainer: Trainer, roles: Roles) -> float:
@@ -243,8 +211,8 @@ def start_logprobs(start: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
 
 def is_trained(name: str, trainer: Trainer) -> bool:
     """Whether the tensor of this HF name learns; with LoRA only those with an adapter do."""
-    place = name.removesuffix(".weight")
-    return not trainer.config.lora_rank or peft_name(place, "A") in stacked_shapes(trainer.model, only_adapters=True)
+    adapted = {f"{layer.name}.weight": layer for layer in adapted_layers(trainer.model.module)}
+    return not adapted or name in trainer.model.names.to_hf(adapted)
 
 
 def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:

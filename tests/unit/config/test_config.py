@@ -45,11 +45,11 @@ OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 MAX_WEIGHT = {"algorithm.loss": "reinforce", "algorithm.loss_options": {"max_importance_weight": 2}}
 CLASSES = {"environment.classes": {"a": "x.py:A", "b": "x.py:B"}}
 KIND = {"data.environment_column": "kind"}
-TOOLS = {"environment.tools": ("calculator",)}
-PENALTY = {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1}
+TOOLS = {"environment.tools": ("python",)}
 EACH_TURN = {"algorithm.advantages": "return_to_go"}
 ROUNDED = {"trainer.moments": "bfloat16"}
 CARRY_8 = {"sampling.carry_over": 8}
+DPPO = "configs/examples/methods/dppo.py:dppo"
 CORRECTION, LOW = "algorithm.importance_correction", "algorithm.importance_correction_low"
 # What is changed in the defaults (4 trainers, 4 generators, 32 prompts of 8 completions), and what the message has
 REFUSED_IN_GRPO = [
@@ -68,10 +68,6 @@ REFUSED_IN_GRPO = [
     (
         {"trainer.optimizer": "muon", "trainer.lora_rank": 8},
         "muon does not go with trainer.lora_rank=8: .*optimizer adamw",
-    ),
-    (
-        {"trainer.lora_sync": "adapters", "trainer.lora_rank": 513},
-        "goes up to rank 512, .*lora_rank=513; .*lora-sync merged",
     ),
     ({"algorithm.loss": "ppo"}, "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo"),
     ({"algorithm.advantages": "gruop_std"}, "algorithm.advantages='gruop_std' is unknown; use group_std, group_mean"),
@@ -106,25 +102,22 @@ REFUSED_IN_GRPO = [
     ({"sampling.carry_over": 32}, "carry_over=32 must be below prompts_per_step=32"),
     (CARRY_8 | {"generator.stop": ("END",)}, "generator.stop, .* does not go with sampling.carry_over"),
     ({"reward.functions": {}}, "reward.functions is empty"),
+    ({"reward.passes": "accuracy"}, "reward.passes='accuracy' .* name one of math_reward, thinking_reward"),
     (ONLY_TEACHER | {"evaluation.interval": 1}, "reward.functions is empty"),
     (ONLY_TEACHER | {"sampling.dynamic": True}, "reward.functions is empty"),
     ({"environment.name": "calculator"}, "environment.name .* 'calculator', which names no class .* environment.tools"),
     (CLASSES, "environment.classes needs data.environment_column"),
     (KIND, "data.environment_column needs environment.classes"),
-    (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds does not go with .*answer_steps"),
     (TOOLS | {"sampling.carry_over": 1, CORRECTION: "truncate"}, "carry_over does not go with an environment"),
     (TOOLS | {"generator.stop": ("END",)}, "generator.stop, .* with an environment: .* use generator.stop_token_ids"),
     (TOOLS | {"generator.sampling": {"min_tokens": 8}}, "generator.sampling .* with an environment: .* each turn"),
     (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template .* with an environment: it has no turns"),
     (TOOLS | {"reward.functions": {}}, "reward.functions is empty; name one, .* or an environment"),
     (EACH_TURN, "return_to_go needs an environment: .* use rloo"),
-    (PENALTY | {"algorithm.advantages": "gdpo"}, "kl_in=reward does not go with .*=gdpo: the penalty is part of no"),
-    (PENALTY | {"algorithm.advantages": "maxrl"}, "kl_in=reward does not go with .*=maxrl: .* fall below it"),
-    ({"algorithm.loss": "dppo", CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
-    (
-        {"algorithm.loss": "dppo", "algorithm.old_logprobs": "policy", CORRECTION: "none", "overlap_steps": 1},
-        "none with old_logprobs=policy",
-    ),
+    ({"algorithm.loss": "dppo"}, "'dppo' is not built in; name its file, --algorithm.loss configs/.*/dppo.py:dppo,"),
+    ({"algorithm.advantages": "gdpo"}, "name its file, --algorithm.advantages configs/.*/methods/gdpo.py:gdpo"),
+    ({"algorithm.old_logprobs": "generator", CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
+    ({"algorithm.loss": DPPO, CORRECTION: "none", "overlap_steps": 1}, "none with old_logprobs=policy"),
     (
         {"checkpoint.push_to_hub": "a/b", "checkpoint.export": False},
         "push_to_hub uploads what checkpoint.export writes",
@@ -236,6 +229,13 @@ def test_adapters_at_a_learning_rate_for_all_weights_are_said(config_type):
     assert "trainer.learning_rate=1e-06 hardly moves adapters" in said and "--trainer.learning-rate 1e-5" in said
     for rate in (0.0, 1e-5):
         assert cautions(change(lora, {"trainer.learning_rate": rate})) == []
+
+
+def test_random_weights_at_a_rate_for_trained_ones_are_said():
+    built = change(SFTConfig(), {"model.path": "toys.py:model"})
+    (said,) = cautions(built)
+    assert "learning_rate=1e-06 hardly moves a model that starts from random" in said and "-rate 1e-3" in said
+    assert cautions(change(built, {"trainer.learning_rate": 1e-3})) == []
 
 
 @pytest.mark.parametrize("coarse", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8_per_tensor"}])
@@ -501,16 +501,15 @@ def test_a_loss_brings_its_papers_defaults(loss):
         ({"old_logprobs": "generator"}, "none"),  # the ratio has the generator in it already
         ({"importance_correction": "none"}, "none"),
         ({"old_logprobs": "generator", "importance_correction": "mask_sequences"}, "mask_sequences"),
-        ({"loss": "dppo"}, "none"),  # so does its paper's
-        ({"loss": "dppo", "old_logprobs": "policy"}, "truncate"),
     ],
 )
 def test_default_correction(given, expected):
     assert AlgorithmConfig(**given).resolved.importance_correction == expected
 
 
-def test_dppo_needs_no_correction_for_older_weights():
-    validate(change(GRPOConfig(), {"algorithm.loss": "dppo", "overlap_steps": 1, **CARRY_8}))
+def test_a_loss_of_ones_own_needs_no_correction_for_older_weights():
+    loss = {"algorithm.loss": DPPO, "algorithm.old_logprobs": "generator"}
+    validate(change(GRPOConfig(), {**loss, "overlap_steps": 1, **CARRY_8}))
 
 
 def test_recipe_text_neither_continues_nor_deletes_the_run_it_describes():
@@ -534,6 +533,31 @@ def test_a_recipe_starts_from_another_one(tmp_path, monkeypatch):
     assert load_recipe(one, GRPOConfig) == expected
     two = write(tmp_path / "two.py", 'config = c.change("sub/one.py", {"algorithm": c.AlgorithmConfig()})')
     assert load_recipe(two, GRPOConfig) == GRPOConfig(group_size=4, num_steps=3)
+
+
+def test_a_path_of_a_recipe_starts_in_this_folder_or_else_in_the_recipes(tmp_path, monkeypatch):
+    """Every kind of field that names a file: a name, a tuple, a table's names or values. A flag's path is of here."""
+    names = ("mine.py", "rows.jsonl", "chat.jinja", "both.py", "here/both.py")
+    (tmp_path / "here").mkdir()
+    for name in names:
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path / "here")
+    named = {
+        "algorithm.loss": "mine.py:loss",
+        "reward.functions": {"mine.py:f": 1.0, "both.py:f": 1.0, "math_reward": 1.0},
+        "data.path": "rows.jsonl:train[:9]",
+        "data.prompt_template": "chat.jinja",
+        "environment.tools": ("mine.py:tool", "calculator"),
+        "model.path": "none/there",
+    }
+    recipe = load_recipe(write(tmp_path / "one.py", f"config = c.change(c.GRPOConfig(), {named!r})"), GRPOConfig)
+    assert recipe.algorithm.loss == f"{tmp_path}/mine.py:loss"
+    assert [*recipe.reward.functions] == [f"{tmp_path}/mine.py:f", "both.py:f", "math_reward"]
+    assert recipe.data.path == f"{tmp_path}/rows.jsonl:train[:9]"
+    assert recipe.data.prompt_template == f"{tmp_path}/chat.jinja"
+    assert recipe.environment.tools == (f"{tmp_path}/mine.py:tool", "calculator")
+    assert recipe.model.path == "none/there"
+    assert load(GRPOConfig, str(tmp_path / "one.py"), ["--algorithm.loss", "mine.py:x"]).algorithm.loss == "mine.py:x"
 
 
 # What a recipe's lines do, from line 2 on, and the message after `path, `

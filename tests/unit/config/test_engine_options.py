@@ -6,7 +6,6 @@ import pathlib
 import types
 
 import pytest
-import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from grpo.config import GeneratorConfig, GRPOConfig, change
@@ -32,7 +31,7 @@ REFUSED = [
     ("engine", {"model": "a"}, "the folder of model.path"),
     ("engine", {"tensor_parallel_size": 2}, "use generator.tensor_parallel"),
     ("engine", {"enable_sleep_mode": True}, "use generator.sleep"),
-    ("engine", {"enable_lora": True}, "use trainer.lora_sync"),
+    ("engine", {"enable_lora": True}, "merges LoRA's adapters"),
     ("engine", {"logprobs_mode": "raw_logprobs"}, "the trainer needs"),
     ("engine", {"moe_backend": "cutlass"}, "a weight sync writes experts where triton reads them"),
     ("engine", {"enable_return_routed_experts": True}, "nothing reads which experts"),
@@ -60,19 +59,16 @@ def test_what_would_break_a_run_is_refused_with_the_reason(table, options, messa
 def test_what_a_mixture_of_experts_cannot_have_is_refused():
     engine = GeneratorConfig(engine={"quantization": "fp8_per_tensor"})
     with pytest.raises(ValueError, match="^generator.engine quantization .*leave it out"):
-        check_engine(engine, Qwen3MoeConfig(head_dim=64))
-    check_engine(engine, Qwen3Config(head_dim=64))
+        check_engine(engine, Qwen3MoeConfig(head_dim=64), on_gpu=False)
+    check_engine(engine, Qwen3Config(head_dim=64), on_gpu=False)
 
 
-def test_adapters_in_float32_need_a_cpu(monkeypatch):
-    """vLLM's kernels for them assert another dtype, when the engine starts on a GPU."""
-    hf = Qwen3Config(head_dim=64)
-    check_engine(GeneratorConfig(), hf, "float32", only_adapters=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="^trainer.lora_sync=adapters .*model.dtype=float32 .*lora-sync merged"):
-        check_engine(GeneratorConfig(), hf, "float32", only_adapters=True)
-    check_engine(GeneratorConfig(), hf, "bfloat16", only_adapters=True)
-    check_engine(GeneratorConfig(), hf, "float32")
+def test_experts_on_several_ranks_need_a_gpu():
+    """On a CPU vLLM ends by signal 11."""
+    engine = GeneratorConfig(engine={"enable_expert_parallel": True})
+    with pytest.raises(ValueError, match="^generator.engine enable_expert_parallel needs a GPU"):
+        check_engine(engine, Qwen3MoeConfig(head_dim=64), on_gpu=False)
+    check_engine(engine, Qwen3MoeConfig(head_dim=64), on_gpu=True)
 
 
 def test_what_vllm_would_silently_ignore_is_refused():

@@ -187,16 +187,6 @@ def test_a_curriculum_that_cannot_be_used_is_refused(tokenizer, two_sources, cur
             stream_of(config_of(**two_sources, curriculum=f"{curriculum}:{name}"), tokenizer)
 
 
-def test_a_state_of_another_mixture_is_refused(tokenizer, two_sources):
-    state = stream_of(config_of(**two_sources), tokenizer).state_dict()
-    with pytest.raises(ValueError, match=r"has weight=0.7, this run has 0.5; resume with the data sets, weights"):
-        other = config_of(**two_sources | {"weights": {"a": 0.5, "b": 0.3}})
-        stream_of(other, tokenizer).load_state_dict(state)
-    one = config_of(path=two_sources["sources"]["a"])
-    with pytest.raises(ValueError, match=r"has data.sources=\['a', 'b'\], this run has \[''\]"):
-        stream_of(one, tokenizer).load_state_dict(state)
-
-
 def test_sources_whose_own_columns_differ_are_refused(two_sources, tmp_path):
     (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'p', row['answer'][0]: 1}\n")
     data = config_of(**two_sources, row=f"{tmp_path}/mine.py:f")

@@ -1,4 +1,4 @@
-"""A mixture of experts: transformers' numbers, a folder in and out, layers without adapters."""
+"""A mixture of experts: a folder in and out, layers without adapters. Its numbers are in tests/dist/test_parity.py."""
 
 import json
 import pathlib
@@ -10,17 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from grpo.config import ModelConfig, SFTConfig, TrainerConfig, change
-from grpo.data.batches import make_batch
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import export_hf, hf_tensors
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places
 from grpo.run.inputs import open_model_folder
-from grpo.types import MicroBatch, Sample
-from tests.tiny_models import QWEN3_MOE, make_tiny, tensors_of
+from tests.tiny_models import QWEN3_MOE, make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-TOKENS, LAYERS = 25, 2
 EXPERTS = QWEN3_MOE["num_experts"]
 
 
@@ -29,46 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny(tmp_path_factory.mktemp("moe"), "moe")
 
 
-def model_and_batch(folder: str, checkpointing: str) -> tuple[ShardedModel, MicroBatch]:
-    """The model in float32, and one row: a sequence of TOKENS tokens, and padding."""
-    trainer = TrainerConfig(activation_checkpointing=checkpointing, compile=False, micro_batch_tokens=64)
-    model = build_model(ModelConfig(dtype="float32"), trainer, folder, device=torch.device("cpu"), tensor_parallel=1)
-    ids = torch.randint(3, 32, (TOKENS,), generator=torch.Generator().manual_seed(1))
-    batch = make_batch([Sample(ids, torch.arange(TOKENS) > 0, prompt_tokens=1, temperature=1.0)])
-    ((micro, _),) = model.micro_batches(model.pack(batch))
-    return model, micro
-
-
-def run(model: ShardedModel, micro: MicroBatch) -> dict[str, torch.Tensor]:
-    """Log-probs, and gradients of their sum under Hugging Face's names."""
-    logprobs_BT, _ = model.logprobs(micro)
-    logprobs_T = logprobs_BT[0, : TOKENS - 1]
-    logprobs_T.sum().backward()
-    model.drop_copy()
-    weights = [parameter.detach().clone() for parameter in model.module.parameters()]
-    with torch.no_grad():
-        for parameter in model.module.parameters():
-            parameter.copy_(parameter.grad)
-        gradients = dict(hf_tensors(model, torch.float32))
-        for parameter, weight in zip(model.module.parameters(), weights, strict=True):
-            parameter.copy_(weight)
-            parameter.grad = None
-    return gradients | {"log-probs": logprobs_T.detach()}
-
-
-def test_log_probs_and_all_gradients_equal_transformers(folder: str):
-    """Those of the gates too."""
-    model, micro = model_and_batch(folder, "none")
-    found = run(model, micro)
-    original = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = micro.ids_BT[:, :TOKENS]
-    logprobs_T = original(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    logprobs_T.sum().backward()
-    expected = tensors_of(original, gradients=True) | {"log-probs": logprobs_T.detach()}
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (found[name] - value).abs().max() < 1e-5 * value.abs().max(), name
-    assert all(found[f"model.layers.{layer}.mlp.gate.weight"].abs().max() > 0 for layer in range(LAYERS))
+def model_of(folder: str) -> ShardedModel:
+    trainer = TrainerConfig(compile=False)
+    return build_model(ModelConfig(dtype="float32"), trainer, folder, device=torch.device("cpu"), tensor_parallel=1)
 
 
 def test_an_exported_folder_is_the_one_it_came_from(folder: str, tmp_path: pathlib.Path):
@@ -76,7 +36,7 @@ def test_an_exported_folder_is_the_one_it_came_from(folder: str, tmp_path: pathl
 
     Whoever may read config.json may read the weights too.
     """
-    model, _ = model_and_batch(folder, "none")
+    model = model_of(folder)
     export_hf(model, tmp_path / "model", torch.float32)
     before, after = (load_file(path / "model.safetensors") for path in (pathlib.Path(folder), tmp_path / "model"))
     assert f"model.layers.1.mlp.experts.{EXPERTS - 1}.down_proj.weight" in before
@@ -109,7 +69,7 @@ def test_the_files_of_a_folder_may_have_any_names(folder: str, tmp_path: pathlib
     for file in set(files.values()):
         save_file({name: tensors[name] for name in tensors if files[name] == file}, split / file)
     (split / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    model, _ = model_and_batch(str(split), "none")
+    model = model_of(str(split))
     read = dict(hf_tensors(model, torch.float32))
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
@@ -122,8 +82,3 @@ def test_experts_are_not_updated_by_muon(folder: str):
     with pytest.raises(ValueError, match=f"muon does not go with .* {EXPERTS} experts: .*--trainer.optimizer adamw"):
         open_model_folder(config)
     open_model_folder(change(config, {"trainer.optimizer": "adamw"}))
-
-
-def test_an_engine_with_adapters_beside_experts_is_refused(folder: str):
-    with pytest.raises(ValueError, match="does not go with a mixture of experts .*--trainer.lora-sync merged"):
-        adapted_places(read_hf_config(folder), TrainerConfig(lora_rank=4, lora_sync="adapters"))

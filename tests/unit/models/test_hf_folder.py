@@ -1,6 +1,5 @@
 """Which config.json is accepted, which refused and why; those of the hub, without fields that nothing reads."""
 
-import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -11,9 +10,8 @@ import pytest
 import transformers
 
 from configs.examples.toys import addition_tokenizer
-from grpo.models.families import rotary_parameters, windows_of
-from grpo.models.hf_folder import FAMILIES, read_hf_config, resolve_folder, stop_token_ids, tensors_of
-from grpo.models.known_fields import ALL_READ, IRRELEVANT, READ, READ_BY, unread_fields
+from grpo.models.families import FAMILIES, HARMLESS, READ, TELLTALE, rotary_parameters, windows_of
+from grpo.models.hf_folder import read_hf_config, resolve_folder, stop_token_ids, tensors_of
 
 
 def model(kind: str, sizes: tuple[int, ...], **more) -> dict:
@@ -112,11 +110,13 @@ QWEN3_5 = {  # as on the hub, with a vision encoder
 }
 MISTRAL_7B_V0_1 = MISTRAL_7B_V0_3 | {"vocab_size": 32000, "rope_theta": 10000.0, "sliding_window": 4096}
 YARN = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
+HARMLESS_FIELDS = {"rope_interleaved": False, "_attn_implementation": "sdpa", "unsloth_fixed": True, "is_causal": True}
+HARMLESS_FIELDS |= {"attention_dropout": 0.1, "pretraining_tp": 2, "num_my_experts": 0}
 ACCEPTED = {  # config.json, (rope type, rope theta) of layers without a window
     "Qwen2.5-7B": (QWEN2_5_7B, ("default", 1e6)),
     "Qwen2.5-7B, YaRN": (QWEN2_5_7B | YARN, ("yarn", 1e6)),
     "R1-Distill-Qwen-7B": (R1_DISTILL_QWEN_7B, ("default", 1e4)),
-    "Llama-3.1-8B": (LLAMA3_1_8B, ("llama3", 5e5)),
+    "Llama-3.1-8B": (LLAMA3_1_8B | HARMLESS_FIELDS, ("llama3", 5e5)),
     "Gemma-3-1B": (GEMMA3_1B, ("default", 1e6)),
     "OLMo-3-7B": (OLMO3_7B, ("yarn", 5e5)),
     "Granite-3.1-2B": (GRANITE3_2B, ("default", 5e6)),
@@ -188,29 +188,12 @@ REFUSED = {  # what is wrong: (config.json, the reason)
         MISTRAL_7B_V0_3 | {"model_type": "mixtral", "num_local_experts": 8},
         "is a mixtral model; only qwen3, qwen2, llama, ",
     ),
-    "unknown to transformers": ({"model_type": "my_model", "auto_map": {}}, "is a my_model model; only qwen3"),
-    "images": (
-        {"model_type": "gemma3", "text_config": GEMMA3_1B},
-        "is a gemma3 model; only qwen3",
-    ),
     "soft cap": (GEMMA3_1B | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
-    "another GELU": (GEMMA3_1B | {"hidden_activation": "gelu"}, "only gelu_pytorch_tanh"),
-    "dynamic rope in some layers": (
-        OLMO3_7B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        "rope_type dynamic",
-    ),
-    "window of SmolLM3": (
-        SMOLLM3_3B | {"sliding_window": 512, "use_sliding_window": True},
-        "sliding_window=512 is not",
-    ),
-    "no model_type": ({"hidden_size": 64}, "is a None model; only qwen3"),
     "GPTQ": (QWEN2_5_7B | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized weights"),
     "dynamic rope": (LLAMA3_1_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
-    "rope over a part": (LLAMA3_1_8B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "multimodal rope": (R1_DISTILL_QWEN_7B | {"use_mrope": True}, "use_mrope"),
     "biases elsewhere": (LLAMA3_1_8B | {"attention_bias": True}, "attention_bias and mlp_bias are not supported"),
     "another activation": (LLAMA3_1_8B | {"hidden_act": "gelu"}, "hidden_act gelu is not supported, only silu"),
-    "experts beside states": (QWEN3_5 | {"model_type": "qwen3_5_moe"}, "is a qwen3_5_moe model; only qwen3"),
     "another gate": (QWEN3_5_TEXT | {"output_gate_type": "sigmoid"}, "output_gate_type sigmoid is not supported"),
     "no gate on attention": (QWEN3_5_TEXT | {"attn_output_gate": False}, "attn_output_gate=false is not supported"),
     "states alone": (QWEN3_5_TEXT | {"layer_types": ["linear_attention"] * 24}, "layer_types has no full_attention"),
@@ -228,22 +211,9 @@ REFUSED = {  # what is wrong: (config.json, the reason)
         QWEN3_1_7B | {"layer_types": ["sliding_attention"] * 28},
         "sliding_attention in layer_types is not supported for model_type qwen3",
     ),
-    "windows of Llama": (
-        LLAMA3_1_8B | {"layer_types": ["sliding_attention"] * 32},
-        "sliding_attention in layer_types is not supported for model_type llama",
-    ),
-    "windows of Granite": (
-        GRANITE3_2B | {"layer_types": ["sliding_attention"] * 40},
-        "sliding_attention in layer_types is not supported for model_type granite",
-    ),
-    "another attention": (
-        OLMO3_7B | {"layer_types": ["sliding_attention", "chunked_attention"] * 16},
-        "chunked_attention",
-    ),
     "a layer too few": (OLMO3_7B | {"layer_types": ["full_attention"] * 31}, "layer_types"),
     "no window": (MISTRAL_7B_V0_1 | {"sliding_window": -1}, "sliding_window is -1"),
     "what other families read": (LLAMA3_1_8B | {"logits_scaling": 8.0}, "logits_scaling=8.0 is not supported"),
-    "layers without positions": (LLAMA3_1_8B | {"no_rope_layers": [1, 0] * 16}, "no_rope_layers=[1, 0"),
     "what vLLM alone reads": (
         QWEN2_5_7B | {"dual_chunk_attention_config": {"chunk_size": 262144}},
         "dual_chunk_attention_config={'chunk_size': 262144} is not supported for model_type qwen2",
@@ -256,6 +226,7 @@ REFUSED = {  # what is wrong: (config.json, the reason)
         QWEN3_1_7B | {"rope_scaling": YARN["rope_scaling"] | {"attn_factor": 0.8782488562869419}},
         "attn_factor=0.8782488562869419 of rotary positions (rope_parameters, rope_scaling) is not supported; replace",
     ),
+    "a field that nobody knows": (LLAMA3_1_8B | {"use_my_norm": True}, "use_my_norm=True is not supported"),
     "an encoder": (LLAMA3_1_8B | {"is_causal": False}, "is_causal=False"),
     "a shared expert": (QWEN3_30B_A3B | {"shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size"),
     "reward model": (
@@ -275,30 +246,28 @@ def test_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_field_that_transformers_declares_is_understood(family):
-    declared = {field.name for field in dataclasses.fields(type(transformers.AutoConfig.for_model(family)))}
-    assert declared <= READ | READ_BY[family] | IRRELEVANT
-    assert not IRRELEVANT & ALL_READ
+def test_what_a_family_of_transformers_writes_is_read(family, tmp_path):
+    """A field that a new version adds shows here."""
+    config = transformers.AutoConfig.for_model(family)
+    raw = getattr(config, "text_config", config).to_dict()
+    unknown = {name for name in raw if TELLTALE.search(name) and not HARMLESS.search(name)}
+    assert unknown <= READ | FAMILIES[family].reads
+
+
+# Names that say nothing, and which `unsupported_fields` or the shapes of the weights judge
+JUDGED = {"mlp_only_layers", "layer_types", "head_dim", "num_key_value_heads"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_field_that_vllm_looks_for_is_understood(family):
+def test_what_vllm_looks_for_is_read_or_has_a_telltale_name(family):
     """In the source of its models: fields that they read where a config has them."""
     files = {"gemma3_text": "gemma3", "smollm3": "llama", "olmo3": "llama", "qwen3_5_text": "qwen3_5"}
     file = files.get(family, family)
     models = pathlib.Path(importlib.util.find_spec("vllm").origin).parent / "model_executor/models"
     text = (models / f"{file}.py").read_text()
     looked_for = {*re.findall(r'(?:getattr|hasattr)\(\s*(?:self\.)?config,\s*"(\w+)"', text)}
-    assert len(looked_for) > 1 or family == "gemma3_text"
-    assert looked_for <= ALL_READ
-
-
-def test_fields_that_nothing_reads_are_named_if_they_sound_as_if_they_mattered(tmp_path):
-    raw = LLAMA3_1_8B | {"rope_interleaved": False, "_attn_implementation": "sdpa", "unsloth_fixed": True}
-    raw |= {"attention_dropout": 0.1, "pretraining_tp": 2, "use_my_norm": True, "num_my_experts": 0}
-    assert unread_fields(raw, read_hf_config(folder_of(tmp_path, raw))) == ["use_my_norm"]
-    for accepted, _ in ACCEPTED.values():
-        assert not unread_fields(accepted, read_hf_config(folder_of(tmp_path, accepted)))
+    assert {name for name in looked_for if not TELLTALE.search(name)} <= JUDGED
+    assert not any(HARMLESS.search(name) for name in looked_for)
 
 
 def test_a_hub_model_is_refused_before_its_weights_are_downloaded(tmp_path, monkeypatch):

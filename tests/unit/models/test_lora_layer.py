@@ -85,8 +85,7 @@ def test_gradients_in_bfloat16_and_compiled():
 
 def test_peft_gets_the_name_of_the_base_and_its_revision(layer, tmp_path, monkeypatch):
     """PEFT takes NAME@REVISION for a name of the hub. A folder may have an @ in its path."""
-    name = export.peft_name("model.layers.0.self_attn.o_proj", "A")
-    monkeypatch.setattr(export, "hf_tensors", lambda *_, **__: [(name, layer.lora_a.detach())])
+    names = SimpleNamespace(to_hf=lambda layers: {"model.layers.0.self_attn.o_proj.weight": layer})
     monkeypatch.setattr(export.dist, "get_rank", lambda: 0)
     folder = tmp_path / "me@here"
     folder.mkdir()
@@ -96,6 +95,6 @@ def test_peft_gets_the_name_of_the_base_and_its_revision(layer, tmp_path, monkey
         str(folder): (str(folder), None),
     }
     for base, expected in bases.items():
-        export.export_adapters(SimpleNamespace(module=layer, name=base), tmp_path / "adapter")
+        export.export_adapters(SimpleNamespace(module=layer, name=base, names=names), tmp_path / "adapter")
         config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
         assert (config["base_model_name_or_path"], config["revision"]) == expected

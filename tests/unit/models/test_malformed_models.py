@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from configs.examples import toys
 from grpo.config import DataConfig, GRPOConfig, ModelConfig
 from grpo.data import toy
-from grpo.models.hf_folder import stop_token_ids
+from grpo.models.hf_folder import MOST, stop_token_ids
 from grpo.run.inputs import open_model_folder
 from grpo.watch.failures import BadInput, refuse_bad_input
 from tests.tiny_models import SMALL
@@ -59,13 +59,9 @@ def test_the_folder_that_the_others_are_copies_of(good: pathlib.Path):
 
 GARBAGE = {
     "nothing": b"",
-    "NUL bytes": bytes(1000),
     "no UTF-8": b"\xff\xfe\xfa",
     "half of it": None,
     "a list": b"[]",
-    "a number": b"3",
-    "text": b'"text"',
-    "null": b"null",
     "deep nesting": b'{"a": ' + b"[" * 100_000,
     "a page of HTML": b"<!DOCTYPE html><html><body>404</body></html>",
     "a pointer of git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
@@ -110,6 +106,28 @@ def set_tensors(change: Callable[[dict[str, torch.Tensor]], object]):
     return spoil
 
 
+def set_numbers(value: float):
+    """Put a value behind the first row of a tensor."""
+    return set_tensors(lambda tensors: tensors[TENSOR][3].fill_(value))
+
+
+def set_dtype(dtype: torch.dtype):
+    return set_tensors(lambda tensors: tensors.update({TENSOR: tensors[TENSOR].to(dtype)}))
+
+
+def put_a_pipe(folder: pathlib.Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def set_endless_expression(folder: pathlib.Path) -> None:
+    """One that goes back without end over a word, for which the library in Rust panics."""
+    table = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"Regex": r"((\w|_)+)+\z(?<=b)"}
+    table["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+
+
 def add_eos(folder: pathlib.Path) -> None:
     """A token more, without a row for it."""
     tokenizer = toys.addition_tokenizer()
@@ -120,22 +138,11 @@ def add_eos(folder: pathlib.Path) -> None:
 # name: (how to spoil the folder, what is said)
 SPOILED = {
     "width as text": (set_config(hidden_size="64"), "hidden_size"),
-    "width of nothing": (set_config(hidden_size=None), "hidden_size"),
-    "width of 0": (set_config(hidden_size=0), "hidden_size"),
-    "negative width": (set_config(hidden_size=-64), "hidden_size"),
     "a fraction of a layer": (set_config(num_hidden_layers=1.5), "num_hidden_layers"),
-    "no layer": (set_config(num_hidden_layers=0), "num_hidden_layers"),
-    "no heads": (set_config(num_attention_heads=0), "num_attention_heads"),
-    "no key-value heads": (set_config(num_key_value_heads=0), "num_key_value_heads"),
     "heads that do not divide": (set_config(num_key_value_heads=3), "num_key_value_heads"),
-    "no vocabulary": (set_config(vocab_size=0), "vocab_size"),
-    "vocabulary as text": (set_config(vocab_size="many"), "vocab_size"),
     "positions as text": (set_config(max_position_embeddings="512"), "max_position_embeddings"),
-    "positions of nothing": (set_config(max_position_embeddings=None), "max_position_embeddings"),
     "a list as model_type": (set_config(model_type=["qwen3"]), "['qwen3'] model"),
     "no model_type": (set_config(model_type=None), "None"),
-    "architectures as text": (set_config(architectures=3), "architectures"),
-    "rotary positions as text": (set_config(rope_parameters="yarn"), "rope_parameters"),
     "rotary positions unheard of": (set_config(rope_parameters={"rope_type": "x", "rope_theta": 1e4}), "rope_type"),
     "quantization as text": (set_config(quantization_config="int4"), "quantization_config"),
     "an activation unheard of": (set_config(hidden_act="magic"), "hidden_act"),
@@ -157,7 +164,24 @@ SPOILED = {
         add_eos,
         "the eos_token '<end>' (32), beyond the model's vocab_size=32",
     ),
-    "a tensor of NaN": (set_tensors(lambda tensors: tensors[TENSOR].fill_(float("nan"))), f"{TENSOR} holds NaN"),
+    "NaN": (set_numbers(float("nan")), f"{TENSOR} holds NaN"),
+    "an infinite weight": (set_numbers(-float("inf")), f"{TENSOR} holds NaN or infinite values"),
+    "whole numbers": (set_dtype(torch.int8), f"{TENSOR} has dtype I8"),
+    "8-bit floats": (set_dtype(torch.float8_e4m3fn), f"{TENSOR} has dtype F8_E4M3"),
+    "float64": (set_dtype(torch.float64), f"{TENSOR} has dtype F64"),
+    "a pipe as weights": (put_a_pipe, "model.safetensors is not a file"),
+    "an endless expression": (set_endless_expression, "PanicException"),
+    "a billion layers": (set_config(num_hidden_layers=10**9, layer_types=None), "num_hidden_layers is 1000000000"),
+    "more layers than tensors": (set_config(num_hidden_layers=900, layer_types=None), "has num_hidden_layers=900"),
+    "ten billion labels": (set_config(num_labels=10**10), "num_labels is 10000000000"),
+    "a billion positions": (set_config(max_position_embeddings=10**9), "max_position_embeddings is 1000000000"),
+    "no heads to divide by": (set_config(num_attention_heads=0, head_dim=None), "num_attention_heads is 0"),
+    "a model within the model": (set_config(text_config={}), "text_config"),
+    "NaN in a norm": (set_config(rms_norm_eps=float("nan")), "rms_norm_eps has nan"),
+    "an infinite number": (set_config(rope_parameters={"rope_theta": float("inf")}), "rope_theta has inf"),
+    "frequencies without end": (set_config(rope_parameters={"rope_theta": 0}), "'rope_theta': 0"),
+    "a text as number": (set_config(rope_parameters={"rope_theta": "10000"}), "describes no model"),
+    "a token beyond all": (set_config(eos_token_id=10**30), "eos_token_id has 1000"),
     "weights without the last byte": (cut_weights, "model.safetensors"),
 }
 
@@ -167,6 +191,14 @@ def test_a_folder_with_one_thing_wrong(name: str, folder: pathlib.Path):
     spoil, said = SPOILED[name]
     spoil(folder)
     assert re.search(re.escape(said).replace(r"\.\*", ".*"), refusal(folder))
+
+
+def test_every_count_has_a_least_and_a_most(folder: pathlib.Path):
+    for name, most in MOST.items():
+        for value in (0, -1, most + 1):
+            set_config(**{name: value})(folder)
+            assert f"{name} is {value}, not a whole number from 1" in refusal(folder)
+            set_config(**{name: None})(folder)
 
 
 def test_tensors_that_are_not_read_are_named(folder: pathlib.Path, capsys):
@@ -189,35 +221,20 @@ def test_a_tensor_in_the_files_of_two_saves(folder: pathlib.Path):
 
 # ---- chat templates -------------------------------------------------------------------------------------------------
 
+# More are in tests/unit/data/test_chat.py
 TEMPLATES = {
-    "a tag that does not end": "{% for m in messages %}{{ m.content }}",
-    "an expression that does not end": "{{ messages[0].content",
-    "an unknown tag": "{% magic %}{{ messages[0].content }}",
     "an unknown filter": "{{ messages[0].content | magic }}",
-    "an error of its own": "{{ raise_exception('never\nany chat') }}",
-    "a name that is not there": "{{ messages[0].content + nothing.at.all }}",
-    "a division by zero": "{{ messages[0].content }}{{ 1 / 0 }}",
-    "a text and a number": "{{ messages[0].content + 1 }}",
-    "a list that is too short": "{{ messages[7].content.x }}",
-    "nested loops": "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}"
-    "{% endfor %}{% endfor %}{% endfor %}{{ messages[0].content }}",
-    "a text without end": "{{ messages[0].content * 10**10 }}",
-    "a number without end": "{{ messages[0].content }}{{ 9 ** (9 ** 9) }}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}{{ messages[0].content }}",
+    "the prompt left out": "a constant",
     "a way to Python": "{{ messages[0].content.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
     "an include": "{% include '/etc/passwd' %}{{ messages[0].content }}",
-    "the prompt left out": "a constant",
-    "nothing": "{{ '' }}",
-    "a million characters": "{{ messages[0].content }}{{ 'a' * 2000000 }}",
+    "a number without end": "{{ messages[0].content }}{{ 9 ** (9 ** 9) }}",
 }
-
-
-# The others start a process each, which imports transformers
-QUICK = ("an unknown filter", "an error of its own", "the prompt left out")
+# The last two start a process each, which imports transformers
+SLOW = ("an include", "a number without end")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TEMPLATES]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in TEMPLATES]
 )
 def test_a_chat_template_that_fails(name: str, folder: pathlib.Path):
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])

@@ -277,16 +277,6 @@ def test_generator_by_hand():
     assert halves["KV cache, if all run at full length"] == parts["KV cache, if all run at full length"]
 
 
-def test_an_engine_with_adapters_by_hand():
-    """Llama-3.1-8B, rank 16: inputs and outputs of a block's layers are 2 x (4096 + 4096), 2 x (4096 + 1024) and
-    3 x (4096 + 14336), in 32 blocks; an engine has them twice, in 2 bytes, beside 2 bytes for each weight.
-    """
-    lora = ("--trainer.lora-rank", 16, "--trainer.lora-sync")
-    merged, beside = (generator_gib(sizes(LLAMA3_1_8B), config_of(*lora, sync)) for sync in ("merged", "adapters"))
-    assert beside.pop("adapters") == pytest.approx(2 * 2 * 16 * 32 * 81_920 / 2**30)
-    assert beside == merged
-
-
 def test_the_cache_of_a_window_holds_no_more_than_the_window():
     """Mistral-7B-v0.1: 128 KiB a token as Llama-3.1-8B, 4,096 tokens of 6,144. Gemma-3-1B: 1 KiB a token and layer,
     512 tokens in 22 layers and 6,144 in 4. 128 sequences each.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from configs.examples import toys
 from grpo.config import GRPOConfig, ModelConfig, SFTConfig, TrainerConfig, change
@@ -16,12 +16,10 @@ from grpo.config.checks import check_effects, validate
 from grpo.data import toy
 from grpo.evaluate import load_config
 from grpo.models.hf_folder import check_folder
-from grpo.models.memory import reference_gib, sizes_of, trainer_gib
 from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
 from grpo.run.scorer import Scorer
 from grpo.types import Completion, Prompt, Rollout, TrainBatch
 from tests.tiny_models import SMALL, make_reward_model
-from tests.unit.models.test_memory import QWEN3_1_7B, QWEN3_8B, config_of, sizes
 
 TRAINER = TrainerConfig(micro_batch_tokens=100)
 
@@ -188,37 +186,3 @@ def test_its_score_joins_the_weighted_sum(folder: str, tmp_path: pathlib.Path):
     assert [list(r.failures) for r in found] == [[], [], ["reward_model"], ["reward_model"]]
     assert "not 1 to 99 tokens" in found[2].failures["reward_model"]
     assert "not finite" in found[3].failures["reward_model"]
-
-
-# ---- Memory
-
-
-def test_memory_by_hand():
-    """Of Qwen3-8B's 8,190,735,360 weights, a judge of its shape has not the LM head of 151936 x 4096, but 4096 more.
-
-    In bfloat16 that is 14.1 GiB, over 2 ranks 7.05, where two blocks, embeddings, last norm and score are gathered.
-    """
-    config = config_of("--roles.num-trainers", 2, "--reward.model", "a/judge")
-    judge = hf_of(QWEN3_8B | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1})
-    both = sizes_of(hf_of(QWEN3_1_7B), judge)
-    num_weights = 8_190_735_360 - 151936 * 4096 + 4096
-    assert both.reward_model.parameters == num_weights and both.parameters == sizes(QWEN3_1_7B).parameters
-    parts = trainer_gib(both, config)
-    assert parts["reward model"] == pytest.approx(num_weights * 2 / 2 / 2**30)
-    assert sum(parts.values()) - parts["reward model"] == sum(trainer_gib(sizes(QWEN3_1_7B), config).values())
-    apart = config_of("--roles.num-references", 2, "--reward.model", "a/judge")
-    assert "reward model" not in trainer_gib(both, apart)
-    alone = reference_gib(both, apart)
-    assert alone["reward model"] == parts["reward model"] and "weights" not in alone
-    block = 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 2 * 4096 + 2 * 128
-    assert alone["gathered weights"] == pytest.approx(2 * (2 * block + 151936 * 4096 + 2 * 4096) / 2**30)
-    beside = reference_gib(
-        both, config_of("--roles.num-references", 2, "--reward.model", "j", "--algorithm.kl-coef", 1)
-    )
-    assert beside["weights"] == pytest.approx(1_720_574_976 * 2 / 2 / 2**30)
-    # the policy's forward needs more: 0.77 GiB gathered and 1.16 of logits, and the judge's 1.88
-    assert beside["gathered weights"] == pytest.approx(0.767, abs=1e-3)
-
-
-def hf_of(raw: dict) -> PretrainedConfig:
-    return AutoConfig.for_model(**raw)

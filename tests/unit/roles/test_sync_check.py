@@ -12,8 +12,6 @@ from grpo.types import Completion, Prompt, Requests, TrainBatch
 class Generator:
     """An engine for which each token after a prompt has the log-prob -1 / the prompt's token."""
 
-    only_adapters = False
-
     def generate(self, requests: Requests, group_size: int, max_tokens: int) -> list[Completion]:
         found = []
         for prompt in requests.prompts:
@@ -27,8 +25,6 @@ class Generator:
 
 class Trainer:
     """A policy with the same log-probs, if nothing is added."""
-
-    only_adapters = False
 
     def __init__(self, added: float = 0.0):
         self.added = added
