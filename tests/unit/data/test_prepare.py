@@ -40,10 +40,9 @@ def test_next_to_nothing_left_is_refused_with_a_limit_that_helps(tokenizer, tmp_
 
 def test_fewer_rows_left_than_a_step_needs_are_told(tokenizer, tmp_path, capsys):
     path = long_rows(tmp_path, [5, 6, 7, 20, 20, 20])
-    assert len(prepared(config_of(path, max_prompt_tokens=9), tokenizer, 3)[0].usable) == 3
-    assert "several times" not in capsys.readouterr().out
-    prepared(config_of(path, max_prompt_tokens=9), tokenizer, 4)
-    assert "warning: a step of 4 rows takes each of 3 several times" in capsys.readouterr().out
+    for num_rows, is_told in ((3, False), (4, True)):
+        prepared(config_of(path, max_prompt_tokens=9), tokenizer, num_rows)
+        assert ("takes each of 3 several times" in capsys.readouterr().out) == is_told
 
 
 def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):

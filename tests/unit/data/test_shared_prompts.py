@@ -80,8 +80,8 @@ def test_plan_by_hand():
     assert len(pack(batch, 1, 110, share_prompts=False).rows[0]) == 4
     # over three ranks two groups are cut, and their prompts laid out twice
     packing, lengths = pack(batch, 3, 110), batch.lengths_S.tolist()
-    rows = [row for of_rank in packing.rows for row in of_rank]
-    assert sorted(row_tokens(row, lengths, packing.prompts) for row in rows) == [53, 84, 84]  # of 4, 6 and 6
+    loads = [row_tokens(row, lengths, packing.prompts) for of_rank in packing.rows for row in of_rank]
+    assert sorted(loads) == [53, 84, 84]  # of 4, 6 and 6
 
 
 def random_batches():

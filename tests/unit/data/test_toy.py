@@ -69,11 +69,8 @@ def test_a_model_from_a_function_and_one_that_cannot_be_built(tmp_path):
 def test_addition_tokenizer_has_one_token_per_character(addition_tokenizer):
     text = "70+98=<think>088;796;</think><answer>168</answer>"
     ids = addition_tokenizer.encode(text)
-    assert len(addition_tokenizer) == 32
-    assert len(ids) == len("70+98=") + 1 + len("088;796;") + 1 + 1 + len("168") + 1
+    assert len(addition_tokenizer) == 32 and len(ids) == len("70+98=088;796;168") + 4
     assert addition_tokenizer.decode(ids) == text
-    characters = toys.ADDITION_CHARACTERS + " " + toys.ADDITION_CHARACTERS[::-1]
-    assert addition_tokenizer.decode(addition_tokenizer.encode(characters)) == characters
     assert addition_tokenizer.convert_ids_to_tokens(addition_tokenizer.encode("7é")) == ["7", "<unk>"]
 
 

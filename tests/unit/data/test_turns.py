@@ -377,14 +377,12 @@ def test_a_message_that_is_not_to_be_learned_is_context(name: str):
             encode_chat(tokenizer, DATA, [USER, TURN | turn], train_on)
 
 
-@pytest.mark.parametrize("behind", ["<|im_end|>", "<|im_end|>\n"])
-def test_an_answer_that_has_its_end_already_gets_no_second_one(behind: str):
+def test_an_answer_that_has_its_end_already_gets_no_second_one():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
-    chat = [message | {"content": message["content"] + behind * (message["role"] == "assistant")} for message in TALK]
-    assert encoded(tokenizer, chat) == BY_HAND["chatml", "assistant"]
-    assert encoded(tokenizer, chat[1:3], data=DataConfig(prompt_template="{question}", system_prompt="")) == (
-        "1+1?[two.<|im_end|>]"
-    )
+    chat = [USER, TURN | {"content": "two.<|im_end|>\n"}]
+    data = DataConfig(prompt_template="{question}", system_prompt="")
+    assert encoded(tokenizer, chat) == encoded(tokenizer, TALK[1:3])
+    assert encoded(tokenizer, chat, data=data) == "1+1?[two.<|im_end|>]"
 
 
 def test_an_example_without_a_label():
