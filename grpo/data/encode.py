@@ -281,7 +281,7 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
     datasets.disable_progress_bars()
     try:
         return table.map(
-            functools.partial(_encode_batch, replace(rows, table=None, whole_table=None), encoder),
+            functools.partial(_encode_batch, replace(rows, table=None), encoder),
             batched=True,
             batch_size=BATCH_ROWS,
             with_indices=True,

@@ -7,9 +7,7 @@ GRPO is evaluated and SFT validated, go the same way.
 import contextlib
 import dataclasses
 import itertools
-import math
-import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -45,26 +43,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Sources = list[Rows]
-# A part of a split: the split's name, its first row and the row after its last
-Part = tuple[str, int, int]
 # First rows of a source, from which its columns and its format are found out
 LISTED_ROWS = 100
 # Reasons that a message gives, and rows that it lists for each
 SHOWN_ROWS = 5
 # Characters of the names of columns that are not read
 LISTED_CHARACTERS = 300
-# Rows that a split is taken to have where held-out and training parts of it are compared
-MANY_ROWS = 10**9
 # The line about a source is a warning if a larger share of rows is left out.
 WARNED_FRAC = 0.05
 # The run is refused if a smaller share of rows is left.
 MIN_FRAC = 0.01
-# A column of a table is not looked at if these rows all differ in it.
-FIRST_ROWS = 20
-# Rows behind the held-out ones that are looked at, to see whether rows are sorted
-COMPARED_ROWS = 1000
-# Nothing is said of a value that the held-out rows would lack with this probability if the order were random.
-BY_CHANCE = 1e-6
 # The share of rows for which the line about a source says how many tokens they have at most
 LISTED_QUANTILE = 0.95
 
@@ -136,27 +124,25 @@ def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
 def _tell_of_unread(rows: Rows, paths: Sequence[str]) -> None:
     """Print the columns with values into which none of `paths` leads; of JSON, those of the first rows."""
     read = {path for whole in paths for path in (whole, whole.partition(".")[0])}
-    names = {}  # a dict, because a set has no fixed order
     if rows.is_json:
-        for row in itertools.islice(rows, LISTED_ROWS):
-            names |= {name: None for name, value in row.items() if value is not None}
+        names = _names(rows, with_entries=False)
     else:  # values are not read: they may be pictures, which would be decoded
         columns = rows.table.data
-        names |= {name: None for name in columns.column_names if columns.column(name).null_count < len(columns)}
+        names = [name for name in columns.column_names if columns.column(name).null_count < len(columns)]
     unread = [name for name in names if name not in read]
     if unread:
         names = shorten(", ".join(unread), LISTED_CHARACTERS)
         print(printable(f"data: {rows.source.path} has columns that are not read: {names}"))
 
 
-def _names(rows: Rows) -> list[str]:
-    """List the columns of the first rows; entries of tables are paths."""
+def _names(rows: Rows, with_entries: bool = True) -> list[str]:
+    """List the columns of the first rows. with_entries: those of tables as paths; else columns that have a value."""
     names = {}  # a dict, because a set has no fixed order
     for row in itertools.islice(rows, LISTED_ROWS):
         for name, value in row.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and with_entries:
                 names |= dict.fromkeys(f"{name}.{key}" for key in value)
-            else:
+            elif value is not None or with_entries:
                 names[str(name)] = None
     return list(names)
 
@@ -250,7 +236,6 @@ def load_eval_prompts(
     )
     prompts = []
     for source in evaluation.held_out(data):
-        _warn_of_training_data(source, data, evaluation.section)
         with _named(evaluation.section):
             rows = _prompt_rows(source, data)
         encoded = _encode_usable(rows, encoder, max_rows=evaluation.num_prompts)
@@ -272,7 +257,6 @@ def load_validation(
     encoder = chat_encoder(tokenizer, config, vocab_size)
     sets = {}
     for source in validation.held_out(config.data):
-        _warn_of_training_data(source, config.data, validation.section)
         with _named(validation.section):
             rows = _chat_rows(source, config)
         encoded = _encode_usable(rows, encoder, max_rows=validation.num_examples)
@@ -299,39 +283,6 @@ def warn_of_repeated_rows(section: str, held_out: Sequence[Sequence[int]], train
             f"warning: {num_repeated:,} of {len(keys):,} held-out rows of {section} are trained on too; leave them out "
             "of the training data (data.row), or out of what is held out"
         )
-
-
-def _warn_of_training_data(source: Source, data: DataConfig, section: str) -> None:
-    """Warn of held-out rows that are trained on. Parts of a split can be apart, such as train[:90%] and train[90%:]."""
-    place = (os.path.realpath(source.path), source.name)
-    for training in data.all_sources:
-        if place != (os.path.realpath(training.path), training.name):
-            continue
-        pairs = itertools.product(_parts_of(source), _parts_of(training))
-        if any(_overlap(part, other) for part, other in pairs):
-            print(f"warning: {section} uses rows of the training data {source.path}; name others in {section}.path")
-
-
-def _parts_of(source: Source) -> list[Part]:
-    """Return the parts that the source's expression of splits names.
-
-    Each split counts as one of MANY_ROWS, since its size is not known here. A file has one split, without a name here.
-    """
-    import datasets
-
-    names = [part.partition("[")[0].strip() for part in source.split.split("+")]
-    try:
-        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(dict.fromkeys(names, MANY_ROWS))
-    except (ValueError, AssertionError):  # no expression of splits, which is refused when rows are loaded
-        return []
-    return [("" if source.is_file else part.splitname, part.from_, part.to) for part in parts]
-
-
-def _overlap(part: Part, other: Part) -> bool:
-    """Say whether two parts have rows in common."""
-    split, first, past = part
-    other_split, other_first, other_past = other
-    return split == other_split and max(first, other_first) < min(past, other_past)
 
 
 def _training_rows(
@@ -416,57 +367,7 @@ def _encode_usable(
     num_rows_by_note = Counter(itertools.chain(*notes))
     for note, count in num_rows_by_note.items():
         print(printable(f"warning: {count:,} of {len(usable):,} rows of {source.name_and_text} {note}"))
-    if max_rows is not None and len(table) == len(rows.table):  # else blank lines have moved the rows
-        _warn_if_sorted(rows, usable[:max_rows], usable[max_rows:])
     return kept
-
-
-def _warn_if_sorted(rows: Rows, held_out: list[int], others: list[int]) -> None:
-    """Warn if held-out rows lack a value of a column that is common in the other rows: numbers on them are biased.
-
-    held_out, others: the places of rows, of which the held-out ones come first. Of the others some are looked at.
-    """
-    if not others:
-        return
-    others = others[:: math.ceil(len(others) / COMPARED_ROWS)]
-    held_out_values = _values_at(rows, held_out)
-    lacking = {}  # (column, value) -> share of the other rows
-    for name, counts in _values_at(rows, others).items():
-        for value, count in counts.items():
-            share = count / len(others)
-            if value not in held_out_values[name] and (1 - share) ** len(held_out) < BY_CHANCE:
-                lacking[name, value] = share
-    if lacking:
-        (name, value), share = max(lacking.items(), key=lambda item: item[1])
-        there = ", ".join(str(known) for known in held_out_values[name]) or "nothing"
-        print(
-            printable(
-                f"warning: the {len(held_out):,} held-out rows of {rows.source.name_and_text} are its first ones, and "
-                f"its rows are sorted: {name} is never {shorten(str(value), LISTED_CHARACTERS)}, as in {share:.0%} of "
-                f"the others, but {shorten(there, LISTED_CHARACTERS)}. What is measured on them says nothing about the "
-                "others; raise evaluation.num_prompts (validation.num_examples), or bring the rows in a random order"
-            )
-        )
-
-
-def _values_at(rows: Rows, places: list[int]) -> dict[str, Counter]:
-    """Count the texts and whole numbers in each column of these rows. Columns without repetition may be left out."""
-    import datasets
-
-    table = rows.whole_table or rows.table
-    if not rows.is_json:  # other columns may be large, such as pictures and tests
-        names = [name for name, kind in table.features.items() if isinstance(kind, datasets.Value)]
-        first_rows = table.select_columns(names)[:FIRST_ROWS]
-        names = [name for name, values in first_rows.items() if len(set(values)) < len(values)]
-        if not names:  # a table without columns has no rows either
-            return defaultdict(Counter)
-        table = table.select_columns(names)
-    counts = defaultdict(Counter)
-    for row in rows.rows_of(table[places], 0):
-        for name, value in row.items():
-            if isinstance(value, str | int):
-                counts[name][value] += 1
-    return counts
 
 
 def _describe_lengths(lengths: np.ndarray) -> str:

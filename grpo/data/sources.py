@@ -38,11 +38,15 @@ MAX_FUNCTION_ROWS = 1_000_000
 LINES = "text"
 # What the library says of a split and of a file without rows
 NO_ROWS = ("corresponds to no data", "Please pass `features` or at least one example")
-# How gzip, bzip2, xz, zstd, zip and a file that was not written to its end begin. The library would unpack some of
-# them, and fail in as many ways.
-PACKED_OR_BROKEN = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\0")
 # What files are that other tools write: the beginning of a file, or the end of its name, and the way out
+PACKED = "is compressed or broken; unpack it"
 OTHER_FILES = {
+    b"\x1f\x8b": PACKED,
+    b"BZh": PACKED,
+    b"\xfd7zXZ": PACKED,
+    b"\x28\xb5\x2f\xfd": PACKED,
+    b"PK\x03\x04": PACKED,
+    b"\0": PACKED,
     b"version https://git-lfs": "is a pointer of git-lfs to a file that was not downloaded; run git lfs pull",
     ".tsv": "has tabs between its cells; write commas, as in CSV, or JSON lines",
     ".arrow": "is a table of Arrow; write it with to_parquet, and name that file",
@@ -50,8 +54,18 @@ OTHER_FILES = {
 }
 # Bytes at the beginning and at the end of a file by which its cached table is known
 CHECKED_BYTES = 2**20
-# Files that the warning about files without a split names
+# Words in the names of files that say of which split they are, and how the hub names the parts of a split
+SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+SHARD = re.compile(r"(?:.*/)?(\w+)-\d{5}-of-\d{5}\.\w+")
+# Files that the warning about files that are not read names
 SHOWN_FILES = 5
+# What stands for cells that a row of CSV has too many, and too few; no text is equal to them
+TOO_MANY = object()
+TOO_FEW = object()
 # A cell may be a whole book; the module csv takes 131,072 by default.
 MAX_CELL_CHARACTERS = 2**31 - 1
 
@@ -65,8 +79,6 @@ class Rows:
     is_json: bool = False
     read: RowReader | None = None
     """The function that makes an example of a row; None until it is known."""
-    whole_table: "datasets.Dataset | None" = None
-    """The table with all columns, if `table` has only some."""
 
     def __iter__(self) -> Iterator[Row]:
         for start in range(0, len(self.table), READ_ROWS):
@@ -109,7 +121,7 @@ class Rows:
         columns = [name for name in self.table.column_names if name in names]
         if self.is_json or not columns:
             return self
-        return replace(self, table=self.table.select_columns(columns), whole_table=self.table)
+        return replace(self, table=self.table.select_columns(columns))
 
 
 def load_rows(source: Source) -> Rows:
@@ -220,7 +232,7 @@ def _files_of(source: Source) -> tuple[str, Files]:
                 f"in its front matter; leave [{source.name}] out"
             )
         _check_not_saved(path)
-        files = _files_in_folder(str(path.absolute()))
+        files = _files_in_folder(path.absolute())
     else:
         return "", {}
     kinds = {_kind_of(path) for path in itertools.chain(*files.values())}
@@ -247,80 +259,52 @@ def _check_not_saved(folder: Path) -> None:
 def _has_card(folder: Path) -> bool:
     """Say whether the folder's README.md names the files of its configurations, as the card of a data set may.
 
-    Other cards, and notes, say nothing that is needed to find the files. Raises ValueError for front matter that cannot
-    be read, since it may name files.
+    Raises ValueError for front matter that cannot be read, since it may name files.
     """
     import yaml
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+    from huggingface_hub import metadata_load
 
     path = folder / "README.md"
-    if not path.is_file():
-        return False
-    front_matter = REGEX_YAML_BLOCK.match(path.read_text(encoding="utf-8", errors="replace"))
-    if front_matter is None:
-        return False
     try:
-        entries = yaml.safe_load(front_matter[2])
+        entries = metadata_load(path) if path.is_file() else None
+    except ValueError:  # notes, and no card
+        return False
     except yaml.YAMLError as error:
         raise ValueError(
             f"{path} begins with front matter that is not YAML ({reason_of(error)}); correct it, or begin the file "
             "with another line than ---"
         ) from error
-    return isinstance(entries, dict) and bool(entries.get("configs"))
+    return bool(entries and entries.get("configs"))
 
 
-def _files_in_folder(folder: str) -> Files:
+def _files_in_folder(folder: Path) -> Files:
     """Find the files of each split by their names; all are of the split train if no name has a split.
 
-    Prints which files are not read: those of other kinds, and in a warning those whose names have no split beside
-    others that have one. Raises ValueError for a name with several splits and for compressed data.
+    Prints which files are not read. Raises ValueError for a name with several splits, for files of a split in several
+    folders, and for compressed data.
     """
-    from datasets.data_files import _get_data_files_patterns  # the public one looks at backups and notes too
-
-    others = [path for path in _matching("**", folder) if Path(path).suffix not in FILE_KINDS]
-    for path in others:
-        if FILE_KINDS.keys() & set(Path(path).suffixes):  # rows.jsonl.gz is data, rows.jsonl.bak a backup
-            _check_packed(path)
-    if others:
-        names = ", ".join(os.path.relpath(path, folder) for path in others[:SHOWN_FILES])
-        if len(others) > SHOWN_FILES:
-            names += ", .."
-        print(
-            printable(
-                f"data: data folder {folder}: files whose names do not end in {', '.join(FILE_KINDS)} are not read: "
-                f"{names}"
-            )
-        )
-
-    def find(pattern: str) -> list[str]:
-        """Find the data files whose names fit the pattern."""
-        return [path for path in _matching(pattern, folder) if Path(path).suffix in FILE_KINDS]
-
-    try:
-        patterns = _get_data_files_patterns(find)
-    except FileNotFoundError:
-        return {}
-    all_files = find("**")
     files = {}
-    for split, patterns_of_split in patterns.items():
-        # a file that has the words of a split twice in its name is found twice
-        paths = itertools.chain(*map(find, patterns_of_split))
-        files[str(split)] = dict.fromkeys(paths)
     unread = []
-    for path in all_files:
-        splits = [split for split, paths in files.items() if path in paths]
-        if len(splits) > 1:
-            raise ValueError(
-                f"data file {path} is of the splits {' and '.join(splits)} by its name; rename it, or give single files"
-            )
-        if not splits:
-            unread.append(os.path.relpath(path, folder))
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if not path.is_file() or name == "README.md" or re.search(r"(^|/)[._]", name):
+            continue
+        if path.suffix not in FILE_KINDS:
+            if FILE_KINDS.keys() & set(path.suffixes):  # rows.jsonl.gz is data, rows.jsonl.bak a backup
+                _check_packed(str(path))
+            unread.append(name)
+            continue
+        files.setdefault(_split_of(name), []).append(str(path))
+    if len(files) > 1:
+        unread += [os.path.relpath(path, folder) for path in files.pop("", [])]
+    else:
+        files = {split or "train": paths for split, paths in files.items()}
     if unread:
+        names = ", ".join(unread[:SHOWN_FILES]) + ", .." * (len(unread) > SHOWN_FILES)
         print(
             printable(
-                f"warning: data folder {folder}: {len(unread)} of {len(all_files)} files are not read, because their "
-                f"names have no split and others have one: {', '.join(unread[:SHOWN_FILES])}; begin their names with "
-                f"{' or '.join(files)}, or move them away"
+                f"warning: data folder {folder}: files are not read if their names have no split and others have one, "
+                f"or do not end in {', '.join(FILE_KINDS)}: {names}"
             )
         )
     for split, paths in files.items():
@@ -328,30 +312,35 @@ def _files_in_folder(folder: str) -> Files:
         if len(folders) > 1:
             raise ValueError(
                 f"data folder {folder} has rows of the split {split} in several folders ({', '.join(folders)}), which "
-                "may be configurations; name one of them, or each as a data set of its own (--data.sources)"
+                "may be configurations; name one of them, or each as a data set of its own"
             )
-    return {split: [*paths] for split, paths in files.items()}
+    return files
 
 
-def _matching(pattern: str, folder: str) -> list[str]:
-    """Find the files in the folder whose paths fit the library's pattern. Hidden files and README.md are left out."""
-    from datasets.data_files import resolve_pattern
+def _split_of(name: str) -> str:
+    """Return the split that a file's name says, empty for none.
 
-    try:
-        return resolve_pattern(pattern, glob.escape(folder))
-    except FileNotFoundError:
-        return []
+    `data/train_sft-00000-of-00003.parquet` is a part of train_sft, `test/more-eval.csv` one of test.
+    """
+    shard = SHARD.fullmatch(name)
+    if shard:
+        return shard[1]
+    words = re.split(r"[^a-z]+", name.lower())
+    splits = sorted({split for split, known in SPLITS.items() if known & {*words}})
+    if len(splits) > 1:
+        raise ValueError(
+            f"data file {name} is of the splits {' and '.join(splits)} by its name; rename it, or give single files"
+        )
+    return "".join(splits)
 
 
 def _check_packed(path: str) -> None:
-    """Raise ValueError for a file that begins as compressed or broken ones do, and for one of OTHER_FILES."""
+    """Raise ValueError for one of OTHER_FILES. The library would unpack some of them, and fail in as many ways."""
     with open(path, "rb") as file:
         beginning = file.read(40)
     for known, what in OTHER_FILES.items():
         if path.endswith(known) if isinstance(known, str) else beginning.startswith(known):
             raise ValueError(f"data file {path} {what}")
-    if beginning.startswith(PACKED_OR_BROKEN):
-        raise ValueError(f"data file {path} is compressed or broken: it begins with {beginning}; unpack it")
 
 
 def _kind_of(path: str) -> str:
@@ -412,27 +401,23 @@ def _read_csv(path: str) -> list[Row]:
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     rows = []
-    line_before = 0  # the last one of the row before
+    line_before = 1  # the last one of the row before
     with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)  # else a quote without an end makes one cell of the rest of the file
+        # strict, else a quote without an end makes one cell of the rest of the file
+        reader = csv.DictReader(file, restkey=TOO_MANY, restval=TOO_FEW, strict=True)
         try:
-            names = next(reader, [])
+            names = reader.fieldnames or []
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"{path}, line 1: the header is {names}; name each column, and no two alike")
             if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-                raise ValueError(
-                    f"{path}, line 1: the header is {names[0]!r}, without a comma; write commas between cells"
-                )
-            line_before = reader.line_num
-            for cells in reader:
-                if cells and len(cells) != len(names):
+                raise ValueError(f"{path}, line 1: the header is {names[0]!r}; write commas between cells")
+            for row in reader:
+                if TOO_MANY in row or TOO_FEW in row.values():
                     raise ValueError(
-                        f"{path}, line {reader.line_num}: {len(cells)} cells, the header has {len(names)}; put cells "
+                        f"{path}, line {reader.line_num}: {len(names)} cells are needed, as in the header; put cells "
                         'with commas or line breaks in "quotes"'
                     )
-                if cells:  # no blank line
-                    values = [cell or None for cell in cells]
-                    rows.append(dict(zip(names, values, strict=True)))
+                rows.append({name: cell or None for name, cell in row.items()})
                 line_before = reader.line_num
         except csv.Error as error:
             raise ValueError(

@@ -6,7 +6,7 @@ Only the driver (rank 0) reads data; generators and trainers see token ids.
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from grpo.config import GRPOConfig
@@ -108,10 +108,7 @@ class Order:
         """Continue where `state` was taken, in the same rows. Raises ValueError if another version saved it."""
         check_saved(f"the place in {self.source}", state, self.state_dict())
         self.num_drawn = state["num_drawn"]
-        names = [field.name for field in fields(Seen)]
-        for row, *facts in state["seen"]:
-            check_saved(f"what is known of a row of {self.source}", [*names, "more"][: len(facts)], names)
-            self.seen[row] = Seen(*facts)
+        self.seen = {row: Seen(*facts) for row, *facts in state["seen"]}
 
 
 class Stream:
@@ -177,21 +174,36 @@ class Stream:
 
 
 class PromptStream(Stream):
-    """The run's prompts, one after the other without end."""
+    """The run's prompts, one after the other without end. All that decides which ones are drawn meets here.
 
-    wanted: Callable[[Prompt], bool] | None = None
-    """A filter: prompts for which it returns False are passed over."""
+    Rows that `data.row` left out are not in the sources. The weights say whose turn it is; that source's epoch gives
+    the next row, which the curriculum may pass over; then `keep_prompt` may refuse it. Dynamic sampling, last, drops
+    whole groups after they were sampled (`run/groups.py`).
+    """
 
     def __init__(self, sources: Sequence[EncodedRows], config: GRPOConfig):
         """Load and try `data.curriculum`, if there is one; raises ValueError if it cannot be used."""
         super().__init__(sources, config)
+        self.keep_prompt: Callable[[Prompt], bool] | None = None
         self.curriculum = None
         if config.data.curriculum:
             self.curriculum = checked_curriculum(config.data.curriculum)
             self.curriculum(Seen(pass_rate=0.5, times=1, step=1), 2)
 
-    def begin_step(self, step: int) -> None:
-        """Weigh the rows by the curriculum for what is drawn from now on. step: its number, counted as in the log."""
+    def begin_step(
+        self,
+        step: int,
+        weights: Mapping[str, float] | None = None,
+        keep_prompt: Callable[[Prompt], bool] | None = None,
+    ) -> None:
+        """Say what is drawn from now on. step: its number, counted as in the log, for the curriculum.
+
+        weights: of the sources, see `set_weights`; None leaves them. keep_prompt: prompts for which it returns False
+        are passed over.
+        """
+        if weights is not None:
+            self.set_weights(weights)
+        self.keep_prompt = keep_prompt
         if self.curriculum:
             for order in self.orders.values():
                 order.weigh(self.curriculum, step)
@@ -207,35 +219,28 @@ class PromptStream(Stream):
     def draw(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, across epochs where needed. Prompt.index counts on through the whole run.
 
-        Raises ValueError if `wanted` says no to all rows that can be drawn.
+        Raises ValueError if `keep_prompt` refuses all rows that can be drawn.
         """
         prompts = []
-        unwanted = set()  # rows that the filter refused since the last prompt
+        refused = set()  # rows since the last prompt
         while len(prompts) < count:
             index = self.num_drawn
             order = self.next_order()
             row = order.draw()
             prompt = order.rows.prompt(row, index)
-            if self.wanted is None or self.wanted(prompt):
+            if self.keep_prompt is None or self.keep_prompt(prompt):
                 prompts.append(prompt)
-                unwanted.clear()
+                refused.clear()
                 continue
-            unwanted.add((order.label, row))
-            num_drawable = sum(self.orders[name].num_drawable for name in self.sources_drawn)
-            if len(unwanted) >= num_drawable:
-                raise ValueError(self._nothing_left(num_drawable))
+            refused.add((order.label, row))
+            drawn_from = [self.orders[name] for name in self.sources_drawn]
+            if len(refused) >= sum(order.num_drawable for order in drawn_from):
+                num_rows = sum(order.num_rows for order in drawn_from)
+                message = f"keep_prompt refuses {len(refused)} of {num_rows} rows"
+                if len(refused) < num_rows:
+                    message += f", and data.curriculum gives the other {num_rows - len(refused)} the weight 0"
+                raise ValueError(f"{message}; leave some")
         return prompts
-
-    def _nothing_left(self, num_refused: int) -> str:
-        """Write the message about a filter that refused all rows that can be drawn."""
-        num_rows = sum(self.orders[name].num_rows for name in self.sources_drawn)
-        by_curriculum = ""
-        if num_refused < num_rows:
-            by_curriculum = f", and data.curriculum gives the other {num_rows - num_refused} the weight 0"
-        return (
-            f"keep_prompt refuses {num_refused} of the {num_rows} rows that the sources' weights allow{by_curriculum}; "
-            "leave some"
-        )
 
 
 class ChatStream(Stream):

@@ -30,14 +30,14 @@ Tokens = tuple[list[int], list[bool]]
 
 # Characters that a message shows around the place where two texts differ
 SHOWN_CHARACTERS = 30
-# Entries that join messages to each other. A template may leave them out.
-JOINS = ("role", "name", "id", "type", "tool_call_id")
 # Entries that the model itself wrote. A template that leaves one out of a learned turn loses a label.
-CALLS = ("tool_calls", "function_call")
-SAID = ("content", *CALLS, "reasoning_content", "reasoning", "thinking")
+SAID = ("content", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 # Entries that say with 0 or false that a message is not learned: OpenAI's name, and those of other trainers
 SWITCHES = ("weight", "train", "training", "trainable", "loss", "loss_mask")
-THOUGHT_TAGS = re.compile(r"</?think>")
+# Entries within a call, and of a message, that a template may leave out
+UNWRITTEN = ("id", "type", "tool_call_id")
+UNMARKED = (*UNWRITTEN, "role", "name", *SWITCHES)
+THOUGHT_TAGS = re.compile(r"(</?think>)")
 # Characters that are tokenized together, roughly: each costs 300 bytes of memory.
 TOKENIZED_CHARACTERS = 500_000
 
@@ -75,20 +75,15 @@ def write_prompt(
     """
     messages = prompt_messages(data, prompt)
     shown_tools = tools or more_tools
-    text, _ = render(tokenizer, data, messages, opening=True, tools=shown_tools)
-    ignored = []
-    if tools:
-        text_without_tools, _ = render(tokenizer, data, messages, opening=True)
-        if text_without_tools == text:
-            ignored.append("tools")
+
+    def write(messages: Messages, tools: Tools | None = shown_tools) -> str:
+        text, _ = render(tokenizer, data, messages, opening=True, tools=tools)
+        return text
+
+    text = write(messages)
+    ignored = ["tools"] if tools and write(messages, None) == text else []
     own_messages = as_messages(prompt)
-
-    def write_changed(changed: Messages) -> str:
-        """Write other messages in the place of the row's."""
-        changed_text, _ = render(tokenizer, data, prompt_messages(data, changed), opening=True, tools=shown_tools)
-        return changed_text
-
-    ignored += itertools.chain(*_unwritten(own_messages, write_changed))
+    ignored += itertools.chain(*_unwritten(messages, write)[-len(own_messages) :])
     notes = _notes(tokenizer, data, own_messages, ignored)
     return Written(text, [], bos=_needs_bos(tokenizer, data, text), eos=False, notes=notes)
 
@@ -164,20 +159,13 @@ def write_example(
     else:
         spans = [_cut_after_end(text, span, ends) for span in spans]
 
-    ignored = []
-    if example.tools:
-        text_without_tools, _ = render(tokenizer, data, messages, opening=False)
-        if text_without_tools == whole:
-            ignored.append("tools")
-    own_messages = messages[num_added:]
-    _check_thoughts(messages, learned_turns, text, name, num_added)
+    def write_other(messages: Messages, tools: Tools | None = example.tools) -> str:
+        """Write the text of other messages or tools in the place of these."""
+        text, _ = render(tokenizer, data, messages, opening=False, tools=tools)
+        return text + messages[-1]["content"] if writes_prompts_only else text
 
-    def write_changed(changed: Messages) -> str:
-        """Write other messages in the place of these."""
-        changed_text, _ = render(tokenizer, data, changed, opening=False, tools=example.tools)
-        return changed_text + changed[-1]["content"] if writes_prompts_only else changed_text
-
-    unwritten = _unwritten(messages, write_changed)
+    ignored = ["tools"] if example.tools and write_other(messages, None) == write_other(messages) else []
+    unwritten = _unwritten(messages, write_other)
     if num_added and unwritten[0] and not data.is_text_template:
         ignored.append("data.system_prompt")
     for index, entries in enumerate(unwritten[num_added:], start=num_added):
@@ -188,7 +176,7 @@ def write_example(
                 "template that writes it as data.prompt_template FILE.jinja, or put it into the content"
             )
         ignored += entries
-    notes = _notes(tokenizer, data, own_messages, ignored)
+    notes = _notes(tokenizer, data, messages[num_added:], ignored)
     eos = ends_with_label and not text.rstrip().endswith(ends)
     if eos and len(learned_turns) > 1 and not learns_all:
         notes.append(f"have several turns of which only the last one learns where to end: {name} ends no turn itself")
@@ -199,30 +187,6 @@ def write_example(
         eos=eos,
         notes=notes,
     )
-
-
-def _check_thoughts(
-    messages: Messages,
-    learned_turns: Sequence[int],
-    text: str,
-    name: str,
-    num_added: int,
-) -> None:
-    """Raise Refused for a turn that ends a thought which it does not begin, if the template ends another one before it.
-
-    A completion has no `<think>` where the prompt ends with it. Some templates then take its thought for the answer,
-    and write an empty thought in front of it. num_added: messages before those of the row.
-    """
-    num_ends = sum(message["content"].count("</think>") for message in messages)
-    if text.count("</think>") <= num_ends:
-        return
-    for turn in learned_turns:
-        before, end, _ = messages[turn]["content"].partition("</think>")
-        if end and "<think>" not in before:
-            raise Refused(
-                f"message {turn - num_added + 1} ends a thought that it does not begin, and {name} writes an empty one "
-                "in front of it; begin it with <think>"
-            )
 
 
 def _has_bos(tokenizer: "PreTrainedTokenizerBase", text: str) -> bool:
@@ -254,11 +218,12 @@ def _is_learned(message: Message) -> bool:
 def _unwritten(messages: Messages, write: Callable[[Messages], str]) -> list[list[str]]:
     """List the entries of each message that `write`, which may raise Refused, leaves out.
 
-    All texts and calls get marks that occur nowhere else, so that a text is not taken for the same words elsewhere in
-    the chat. It may be trimmed, have other blanks, or be written as JSON. Any other entry is written if the text
-    changes without it.
+    All texts get a mark that occurs nowhere else, so that one is not taken for the same words elsewhere in the chat. A
+    text may be trimmed, have other blanks, or be written as JSON.
     """
-    marked = [_mark(message) for message in messages]
+    marked = [{entry: _mark(value) for entry, value in message.items()} for message in messages]
+    for message, changed in zip(messages, marked, strict=True):
+        changed |= {entry: message[entry] for entry in UNMARKED if entry in message}
     try:
         text = _squeeze(write(marked))
     except Refused:  # a template that takes these texts only
@@ -270,68 +235,40 @@ def _unwritten(messages: Messages, write: Callable[[Messages], str]) -> list[lis
         as_json = json.dumps(part, ensure_ascii=False)[1:-1]
         return _squeeze(part) in text or _squeeze(as_json) in text
 
-    @functools.cache
-    def is_idle(entry: str) -> bool:
-        """Say whether the text stays the same if all messages lose this entry."""
-        without = [{name: value for name, value in message.items() if name != entry} for message in marked]
-        try:
-            return _squeeze(write(without)) == text
-        except Refused:
-            return False
-
     unwritten = []
     for message in marked:
-        entries = []
-        for entry, value in message.items():
-            if entry in (*JOINS, *SWITCHES):
-                continue
-            if entry in CALLS and not isinstance(value, str):
-                is_lost = not all(map(is_written, _call_names(value)))
-            elif isinstance(value, str):
-                is_lost = not all(map(is_written, THOUGHT_TAGS.split(value)))
-            else:
-                is_lost = is_idle(entry)
-            if is_lost:
-                entries.append(entry)
-        unwritten.append(entries)
+        entries = [entry for entry in message if entry not in UNMARKED]
+        unwritten.append([entry for entry in entries if not all(map(is_written, _texts(message[entry])))])
     return unwritten
 
 
-def _mark(message: Message) -> Message:
-    """Return a message with a random word in each of its texts, on both sides of a thought's end, and in each call.
+def _mark(value: Any) -> Any:
+    """Return a value with a random word in each of its texts, before, within and after a thought.
 
-    The word stands in the middle of a text, because templates look at its beginning and its end.
+    The word stands in the middle of a text, because templates look at the beginning and the end.
     """
-
-    def with_word(text: str) -> str:
-        middle = len(text) // 2
-        return f"{text[:middle]}{secrets.token_hex(8)}{text[middle:]}" if text.strip() else text
-
-    def with_words(text: str) -> str:
-        tags = [*THOUGHT_TAGS.findall(text), ""]
-        parts = map(with_word, THOUGHT_TAGS.split(text))
-        return "".join(itertools.chain(*zip(parts, tags, strict=True)))
-
-    def renamed(call: dict[str, Any]) -> dict[str, Any]:
-        if "function" in call:
-            return call | {"function": renamed(call["function"])}
-        return call | {"name": f"f{secrets.token_hex(8)}"}
-
-    marked = dict(message)
-    for entry, value in message.items():
-        if entry == "tool_calls":
-            marked[entry] = list(map(renamed, value))
-        elif entry == "function_call" and isinstance(value, dict):
-            marked[entry] = renamed(value)
-        elif isinstance(value, str) and entry not in (*JOINS, *SWITCHES):
-            marked[entry] = with_words(value)
-    return marked
+    if isinstance(value, str):
+        parts = THOUGHT_TAGS.split(value)
+        for place in range(0, len(parts), 2):  # the others are tags
+            middle = len(parts[place]) // 2
+            if parts[place].strip():
+                parts[place] = parts[place][:middle] + secrets.token_hex(8) + parts[place][middle:]
+        return "".join(parts)
+    if isinstance(value, list):
+        return list(map(_mark, value))
+    if isinstance(value, dict):
+        return {entry: part if entry in UNWRITTEN else _mark(part) for entry, part in value.items()}
+    return value
 
 
-def _call_names(calls: list[dict[str, Any]] | dict[str, Any]) -> list[str]:
-    """List the names of the functions that an entry of CALLS calls."""
-    calls = calls if isinstance(calls, list) else [calls]
-    return [str(call.get("function", call).get("name", "")) for call in calls]
+def _texts(value: Any) -> list[str]:
+    """List the texts within a value that `_mark` has marked."""
+    if isinstance(value, str):
+        return THOUGHT_TAGS.split(value)[::2]
+    parts = value if isinstance(value, list) else []
+    if isinstance(value, dict):
+        parts = [part for entry, part in value.items() if entry not in UNWRITTEN]
+    return [text for part in parts for text in _texts(part)]
 
 
 def _squeeze(text: str) -> str:

@@ -72,17 +72,14 @@ class Driver:
     ) -> StepPlan:
         """Decide everything about a step before it starts.
 
-        Prompts drawn from now on come from the sources of the data by `weights`, see Stream.set_weights. A prompt for
-        which `keep_prompt` returns False is passed over, and another one drawn in its place.
+        weights, keep_prompt: say which prompts are drawn from now on, see PromptStream.begin_step.
         """
         if self.session.is_stopped(step):
             return StepPlan(step, stop=True)
         config = self.config
         self.step = step
         self.times_ahead: Scalars = {}
-        self.stream.set_weights(weights)
-        self.stream.wanted = keep_prompt
-        self.stream.begin_step(step + 1)
+        self.stream.begin_step(step + 1, weights, keep_prompt)
         self.buffer.begin_step()
         requests = self._fill()
         probe = []

@@ -3,9 +3,7 @@
 import itertools
 import json
 import re
-from functools import partial
 
-import pandas
 import pytest
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig, ValidationConfig
@@ -42,17 +40,9 @@ def test_next_to_nothing_left_is_refused_with_a_limit_that_helps(tokenizer, tmp_
 
 def test_fewer_rows_left_than_a_step_needs_are_told(tokenizer, tmp_path, capsys):
     path = long_rows(tmp_path, [5, 6, 7, 20, 20, 20])
-    assert len(prepared(config_of(path, max_prompt_tokens=9), tokenizer, 3)[0].usable) == 3
-    assert "several times" not in capsys.readouterr().out
-    prepared(config_of(path, max_prompt_tokens=9), tokenizer, 4)
-    assert "warning: a step of 4 rows takes each of 3 several times" in capsys.readouterr().out
-
-
-def test_up_to_five_percent_left_out_is_no_warning(tokenizer, tmp_path, capsys):
-    prepared(config_of(long_rows(tmp_path, [5] * 95 + [20] * 5), max_prompt_tokens=9), tokenizer)
-    assert "left out: 5 longer" in capsys.readouterr().out
-    prepared(config_of(long_rows(tmp_path, [5] * 94 + [20] * 6), max_prompt_tokens=9), tokenizer)
-    assert "warning: data: 94 of 100 rows" in capsys.readouterr().out
+    for num_rows, is_told in ((3, False), (4, True)):
+        prepared(config_of(path, max_prompt_tokens=9), tokenizer, num_rows)
+        assert ("takes each of 3 several times" in capsys.readouterr().out) == is_told
 
 
 def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):
@@ -61,6 +51,7 @@ def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):
     )
     rows = [{"question": "add", "n": n} for n in range(10)]
     rows[3]["question"], rows[4]["question"] = "", "add " * 50
+    rows += [{"question": "add", "n": 9}] * 900  # what a function leaves out counts for no limit
     data = config_of(
         write_rows(tmp_path / "r.jsonl", rows), row=f"{tmp_path}/mine.py:f", bad_rows="skip", max_prompt_tokens=9
     )
@@ -69,18 +60,8 @@ def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):
     (found,) = usable_prompts(sources, GRPOConfig(data=data, prompts_per_step=1), tokenizer)
     assert list(found.usable) == [0, 1, 2, 5, 6, 7]
     assert (
-        f"left out: 2 left out by {tmp_path}/mine.py:f, 1 that cannot be used, 1 longer than data.max_prompt_tokens=9"
+        f"left out: 902 left out by {tmp_path}/mine.py:f, 1 that cannot be used, 1 longer than data.max_prompt_tokens=9"
     ) in capsys.readouterr().out
-
-
-def test_what_an_own_function_leaves_out_is_meant_so(tokenizer, tmp_path, capsys):
-    """2 of 400 rows are kept: no warning and no refusal, for all of those that are wanted fit."""
-    (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'add'} if row['n'] % 200 == 0 else None\n")
-    data = config_of(write_rows(tmp_path / "r.jsonl", [{"n": n} for n in range(400)]), row=f"{tmp_path}/mine.py:f")
-    assert list(prepared(data, tokenizer, 2)[0].usable) == [0, 200]
-    out = capsys.readouterr().out
-    assert "data: 2 of 400 rows of" in out and f"left out: 398 left out by {tmp_path}/mine.py:f" in out
-    assert "warning" not in out
 
 
 # ---- mixtures
@@ -107,8 +88,6 @@ def test_sources_come_by_their_weights_each_through_epochs_of_its_own(tokenizer,
     stream = stream_of(config_of(**two_sources, shuffle=False), tokenizer)
     prompts = stream.draw(20)
     assert "".join(p.source for p in prompts[:10]) == "abaaabaaba"
-    for number in range(1, 21):  # never further from 70 % than one row
-        assert abs(sum(p.source == "a" for p in prompts[:number]) - 0.7 * number) < 1
     assert [p.columns["answer"] for p in prompts if p.source == "b"] == ["b0", "b1", "b2"] * 2
     assert [p.row for p in prompts if p.source == "a"] == [*range(7)] * 2
     assert [p.index for p in prompts] == list(range(20))
@@ -121,13 +100,13 @@ def test_a_curriculum_draws_each_step_by_its_own_weights(tokenizer, two_sources)
     owed = 0.0
     for step in range(50):
         share = step / 49
-        stream.set_weights({"a": 1 - share, "b": share})
+        stream.begin_step(step, {"a": 1 - share, "b": share})
         num_b = sum(p.source == "b" for p in stream.draw(4))
         owed += 4 * share - num_b
         assert abs(owed) < 1  # shares far below a row are owed until they make one
         assert num_b == {0: 0, 49: 4}.get(step, num_b)
-    for weights, told in [({"c": 1}, "name \\['c'\\]"), ({"a": 0, "b": 0}, "one above 0"), ({"a": -1}, "0 or more")]:
-        with pytest.raises(ValueError, match=told):
+    for weights in ({"c": 1}, {"a": 0, "b": 0}, {"a": -1}):
+        with pytest.raises(ValueError, match="weights"):
             stream.set_weights(weights)
 
 
@@ -136,7 +115,7 @@ def by_rate(seen, step):
     return {0.0: 2.0, 0.5: 1.0, 1.0: 0.0}[seen.pass_rate]
 
 def fresh_only(seen, step):
-    return 0 if step < 9 else seen.times
+    return 0
 
 def wrong_arguments(seen):
     return 1
@@ -167,7 +146,7 @@ def test_pass_rates_weigh_the_rows_and_the_sources_keep_their_shares(tokenizer, 
     assert len({prompt.index for prompt in prompts}) == 10_000
 
 
-def test_rows_that_were_not_seen_come_first_then_all_alike_then_by_the_step(tokenizer, two_sources, curriculum, capsys):
+def test_rows_that_were_not_seen_come_first_and_then_all_alike(tokenizer, two_sources, curriculum, capsys):
     data = config_of(path=two_sources["sources"]["a"], curriculum=f"{curriculum}:fresh_only")
     stream = stream_of(data, tokenizer)
     for step in range(1, 8):
@@ -179,17 +158,15 @@ def test_rows_that_were_not_seen_come_first_then_all_alike_then_by_the_step(toke
     assert "weight 0" not in capsys.readouterr().out
     stream.begin_step(8)
     assert "warning: step 8: data.curriculum gives every row" in capsys.readouterr().out
-    stream.remember(stream.draw(1)[0], 0.5, 8)
-    stream.begin_step(9)  # one row was seen twice
-    rows = [prompt.row for prompt in stream.draw(2000)]
-    (twice,) = [row for row, seen in order.seen.items() if seen.times == 2]
-    assert rows.count(twice) == pytest.approx(2000 / 4, abs=60)
+    assert {prompt.row for prompt in stream.draw(7)} == {*range(7)}
 
 
-def test_a_curriculum_resumes_exactly(tokenizer, two_sources, curriculum):
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+def test_a_mixture_with_a_curriculum_resumes_exactly(tokenizer, two_sources, curriculum, num_steps):
     data = config_of(**two_sources, curriculum=f"{curriculum}:by_rate")
     stream, resumed = (stream_of(data, tokenizer, seed=3) for _ in range(2))
-    for step in range(1, 6):
+    resumed.draw(6)  # whatever it did before does not matter
+    for step in range(1, num_steps + 1):
         stream.begin_step(step)
         for prompt in stream.draw(4):
             stream.remember(prompt, prompt.row % 3 / 2, step)
@@ -209,37 +186,11 @@ def test_a_curriculum_that_cannot_be_used_is_refused(tokenizer, two_sources, cur
             stream_of(config_of(**two_sources, curriculum=f"{curriculum}:{name}"), tokenizer)
 
 
-@pytest.mark.parametrize("num_drawn", [0, 1, 5, 12])
-def test_a_mixture_resumes_exactly(tokenizer, two_sources, num_drawn):
-    stream, resumed = (stream_of(config_of(**two_sources), tokenizer, seed=3) for _ in range(2))
-    stream.draw(3 * num_drawn)
-    resumed.draw(6)  # whatever it did before does not matter
-    for one in (stream, resumed):
-        one.set_weights({"a": 0.3})
-    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    assert resumed.draw(30) == stream.draw(30)
-
-
-def test_chats_of_a_mixture_resume_exactly(tokenizer, two_sources):
-    config = SFTConfig(data=config_of(**two_sources), sequences_per_step=4, max_sequence_tokens=20)
-    sources = usable_chats(load_chat_sources(config), config, tokenizer)
-    stream, resumed = (ChatStream(sources, config) for _ in range(2))
-    stream.draw(5)
-    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    assert resumed.draw(15) == stream.draw(15)
-
-
 def test_sources_whose_own_columns_differ_are_refused(two_sources, tmp_path):
     (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'p', row['answer'][0]: 1}\n")
     data = config_of(**two_sources, row=f"{tmp_path}/mine.py:f")
     with pytest.raises(ValueError, match="data.row gives the columns a for .*a.jsonl; b for .*b.jsonl; give the same"):
         reward_columns(load_sources(data))
-
-
-# ---- real rows
-
-
-# ---- message lists
 
 
 # ---- what SFT learns
@@ -306,7 +257,6 @@ def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, tal
     out = capsys.readouterr().out
     assert "held out: 2 of 4 rows of talks (" in out and "held out: 3 of 5 rows of answers (" in out
     assert "left out: 1 without a token to learn, 1 longer than max_sequence_tokens=9" in out
-    assert f"warning: validation uses rows of the training data {ten_answers}; name others in validation.path" in out
 
 
 def test_held_out_rows_that_cannot_be_read_are_named_by_their_field(tokenizer, ten_answers, tmp_path):
@@ -328,8 +278,6 @@ def test_held_out_rows_that_are_trained_on_under_another_name_are_counted(tokeni
     capsys.readouterr()
     warn_of_repeated_rows("evaluation", [prompt.ids for prompt in prompts], rows)
     assert "warning: 3 of 5 held-out rows of evaluation are trained on too" in capsys.readouterr().out
-    warn_of_repeated_rows("evaluation", [prompt.ids for prompt in prompts if "n9" in prompt.content], rows)
-    assert not capsys.readouterr().out
 
 
 STRICT = (
@@ -345,25 +293,22 @@ def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in
     rows = [{"question": f"n{i}", "answer": "1", "completion": "yes"} for i in range(4)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     held_out = {"interval": 1, "path": path}
+    evaluation = EvaluationConfig(**held_out, num_prompts=2)
+    validation = ValidationConfig(**held_out, num_examples=2)
 
-    def prompts(bad_rows: str) -> list[int]:
-        evaluation = EvaluationConfig(**held_out, num_prompts=2)
-        return [p.row for p in load_eval_prompts(config_of(path, bad_rows=bad_rows), evaluation, tokenizer)]
-
-    def examples(bad_rows: str) -> list[str]:
-        config = SFTConfig(
-            data=config_of(path, bad_rows=bad_rows), validation=ValidationConfig(**held_out, num_examples=2)
-        )
-        return [tokenizer.decode(example.ids) for example in load_validation(config, tokenizer)[""]]
+    def load(bad_rows: str) -> list:
+        data = config_of(path, bad_rows=bad_rows)
+        examples = load_validation(SFTConfig(data=data, validation=validation), tokenizer)[""]
+        assert [tokenizer.decode(example.ids) for example in examples] == [
+            f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)
+        ]
+        return [prompt.row for prompt in load_eval_prompts(data, evaluation, tokenizer)]
 
     told = "1 of 4 rows of .*rows.jsonl cannot be used: row 2: .* refuses .*TemplateError: not this"
-    for load in (prompts, examples):
-        with pytest.raises(ValueError, match=f"{told}.*or leave them out with --data.bad-rows skip"):
-            load("refuse")
-    assert prompts("skip") == [0, 2]
-    assert examples("skip") == [f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)]
-    out = capsys.readouterr().out
-    assert len(re.findall(f"warning: {told}", out)) == out.count("left out: 1 that cannot be used") == 2
+    with pytest.raises(ValueError, match=f"{told}.*or leave them out with --data.bad-rows skip"):
+        load("refuse")
+    assert load("skip") == [0, 2]
+    assert len(re.findall(f"warning: {told}", capsys.readouterr().out)) == 2
 
 
 @pytest.fixture
@@ -399,75 +344,3 @@ def test_a_template_that_takes_all_memory_for_one_row_is_refused_with_its_number
     rows = [{"question": f"add n{i}", "answer": "1"} for i in (0, 1, 2)]
     with pytest.raises(ValueError, match="row 2: the chat template of .* refuses it: MemoryError"):
         prepared(config_of(write_rows(tmp_path / "rows.jsonl", rows)), own)
-
-
-def sorted_rows(num_rows: int, *, by_level: bool) -> list[dict]:
-    """Questions of levels 1 to 5, and of topics that are in no order."""
-    rows = []
-    for n in range(num_rows):
-        level = 1 + (5 * n // num_rows if by_level else 7 * n % 5)
-        rows.append({"question": f"add {n}", "answer": str(n), "level": f"Level {level}", "topic": (13 * n) % 7})
-    return rows
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
-def test_the_first_rows_of_a_sorted_set_are_told(tokenizer, tmp_path, capsys, kind):
-    """256 of 2,000 rows are all of the first of five levels."""
-    data = config_of("-", max_prompt_tokens=99, prompt_column="question", answer_column="answer")
-    said = {}
-    for by_level in (True, False):
-        path = str(tmp_path / f"{by_level}.{kind}")
-        frame = pandas.DataFrame(sorted_rows(2000, by_level=by_level))
-        write = {"jsonl": partial(frame.to_json, orient="records", lines=True)}
-        write |= {"parquet": frame.to_parquet, "csv": partial(frame.to_csv, index=False)}
-        write[kind](path)
-        for number in (256, 2000):
-            capsys.readouterr()
-            load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=number), tokenizer)
-            said[by_level, number] = capsys.readouterr().out
-    warning = "its rows are sorted: level is never Level "
-    assert warning in said.pop((True, 256))
-    assert not any(warning in output for output in said.values())
-
-
-def test_a_table_in_which_no_column_repeats_has_nothing_to_tell(tokenizer, tmp_path, capsys):
-    """As GSM8K, in which questions and answers all differ, and as a table of chats alone."""
-    path = str(tmp_path / "questions.parquet")
-    pandas.DataFrame([{"question": f"add {n}", "answer": str(n)} for n in range(40)]).to_parquet(path)
-    data = config_of("-", max_prompt_tokens=99, prompt_column="question", answer_column="answer")
-    assert len(load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=5), tokenizer)) == 5
-
-    path = str(tmp_path / "chats.parquet")
-    chat = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "yes"}]
-    pandas.DataFrame({"messages": [chat] * 40}).to_parquet(path)
-    config = SFTConfig(
-        data=config_of(path),
-        max_sequence_tokens=99,
-        validation=ValidationConfig(interval=1, path=path, num_examples=5),
-    )
-    assert len(load_validation(config, tokenizer)[""]) == 5
-    assert "sorted" not in capsys.readouterr().out
-
-
-def test_rows_that_a_function_leaves_out_do_not_count(tokenizer, tmp_path, capsys):
-    path = write_rows(tmp_path / "rows.jsonl", sorted_rows(2000, by_level=True))
-    (tmp_path / "mine.py").write_text(
-        "def easy(row):\n    return {'prompt': row['question']} if row['level'] < 'Level 2' else None\n"
-        "def all(row):\n    return {'prompt': row['question']}\n"
-    )
-    for name, is_told in (("easy", False), ("all", True)):
-        data = config_of(path, max_prompt_tokens=99, row=f"{tmp_path}/mine.py:{name}")
-        load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=200), tokenizer)
-        assert ("its rows are sorted: level is never" in capsys.readouterr().out) == is_told
-
-
-def test_validation_tells_of_sorted_rows_too(tokenizer, tmp_path, capsys):
-    rows = [{"question": "add", "completion": f"is {n}", "source": "ab"[n > 500]} for n in range(1000)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    config = SFTConfig(
-        data=config_of(path),
-        max_sequence_tokens=99,
-        validation=ValidationConfig(interval=1, path=path, num_examples=99),
-    )
-    load_validation(config, tokenizer)
-    assert "source is never b, as in 55% of the others, but a." in capsys.readouterr().out

@@ -53,19 +53,13 @@ def test_a_step_comes_back_as_it_was(tmp_path):
     assert [path.name for path in (tmp_path / "batches").iterdir()] == ["step-00000007.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("there", "steps", "message"),
-    [
-        ([], [1], "--record"),
-        ([1, 2, 4], [1, 2, 3, 4], "3 of the 4 steps from 1 to 4, and step 3 .*--num-steps 2"),
-        ([3, 4], [1, 2, 3, 4], "step 1 is not among them"),
-    ],
-)
-def test_missing_steps_are_refused(tmp_path, there, steps, message):
-    for step in there:
+def test_missing_steps_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="--record"):
+        check_recorded(tmp_path, [1], group_size=2)
+    for step in (1, 2, 4):
         save_step(tmp_path, step, recorded())
-    with pytest.raises(ValueError, match=message):
-        check_recorded(tmp_path, steps, group_size=2)
+    with pytest.raises(ValueError, match="3 of the 4 steps from 1 to 4, and step 3 .*--num-steps 2"):
+        check_recorded(tmp_path, [1, 2, 3, 4], group_size=2)
 
 
 def test_other_groups_and_a_missing_reference_are_refused(tmp_path):

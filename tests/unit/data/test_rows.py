@@ -1,6 +1,5 @@
 """One row as a prompt or a chat, and the check of all rows before a run: which cannot be used, why, and the message."""
 
-import contextlib
 import datetime
 import json
 import re
@@ -58,21 +57,7 @@ def fault(row: dict, **fields) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"answer": float("nan")},
-        {"answer": ["3", {"tests": ["a", "\ud800"]}]},
-        {"answer": {"\ud800": 1}},
-        {"question": [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]},
-    ],
-)
-def test_a_row_that_cannot_be_used(changes):
-    """The last ends with the answer; test_malformed_data.py has many more."""
-    assert fault(GOOD | changes).startswith(f"column '{next(iter(changes))}' ")
-
-
-@pytest.mark.parametrize("answer", ["", 3, 0, 0.5, False, "👍 ü", [], [None, "3"], {"a": None}, {"a": [["b"]]}])
+@pytest.mark.parametrize("answer", ["", 0, "👍 ü", [None, "3"], {"a": None}])
 def test_values_that_a_reward_may_get(answer):
     assert row_reader(DataConfig())(GOOD | {"answer": answer}).columns == {"question": "1+2", "answer": answer}
 
@@ -92,32 +77,20 @@ def test_a_path_leads_into_tables_and_lists(path, value):
     assert value_at(row, path) == value
 
 
-@pytest.mark.parametrize("path", ["b", "a.x", "a.c.7", "a.c.d", "a.b.c", "a.c.-3"])
-def test_a_path_that_leads_nowhere(path):
-    row = {"a": {"b": 1, "c": [2, 3]}}
-    with pytest.raises(BadRow, match=f"column '{path}' is missing"):
-        column_of(row, path)
-    assert value_at(row, path) is None
+def test_a_path_that_leads_nowhere():
+    for path in ("b", "a.x", "a.c.7", "a.c.d", "a.b.c", "a.c.-3"):
+        with pytest.raises(BadRow, match=f"column '{path}' is missing"):
+            column_of({"a": {"b": 1, "c": [2, 3]}}, path)
 
 
 @pytest.mark.parametrize("table", [False, True])
-@pytest.mark.parametrize(
-    ("missing", "fields"),
-    [
-        ("prompt", {"prompt_column": "prompt"}),
-        ("reward_model.truth", {"answer_column": "reward_model.truth"}),
-        ("tool", {"tools_column": "tool"}),
-    ],
-)
-def test_a_column_that_no_row_has(table: bool, missing: str, fields: dict):
+def test_a_column_that_no_row_has(table: bool):
     row = GOOD | {"reward_model": {"ground_truth": "3", "style": "rule"}, "tools": ["x"]}
-    with pytest.raises(ValueError) as refused:
-        checked(row, row, table=table, **fields)
-    message = str(refused.value)
-    assert message.startswith(
-        f"column {missing!r} is missing in f.{'parquet' if table else 'jsonl'}; columns there: que"
-    )
-    assert "reward_model.style" in message or missing == "tool"
+    for field, missing in (("prompt_column", "prompt"), ("answer_column", "reward_model.x"), ("tools_column", "t")):
+        with pytest.raises(
+            ValueError, match=f"^column '{missing}' is missing in f.*columns there: .*reward_model.style"
+        ):
+            checked(row, row, table=table, **{field: missing})
 
 
 def test_mixed_types_in_a_nested_column_are_one_clear_line():
@@ -156,9 +129,6 @@ def test_bad_rows_are_skipped_and_counted(capsys):
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert re.match(r"warning: 1 of 3 rows of f\\x1b\[2J.jsonl .*row 2: .*'answer'.* left out$", first)
     assert second.endswith("left out: 1 that cannot be used")
-    checked(GOOD, bad_rows="skip")
-    out = capsys.readouterr().out
-    assert "warning" not in out and "left out" not in out
 
 
 def test_values_that_json_cannot_hold_are_told():
@@ -179,54 +149,38 @@ def chat_of(row: dict, row_format: str = "auto") -> Example:
     return read_chat(detect_format([row], COLUMNS) if row_format == "auto" else row_format, COLUMNS, row)
 
 
-@pytest.mark.parametrize(
-    "row, messages",
-    [
-        ({"messages": [USER, ASSISTANT], "source": "x"}, [USER, ASSISTANT]),
-        ({"question": "1+1?", "answer": "two"}, [USER, ASSISTANT]),
-        ({"question": [USER], "answer": [ASSISTANT]}, [USER, ASSISTANT]),
-        ({"question": [USER, ASSISTANT, USER], "answer": "two"}, [USER, ASSISTANT, USER, ASSISTANT]),
-        ({"instruction": "1+1?", "input": "", "output": "two"}, [USER, ASSISTANT]),
-        ({"instruction": "1+1?", "output": "two"}, [USER, ASSISTANT]),
-        (
-            {"instruction": "Add", "input": "1 and 1", "output": "two", "text": "all of it"},
-            [{"role": "user", "content": "Add\n\n1 and 1"}, ASSISTANT],
-        ),
-    ],
-)
-def test_rows_with_turns(row, messages):
-    assert chat_of(row) == Example(chat=messages)
+def test_rows_with_turns():
+    for row in (
+        {"messages": [USER, ASSISTANT], "source": "x"},
+        {"question": "1+1?", "answer": "two"},
+        {"question": [USER], "answer": [ASSISTANT]},
+        {"instruction": "1+1?", "input": "", "output": "two"},
+    ):
+        assert chat_of(row) == Example(chat=[USER, ASSISTANT])
+    alpaca = {"instruction": "Add", "input": "1 and 1", "output": "two", "text": "all of it"}
+    assert chat_of(alpaca) == Example(chat=[USER | {"content": "Add\n\n1 and 1"}, ASSISTANT])
 
 
 def test_an_alpaca_row_may_have_a_system_prompt_and_no_earlier_turns():
     row = {"instruction": "1+1?", "output": "two", "system": "Be brief.", "history": []}
     assert chat_of(row) == Example(chat=[{"role": "system", "content": "Be brief."}, USER, ASSISTANT])
-    assert chat_of(row | {"system": ""}) == Example(chat=[USER, ASSISTANT])
-    with pytest.raises(BadRow, match="column 'history' has earlier turns.*--data.row"):
+    with pytest.raises(BadRow, match="column 'history'"):
         chat_of(row | {"history": [["0+1?", "one"]]})
 
 
-@pytest.mark.parametrize("nothing", [None, float("nan"), "", " \n", []])
+@pytest.mark.parametrize("nothing", [None, float("nan"), " \n", []])
 def test_an_optional_column_may_hold_nothing(nothing):
     """Tables write NaN for what is missing."""
-    alpaca = {"instruction": "1+1?", "output": "two"}
-    for column in ("input", "system", "history"):
-        assert chat_of(alpaca | {column: nothing}) == Example(chat=[USER, ASSISTANT])
+    alpaca = {"instruction": "1+1?", "output": "two", "input": nothing, "system": nothing, "history": nothing}
+    assert chat_of(alpaca) == Example(chat=[USER, ASSISTANT])
     assert chat_of({"messages": [USER, ASSISTANT], "tools": nothing}) == Example(chat=[USER, ASSISTANT])
-    row = GOOD | {"tool": nothing}
-    assert row_reader(DataConfig(tools_column="tool"))(row).tools is None
-
-
-def test_an_entry_of_a_message_may_be_nan():
-    messages = [USER | {"name": float("nan")}, ASSISTANT | {"tool_calls": float("nan")}]
-    assert chat_of({"messages": messages, "tools": "NaN"}) == Example(chat=[USER, ASSISTANT])
+    assert row_reader(DataConfig(tools_column="tool"))(GOOD | {"tool": nothing}).tools is None
 
 
 @pytest.mark.parametrize(
     "row, message",
     [
         ({"messages": [{"from": "human", "value": "1+1?"}]}, "message 1 has ShareGPT's from; .*--data.row"),
-        ({"messages": '[{"from": "human", "value": "1+1?"}]'}, "message 1 has ShareGPT's from; .*--data.row"),
         ({"messages": [{"role": "user", "value": "1+1?"}]}, "message 1 has ShareGPT's value; .*--data.row"),
         ({"messages": [USER, ASSISTANT | {"role": "gpt"}]}, "message 2, role is 'gpt', which .* call 'assistant'"),
         ({"messages": [USER | {"role": "User"}]}, "message 1, role is 'User', which .* call 'user'.*--data.row"),
@@ -253,32 +207,28 @@ def test_a_role_may_be_a_templates_own():
 
 def test_messages_as_json_text_are_messages():
     """CSV can hold them no other way; how Python writes a list is refused."""
-    for row in ({"messages": [USER, ASSISTANT]}, {"question": [USER], "answer": [ASSISTANT]}):
-        assert chat_of({name: json.dumps(value) for name, value in row.items()}) == Example(chat=[USER, ASSISTANT])
-        with pytest.raises(BadRow, match="column '(messages|question)' holds text that is not JSON"):
-            chat_of({name: str(value) for name, value in row.items()})
-    prompt = row_reader(DataConfig())({"question": json.dumps([USER]), "answer": "2"}).prompt
-    assert prompt == [USER]
+    messages = [USER, ASSISTANT]
+    assert chat_of({"messages": json.dumps(messages)}) == Example(chat=messages)
+    with pytest.raises(BadRow, match="column 'messages' holds text that is not JSON"):
+        chat_of({"messages": str(messages)})
     for text in ("[1, 2]", '[{"a": 1}] is JSON', "role: user"):
         assert row_reader(DataConfig())({"question": text, "answer": "2"}).prompt == text
 
 
-def test_the_first_format_that_fits_is_taken_unless_one_is_named():
+def test_the_first_format_that_fits_is_taken():
     row = {"text": "t", "instruction": "i", "output": "o", "question": "q", "answer": "a", "messages": [USER]}
-    expected = {
-        "messages": Example(chat=[USER]),
-        "prompt_completion": Example(chat=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]),
-        "alpaca": Example(chat=[{"role": "user", "content": "i"}, {"role": "assistant", "content": "o"}]),
-        "text": Example(text="t"),
-    }
-    assert {name: chat_of(row, name) for name in expected} == expected
-    needed = {"prompt_completion": ["question"], "messages": ["messages"], "alpaca": ["output"], "text": ["text"]}
-    for name, columns in needed.items():
+    for name, column in (
+        ("prompt_completion", "question"),
+        ("messages", "messages"),
+        ("alpaca", "output"),
+        ("text", "text"),
+    ):
         assert detect_format([{}, row], COLUMNS) == name
-        row = {column: value for column, value in row.items() if column not in columns}
+        row.pop(column)
     assert detect_format([row], COLUMNS) is None
-    told = no_format(row, COLUMNS)
-    assert re.search("instruction, answer .* question and answer, .*messages, .*output, .*text", told), told
+    assert re.search(
+        "instruction, answer .* question and answer, .*messages, .*output, .*text", no_format(row, COLUMNS)
+    )
 
 
 def test_columns_may_be_paths():
@@ -288,59 +238,36 @@ def test_columns_may_be_paths():
     assert read_chat("prompt_completion", columns, row) == Example(chat=row["messages"], tools=[{"a": 1}])
 
 
-def test_what_a_table_adds_to_messages_is_left_out():
-    """A table gives each row every entry that any has; arguments of a call may be there as JSON text."""
-    function = {"name": "add", "arguments": '{"b": 1, "a": null}'}
-    call = {"id": "1", "type": "function", "function": function}
-    row = {
-        "messages": [
-            {"role": "user", "content": "1+1?", "tool_calls": None},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [call, {"name": "sub", "arguments": {"a": 1, "b": None}}],
-            },
-            {"role": "tool", "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "!"}], "name": "add"},
-        ],
-        "tools": '[{"type": "function", "function": {"name": "add"}}]',
-    }
-    before = repr(row)
-    assert chat_of(TableRow(row)) == Example(
-        chat=[
-            USER,
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [
-                    {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": None}}},
-                    {"name": "sub", "arguments": {"a": 1}},
-                ],
-            },
-            {"role": "tool", "content": "2\n!", "name": "add"},
-        ],
-        tools=[{"type": "function", "function": {"name": "add"}}],
-    )
-    assert repr(row) == before
-    (_, turn, _) = chat_of(row).chat
-    assert turn["tool_calls"][1] == {"name": "sub", "arguments": {"a": 1, "b": None}}  # in JSON lines it is meant
+def test_nulls_of_a_table_are_left_out_and_those_of_json_stay():
+    """A table gives each row every entry that any has. In JSON, a null directly in a message or call means none."""
+    arguments = {"a": 1, "b": None}
+    turn = {"role": "assistant", "content": None, "name": None, "tool_calls": [{"name": "f", "arguments": arguments}]}
     tools = [{"name": "f", "default": None}]
-    assert chat_of(TableRow({"messages": [USER], "tools": tools})).tools == [{"name": "f"}]
-    assert chat_of({"messages": [USER], "tools": tools}).tools == tools
-    as_text = '[{"name": "f", "default": null}]'  # in which no table has added anything
-    assert chat_of({"messages": [USER], "tools": as_text}).tools == [{"name": "f", "default": None}]
-    assert chat_of({"messages": [USER], "tools": []}).tools is None
+    row = {"messages": [USER, turn], "tools": tools}
+    before = repr(row)
+
+    def read(row: dict, arguments: dict, tools: list[dict]) -> None:
+        call = {"name": "f", "arguments": arguments}
+        learned = {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert chat_of(row) == Example(chat=[USER, learned], tools=tools)
+
+    read(TableRow(row), {"a": 1}, [{"name": "f"}])
+    read(row, arguments, tools)
+    assert repr(row) == before
+    turn["tool_calls"][0]["arguments"] = json.dumps(arguments)  # to which no table has added anything
+    read(TableRow(row | {"tools": json.dumps(tools)}), arguments, tools)
+    assert chat_of(row | {"tools": []}).tools is None
 
 
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ({"messages": [USER], "tools": "[" * 100_000}, "^column 'tools' holds text that is not JSON"),
-        ({"messages": [USER], "tools": ["add"]}, "^column 'tools', entry 1 holds str, not a table$"),
-    ],
-)
-def test_tools_that_are_no_schemas(row, message):
-    with pytest.raises(BadRow, match=message):
-        chat_of(row)
+def test_the_text_parts_of_a_message_are_joined_as_a_server_joins_them():
+    parts = [{"type": "text", "text": text} for text in ("1+1?", "And quick!")]
+    assert chat_of({"messages": [USER | {"content": parts}, ASSISTANT]}).chat[0]["content"] == "1+1?\nAnd quick!"
+
+
+def test_tools_that_are_no_schemas():
+    for tools in ("[" * 100_000, ["add"], 3):
+        with pytest.raises(BadRow, match="^column 'tools'"):
+            chat_of({"messages": [USER], "tools": tools})
 
 
 # ---- a function of the user's
@@ -385,12 +312,6 @@ def test_an_own_function_that_fails_is_told_with_the_row(own, body, message):
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_an_own_function_gives_the_same_columns_for_all_rows(own):
-    name = own("return {'prompt': 'p', **({'level': 1} if row['question'] else {})}")
-    with pytest.raises(ValueError, match="row 2: its columns are none, and in most rows level .number."):
-        checked(GOOD, GOOD | {"question": ""}, row=name)
-
-
 # ---- chats of a source
 
 
@@ -412,8 +333,6 @@ def test_the_first_rows_decide_the_format_of_a_source(table, capsys):
     assert " has instruction and output, so its row_format is alpaca\n" in capsys.readouterr().out
     assert chats(*rows, table=table, bad_rows="skip").usable == [0]
     assert texts_of(chats(*rows, table=table, bad_rows="skip", row_format="text")) == ["Be brief <eos>"]
-    with pytest.raises(ValueError, match="column 'messages' is missing in f.*; columns there: text, instruction"):
-        chats(*rows, table=table, row_format="messages")
     with pytest.raises(ValueError, match="f.*: the columns q, a are no row format; there must be question and com"):
         chats({"q": "1+1", "a": "2"}, table=table)
 
@@ -432,31 +351,29 @@ def test_columns_that_are_not_read_are_told(table: bool, capsys):
 
 def test_notes_about_rows_are_one_line_with_their_number(capsys):
     """And rows that are left out do not count."""
-    row = GOOD | {"question": [{"role": "user", "content": "add", "mood": "glad"}]}
     plain = GOOD | {"question": [{"role": "user", "content": "add"}]}
+    row = GOOD | {"question": [{"role": "user", "content": "add", "mood": "glad"}]}
     checked(plain, row, row, row | {"answer": None}, bad_rows="skip")
-    lines = [line for line in capsys.readouterr().out.splitlines() if "bring" in line]
-    assert lines == [
-        "warning: 2 of 3 rows of f.jsonl:train bring mood, which the chat template of tiny does not write everywhere"
-    ]
+    assert "warning: 2 of 3 rows of f.jsonl:train bring mood, which the chat" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_token_that_the_model_has_no_row_for(is_chat):
     """n19 is token 29, the last one."""
     row = {"question": "add n19", "answer": "3", "completion": "yes"}
-    data = DataConfig(
-        path=written(({"question": "add", "answer": "3", "completion": "yes"}, row), False), system_prompt=""
-    )
-    for vocab_size in (30, 29):
-        refuses = pytest.raises(ValueError, match="row 2: token 'n19' .29. is not among the model's vocab_size=29")
-        with refuses if vocab_size == 29 else contextlib.nullcontext():
-            if is_chat:
-                config = SFTConfig(data=data, sequences_per_step=1)
-                usable_chats(load_chat_sources(config), config, TOKENIZER, vocab_size)
-            else:
-                config = GRPOConfig(data=data, prompts_per_step=1)
-                usable_prompts(load_sources(data), config, TOKENIZER, vocab_size=vocab_size)
+    data = DataConfig(path=written((row | {"question": "add"}, row), False), system_prompt="")
+
+    def load(vocab_size: int) -> None:
+        if is_chat:
+            config = SFTConfig(data=data, sequences_per_step=1)
+            usable_chats(load_chat_sources(config), config, TOKENIZER, vocab_size)
+        else:
+            config = GRPOConfig(data=data, prompts_per_step=1)
+            usable_prompts(load_sources(data), config, TOKENIZER, vocab_size=vocab_size)
+
+    load(30)
+    with pytest.raises(ValueError, match="row 2: token 'n19' .29. is not among the model's vocab_size=29"):
+        load(29)
 
 
 def test_an_own_function_may_make_rows_of_any_format(own):

@@ -47,13 +47,9 @@ def test_a_row_by_hand():
     assert micro.targets_BT.tolist() == [[2, 3, 100, 101, 0, 200, 0, 8, 300, 0, 0, 0]]
     assert micro.loss_mask_BT.int().tolist() == [[0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0]]
     assert micro.sequence_BT.tolist() == [[0, 0, 0, 0, 0, 1, 1, 2, 2, 2, -1, -1]]
-    assert micro.generator_logprobs_BT[micro.loss_mask_BT].tolist() == [-100, -101, -200, -300]
     assert micro.document_starts.tolist() == [0, 2, 5, 7, 10, 12] and micro.longest_document == 3
-    shared = micro.shared
-    assert shared.keys_K.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9, 10, 11]
-    assert shared.key_starts.tolist() == [0, 2, 7, 11, 14, 16] and shared.longest == 5
-    assert shared.own_T.tolist() == [0, 1, 4, 5, 6, 9, 10, 11, 12, 13, 14, 15]
-    assert shared.reused_R.tolist() == [0, 1] and shared.uses_RU.tolist() == [[0, 2, 7], [1, 3, 8]]
+    assert micro.shared.keys_K.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9, 10, 11]
+    assert micro.shared.reused_R.tolist() == [0, 1] and micro.shared.uses_RU.tolist() == [[0, 2, 7], [1, 3, 8]]
     index_M, ids_M = take_out(micro.targets_BT, micro)
     assert torch.equal(batch.ids_N[index_M], ids_M)
     # the first token of each sequence, and the second sequence's prompt
@@ -75,14 +71,6 @@ def test_what_is_shared():
     assert repeated_prompts(second) == ([0, 0], [2, 2])
 
 
-def test_only_neighbours_share():
-    batch = batch_of(([1, 2, 3], [1, 1]), ([4, 5], [1]))
-    micro = build_micro_batch(batch, [[0, 2, 1]], row_length=11, prompts=repeated_prompts(batch))
-    assert micro.ids_BT.tolist() == [[1, 2, 3, 100, 4, 5, 300, 1, 2, 3, 200]]
-    assert micro.shared.keys_K.tolist() == list(range(11))
-    assert (micro.shared.uses_RU >= 0).sum() == 2  # nothing is reused: two places of one use, for the compiler's sake
-
-
 def test_plan_by_hand():
     # 4 prompts of 10 tokens (9 to share) with 4 completions of 10 each: 9 + 4 * 11 = 53 tokens a group, whole 80
     batch = batch_of(*(([i] * 10, [10] * 4) for i in range(4)))
@@ -92,8 +80,8 @@ def test_plan_by_hand():
     assert len(pack(batch, 1, 110, share_prompts=False).rows[0]) == 4
     # over three ranks two groups are cut, and their prompts laid out twice
     packing, lengths = pack(batch, 3, 110), batch.lengths_S.tolist()
-    rows = [row for of_rank in packing.rows for row in of_rank]
-    assert sorted(row_tokens(row, lengths, packing.prompts) for row in rows) == [53, 84, 84]  # of 4, 6 and 6
+    loads = [row_tokens(row, lengths, packing.prompts) for of_rank in packing.rows for row in of_rank]
+    assert sorted(loads) == [53, 84, 84]  # of 4, 6 and 6
 
 
 def random_batches():

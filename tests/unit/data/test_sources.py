@@ -23,37 +23,29 @@ def rows_of(path: object, split: str = "train") -> list[dict]:
 # ---- how a source is written
 
 
-@pytest.mark.parametrize(
-    ("spec", "parts"),
-    [
-        ("a/b", ("a/b", "", "", "train")),
-        ("a/b[main]", ("a/b", "main", "", "train")),
-        ("a/b@v1:test", ("a/b", "", "v1", "test")),
-        ("a/b[main]@v1:train[:5%]+validation", ("a/b", "main", "v1", "train[:5%]+validation")),
-        ("configs/examples/toys.py:addition", ("configs/examples/toys.py:addition", "", "", "train")),
-        ("configs/examples/toys.py:addition:test", ("configs/examples/toys.py:addition", "", "", "test")),
-        ("rows.jsonl:train[10:]", ("rows.jsonl", "", "", "train[10:]")),
-    ],
-)
-def test_a_source_in_one_text(spec, parts):
-    source = parse_source(spec, "data.path")
-    assert (source.path, source.name, source.revision, source.split) == parts
-    assert parse_source(source.text, "data.path") == source
+def test_a_source_in_one_text():
+    for spec, parts in {
+        "a/b": ("a/b", "", "", "train"),
+        "a/b[main]@v1:train[:5%]+validation": ("a/b", "main", "v1", "train[:5%]+validation"),
+        "configs/examples/toys.py:addition:test": ("configs/examples/toys.py:addition", "", "", "test"),
+        "rows.jsonl:train[10:]": ("rows.jsonl", "", "", "train[10:]"),
+    }.items():
+        source = parse_source(spec, "data.path")
+        assert (source.path, source.name, source.revision, source.split) == parts
+        assert parse_source(source.text, "data.path") == source
+    for spec in ("", "[main]", "a/b[main", "a/b]", ":train", f"{ROOT}:"):
+        with pytest.raises(ValueError, match="data.path='.*' is no data set; write PATH"):
+            parse_source(spec, "data.path")
 
 
-def test_a_file_may_have_any_name(tmp_path):
-    path = tmp_path / "rows[1]@a:b.jsonl"
-    path.write_text('{"a": 1}\n')
-    assert parse_source(str(path), "data.path") == Source("", str(path))
-    (tmp_path / "rows1@a:b.jsonl").write_text('{"a": 2}\n')  # what the name would match as a pattern
-    assert rows_of(path) == [{"a": 1}]
-
-
-def test_a_folder_may_have_any_name(tmp_path):
-    for name in ("rows[1]", "rows1"):
+def test_a_file_or_folder_may_have_any_name(tmp_path):
+    """And is not taken for a pattern, which rows1 would match."""
+    for name in ("rows[1]@a:b", "rows1@a:b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.jsonl").write_text(json.dumps({"a": name}))
-    assert rows_of(tmp_path / "rows[1]") == [{"a": "rows[1]"}]
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"a": name}))
+    for ending in ("", ".jsonl"):
+        assert rows_of(tmp_path / f"rows[1]@a:b{ending}") == [{"a": "rows[1]@a:b"}]
 
 
 def test_a_part_of_a_file_or_folder_of_any_name(tmp_path, monkeypatch):
@@ -72,29 +64,19 @@ def test_a_part_of_a_file_or_folder_of_any_name(tmp_path, monkeypatch):
     assert rows_of("rows@v2/mine.py:rows:test[:1]") == [{"a": "test"}]
 
 
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ("rows@v2:train[:1]", "rows is a local folder, which has no revisions; leave @v2 out"),
-        ("rows.jsonl@v2", "rows.jsonl is a local file, which has no revisions; leave @v2 out"),
-        ("rows.jsonl[main]:train", r"rows.jsonl is a local file, which has no configurations; leave \[main\] out"),
-        ("mine.py:rows@v2", "mine.py:rows is a local function, which has no revisions; leave @v2 out"),
-        ("mine.py:rows[main]", r"mine.py:rows is a local function, which has no configurations; leave \[main\] out"),
-    ],
-)
-def test_what_is_here_has_no_revision_and_a_file_no_configuration(spec, reason, tmp_path, monkeypatch):
+def test_what_is_here_has_no_revision_and_a_file_no_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "mine.py").write_text("def rows(split):\n    return [{'a': split}]\n")
-    with pytest.raises(ValueError, match=f"data.path='.*': {reason}$"):
-        parse_source(spec, "data.path")
-
-
-@pytest.mark.parametrize("spec", ["", "[main]", "a/b[main", "a/b]", ":train", f"{ROOT}:"])
-def test_a_source_that_is_none(spec):
-    with pytest.raises(ValueError, match="data.path='.*' is no data set; write PATH"):
-        parse_source(spec, "data.path")
+    for spec, what in {
+        "rows@v2:train[:1]": "folder, which has no revisions",
+        "rows.jsonl@v2": "file, which has no revisions",
+        "rows.jsonl[main]:train": "file, which has no configurations",
+        "mine.py:rows[main]": "function, which has no configurations",
+    }.items():
+        with pytest.raises(ValueError, match=f"a local {what}; leave"):
+            parse_source(spec, "data.path")
 
 
 def test_several_sources_and_sets():
@@ -130,14 +112,11 @@ def test_json_keeps_values_as_they_are(tmp_path):
     assert rows_of(path) == rows
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-def test_json_may_be_one_list(tmp_path, indent):
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([{"a": 1}, {"a": [2]}], indent=indent))
-    assert rows_of(path) == [{"a": 1}, {"a": [2]}]
-    assert rows_of(f"{path}:train[1:]") == [{"a": [2]}]
+def test_json_may_be_one_list(tmp_path):
+    for indent in (None, 2):
+        (tmp_path / "train.json").write_text(json.dumps([{"a": 1}, {"a": [2]}], indent=indent))
+        assert rows_of(tmp_path / "train.json") == [{"a": 1}, {"a": [2]}]
     (tmp_path / "test.json").write_text('[{"a": 3}]')
-    path.rename(tmp_path / "train.json")
     assert rows_of(tmp_path, "test+train[:1]") == [{"a": 3}, {"a": 1}]
     with pytest.raises(ValueError, match=":more could not be loaded: Unknown split"):
         rows_of(tmp_path, "more")
@@ -175,26 +154,24 @@ def test_a_folder_has_splits_by_the_names_of_its_files(tmp_path):
     assert rows_of(tmp_path) == [{"a": 1}, {"a": 2}]
     assert rows_of(tmp_path, "test") == [{"a": 3}]
     assert rows_of(tmp_path, "test+train[:1]") == [{"a": 3}, {"a": 1}]
-    with pytest.raises(ValueError, match="could not be loaded: ValueError: Unknown split .validation.*train.*test"):
+    with pytest.raises(ValueError, match="Unknown split .validation"):
         rows_of(tmp_path, "validation")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "# My notes\n",
-        "---\nlicense: mit\ndataset_info:\n  features:\n  - name: answer\n    dtype: int64\n---\n# A card\n",
-        "---\nA line between rules\n---\n",
+        b"---\nlicense: mit\ndataset_info:\n  features:\n  - name: answer\n    dtype: int64\n---\n# A card\n",
+        b"---\nA line between rules\n---\n",
         b"Notes in Latin-1: \xfc\n",
     ],
 )
 def test_a_readme_that_names_no_files_changes_no_rows(text, tmp_path):
     """The library would make numbers of the cells."""
-    (tmp_path / "README.md").write_bytes(text if isinstance(text, bytes) else text.encode())
-    (tmp_path / "train.csv").write_text("question,answer\nWhich code?,00712\nWhich country?,NA\n")
-    expected = [{"question": "Which code?", "answer": "00712"}, {"question": "Which country?", "answer": "NA"}]
-    assert rows_of(tmp_path) == expected
-    with pytest.raises(ValueError, match=r"\[main\]:train: a folder has configurations only if its README.md names"):
+    (tmp_path / "README.md").write_bytes(text)
+    (tmp_path / "train.csv").write_text("question,answer\nWhich code?,00712\n")
+    assert rows_of(tmp_path) == [{"question": "Which code?", "answer": "00712"}]
+    with pytest.raises(ValueError, match="a folder has configurations only if"):
         rows_of(f"{tmp_path}[main]")
 
 
@@ -210,29 +187,22 @@ def test_a_card_that_names_files_is_followed(tmp_path):
         rows_of(tmp_path)
 
 
-def test_files_without_a_split_beside_others_that_have_one_are_named(tmp_path, capsys):
-    (tmp_path / "more.jsonl").write_text('{"a": 1}\n')
-    assert rows_of(tmp_path) == [{"a": 1}] and "not read" not in capsys.readouterr().out
-    (tmp_path / "train.jsonl").write_text('{"a": 2}\n')
-    assert rows_of(tmp_path) == [{"a": 2}]
-    assert "1 of 2 files are not read, because their names have no split and others have one: more.jsonl" in (
-        capsys.readouterr().out
-    )
-
-
-@pytest.mark.parametrize("ending", ["bak", "old", "orig", "tmp", "jsonl~"])
-def test_backups_in_a_folder_are_no_data_and_named(ending, tmp_path, capsys):
-    """Nor does a split in the name of one of them, or of notes, decide about the data files."""
+def test_files_that_are_not_read_are_named(tmp_path, capsys):
+    """Nor does a split in the name of a backup, or of notes, decide about the data files."""
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / ".train.jsonl").write_text('{"a": 2}\n')
+    assert rows_of(tmp_path) == [{"a": 1}] and "not read" not in capsys.readouterr().out
     (tmp_path / "train_notes.txt").write_text("train notes")
-    (tmp_path / f"train.jsonl.{ending}").write_text('{"a": 2}\n')
+    (tmp_path / "train.jsonl.bak").write_text('{"a": 2}\n')
     assert rows_of(tmp_path) == [{"a": 1}]
-    told = f"do not end in .jsonl, .json, .csv, .parquet are not read: train.jsonl.{ending}, train_notes.txt\n"
-    assert told in capsys.readouterr().out
-    (tmp_path / "test.jsonl").write_text('{"a": 3}\n')
+    assert ".parquet: train.jsonl.bak, train_notes.txt\n" in capsys.readouterr().out
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train_sft-00000-of-00001.jsonl").write_text('{"a": 3}\n')
+    assert rows_of(tmp_path, "train_sft") == [{"a": 3}]
+    assert "names have no split and others have one" in (told := capsys.readouterr().out) and "rows.jsonl" in told
     (tmp_path / "test.jsonl.gz").write_bytes(b"\x1f\x8b" + bytes(20))
-    with pytest.raises(ValueError, match="test.jsonl.gz is compressed or broken: .*; unpack it"):
-        rows_of(tmp_path, "test")
+    with pytest.raises(ValueError, match="test.jsonl.gz is compressed or broken; unpack it"):
+        rows_of(tmp_path, "train_sft")
 
 
 def test_a_folder_of_save_to_disk_is_refused_with_what_writes_a_file(tmp_path, monkeypatch):
@@ -241,11 +211,8 @@ def test_a_folder_of_save_to_disk_is_refused_with_what_writes_a_file(tmp_path, m
     table.save_to_disk("rows")
     datasets.DatasetDict(train=table).save_to_disk("splits")
     for name, saved in (("rows", "rows"), ("splits", "splits/train")):
-        with pytest.raises(ValueError, match=f"data folder {name} is one that save_to_disk wrote") as refused:
+        with pytest.raises(ValueError, match=f"load_from_disk\\('{saved}'\\).to_parquet"):
             rows_of(name)
-        assert f"write a file with datasets.load_from_disk('{saved}').to_parquet('train.parquet')" in str(refused.value)
-        datasets.load_from_disk(saved).to_parquet("train.parquet")
-        assert rows_of("train.parquet") == [{"a": 1}]
 
 
 def test_a_file_is_of_one_split_and_read_once(tmp_path):
@@ -365,11 +332,8 @@ def test_the_stream_of_the_page_is_read_as_far_as_needed_and_again_the_same(tmp_
     all_rows = [{"question": "long" * 1000 if n % 10 == 0 else f"What is {n}?", "answer": n} for n in range(3000)]
     write(all_rows)
     revision, answers = read("[:300]")
-    assert len(set(answers)) == 300 and not any(answer % 10 == 0 for answer in answers)
-    assert max(answers) < 1000 + 400  # from the buffer of 1,000 rows and those that took the place of a row
-    assert answers != sorted(answers)
-    assert read("[:300]") == (revision, answers)
-    assert read("[100:300]")[1] == answers[100:]
+    assert len(set(answers)) == 300 and not any(answer % 10 == 0 for answer in answers) and answers != sorted(answers)
+    assert read("[:300]") == (revision, answers) and read("[100:300]")[1] == answers[100:]
     write(all_rows[1000:])
     assert read("[:300]")[0] != revision
 

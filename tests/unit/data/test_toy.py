@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from configs.examples import toys, word_problem_rows
+from configs.examples import toys
 from grpo.data import initial_model
 
 torch.set_num_threads(1)
@@ -43,16 +43,12 @@ def test_addition_rows_are_right_distinct_disjoint_and_fixed():
     train, test = toys.addition("train"), toys.addition("test")
     assert random.getstate() == state
     assert (len(train), len(test)) == (50_000, 2_000)
-    pairs = {
-        split: [tuple(map(int, row["question"].split("+"))) for row in rows]
-        for split, rows in {"train": train, "test": test}.items()
-    }
-    for split, rows in {"train": train, "test": test}.items():
-        assert len(set(pairs[split])) == len(rows)
-        assert all(min(pair) >= 10 and max(pair) <= 999 for pair in pairs[split])
-        assert all(int(row["answer"]) == sum(pair) for row, pair in zip(rows, pairs[split], strict=True))
+    pairs = [[*map(int, row["question"].split("+"))] for row in train + test]
+    assert len(set(map(tuple, pairs))) == 52_000 and all(10 <= number <= 999 for pair in pairs for number in pair)
+    assert [int(row["answer"]) for row in train + test] == list(map(sum, pairs))
     # 98+70 in the test split would give 70+98 in the train split away
-    assert not {tuple(sorted(pair)) for pair in pairs["train"]} & {tuple(sorted(pair)) for pair in pairs["test"]}
+    known = {frozenset(pair) for pair in pairs[:50_000]}
+    assert not any(frozenset(pair) in known for pair in pairs[50_000:])
     # every last digit is held out about equally often
     assert min(sum(row["answer"].endswith(str(digit)) for row in test) for digit in range(10)) > 150
     assert test == toys.addition("test")
@@ -73,11 +69,8 @@ def test_a_model_from_a_function_and_one_that_cannot_be_built(tmp_path):
 def test_addition_tokenizer_has_one_token_per_character(addition_tokenizer):
     text = "70+98=<think>088;796;</think><answer>168</answer>"
     ids = addition_tokenizer.encode(text)
-    assert len(addition_tokenizer) == 32
-    assert len(ids) == len("70+98=") + 1 + len("088;796;") + 1 + 1 + len("168") + 1
+    assert len(addition_tokenizer) == 32 and len(ids) == len("70+98=088;796;168") + 4
     assert addition_tokenizer.decode(ids) == text
-    characters = toys.ADDITION_CHARACTERS + " " + toys.ADDITION_CHARACTERS[::-1]
-    assert addition_tokenizer.decode(addition_tokenizer.encode(characters)) == characters
     assert addition_tokenizer.convert_ids_to_tokens(addition_tokenizer.encode("7é")) == ["7", "<unk>"]
 
 
@@ -99,34 +92,15 @@ def test_model_folder_loads_in_transformers(tmp_path):
     folder = pathlib.Path(initial_model.build_model(f"{TOYS}:addition_model", tmp_path / "a", [], seed=3))
     assert torch.equal(torch.get_rng_state(), state)
 
-    files = {path.name for path in folder.iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= files
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     # per layer: q and o 128 x 128, k and v 128 x 64, 3 x 128 x 384, norms 128 + 128 + 32 + 32
     per_layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 320
-    assert sum(p.numel() for p in model.parameters()) == 4 * per_layer + 32 * 128 + 128
-    assert model.dtype == torch.float32 and model.config.tie_word_embeddings
-    assert len(tokenizer) == model.config.vocab_size == 32 and model.config.max_position_embeddings == 512
+    assert model.num_parameters() == 4 * per_layer + 32 * 128 + 128 and model.dtype == torch.float32
+    assert len(tokenizer) == model.config.vocab_size == 32
     for text in ("config.json", "generation_config.json"):
         ids = json.loads((folder / text).read_text())
         assert (ids["eos_token_id"], ids["pad_token_id"]) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True) == "70+98="
-    assert tokenizer.encode("70+98=") == toys.addition_tokenizer().encode("70+98=")
-    with torch.no_grad():
-        logits_BTV = model(torch.tensor([tokenizer.encode("70+98=")])).logits
-    assert logits_BTV.shape == (1, 6, 32) and logits_BTV.isfinite().all()
-
-
-def test_word_problems_model_has_64_million_parameters(tmp_path, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
-    # one of its ten layers, to spare memory: q and o 768 x 768, k and v 768 x 256, 3 x 768 x 2048, norms
-    monkeypatch.setitem(word_problem_rows.MODEL, "num_hidden_layers", 1)
-    word_problem_rows.model(str(tmp_path), [], seed=0)
-    per_layer = 2 * 768 * 768 + 2 * 768 * 256 + 3 * 768 * 2048 + 2 * 768 + 2 * 64
-    outside = 640 * 768 + 768
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == per_layer + outside
-    assert 10 * per_layer + outside == pytest.approx(64e6, rel=0.02)
 
 
 def test_weights_follow_from_the_seed(tmp_path, addition_tokenizer):

@@ -5,7 +5,6 @@ import itertools
 import pathlib
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -13,12 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from configs.examples import toys
 from grpo.config import DataConfig, SFTConfig
-from grpo.data.batches import build_micro_batch, make_batch
 from grpo.data.chat import Refused
 from grpo.data.encode import Encoded, RowStatus, chat_encoder
 from grpo.data.rows import Example, chat_reader
 from grpo.data.turns import end_of_turn, tokenize, write_example, write_prompt
-from grpo.types import Sample
 from tests.unit.data.test_data import encode_prompt
 
 DATA = DataConfig(system_prompt="")
@@ -150,10 +147,9 @@ def encoded(tokenizer, messages, train_on="assistant", **options) -> str:
 # ---- Masks
 
 
-@pytest.mark.parametrize("trim_offsets", [False, True])
 @pytest.mark.parametrize("family, train_on", BY_HAND)
-def test_masks_by_hand(family, train_on, trim_offsets):
-    tokenizer = tokenizer_for(*FAMILIES[family], trim_offsets)
+def test_masks_by_hand(family, train_on):
+    tokenizer = tokenizer_for(*FAMILIES[family], trim_offsets=family == "llama3")
     assert encoded(tokenizer, TALK, train_on) == BY_HAND[family, train_on]
 
 
@@ -164,8 +160,6 @@ def test_masks_by_hand(family, train_on, trim_offsets):
         (LLAMA3, DATA, "<|eot|>"),
         (PLAIN, DATA, "<eos>"),  # the template writes none
         (CHATML, DataConfig(prompt_template="Q: {question} A:"), "<eos>"),
-        ("{% for m in messages %}{{ m.content }}.{% endfor %}", DATA, "<eos>"),
-        (PLAIN.replace("\n", "."), DATA, "<eos>"),
         ("{{ raise_exception('no') }}", DATA, None),
         (CHATML + "{% if tools %}{% generation %}{% endgeneration %}{% endif %}", DATA, None),  # marks nothing here
     ],
@@ -174,17 +168,6 @@ def test_the_token_that_ends_a_turn(template: str, data: DataConfig, end: str | 
     tokenizer = tokenizer_for(template, "<eos>")
     found = end_of_turn(tokenizer, data)
     assert found == (end and tokenizer.convert_tokens_to_ids(end))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ids_are_those_of_the_whole_text(family):
-    """And those of the prompt that a generator would get, where no token lies across the edge."""
-    tokenizer = tokenizer_for(*FAMILIES[family])
-    ids, mask = encode_chat(tokenizer, DATA, TALK[1:3], "assistant")
-    text = tokenizer.apply_chat_template(TALK[1:3], tokenize=False)
-    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert ids == whole + ([tokenizer.eos_token_id] if family == "plain" else [])
-    assert ids[: mask.index(True)] == encode_prompt(tokenizer, DATA, "1+1?")
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
@@ -221,16 +204,13 @@ def test_qwen3_learns_every_turn_of_a_chat_as_if_it_were_the_last():
         "<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n[<think>\nbe brief\n</think>\n\nhello<|im_end|>]\n"
     )
     assert encoded(tokenizer, chat) == first + second + third
-    assert encoded(tokenizer, chat[:3]) == first and encoded(tokenizer, chat[:5]) == first + second  # prefix-stable
     unlabelled = (first + second).replace("[", "").replace("]", "")
     assert encoded(tokenizer, chat, "last") == unlabelled + third
     # what is not a label before an answer is what a generator gets
-    prompt = encode_prompt(tokenizer, DataConfig(system_prompt="", chat_template_kwargs=NO_THOUGHTS), "1+1?")
-    ids, mask = encode_chat(tokenizer, DATA, [TALK[1], chat[4]], "assistant")
-    assert ids[: mask.index(True)] == prompt
-    thinking = encode_prompt(tokenizer, DATA, "1+1?")
-    ids, mask = encode_chat(tokenizer, DATA, [TALK[1], chat[2]], "assistant")
-    assert ids[: mask.index(True)] == thinking
+    for thinks, turn in ((False, chat[4]), (True, chat[2])):
+        data = DataConfig(system_prompt="", chat_template_kwargs={} if thinks else NO_THOUGHTS)
+        ids, mask = encode_chat(tokenizer, DATA, [TALK[1], turn], "assistant")
+        assert ids[: mask.index(True)] == encode_prompt(tokenizer, data, "1+1?")
 
 
 def test_qwen3_learns_every_turn_of_a_chat_with_tools():
@@ -257,13 +237,6 @@ def test_qwen3_learns_every_turn_of_a_chat_with_tools():
     assert written.startswith("<|im_start|>system\nbe brief\n\n# Tools\n\nYou may call one or more functions")
     assert '<tools>\n{"name": "add"}\n</tools>\n' in written and written.endswith("</tool_call><|im_end|>\n" + turns)
     assert encoded(tokenizer, chat[1:]) == turns
-
-
-def test_generation_markers_agree_with_transformers():
-    tokenizer = tokenizer_for(marked_template("llama3", True), "<|eot|>")
-    ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant")
-    theirs = tokenizer.apply_chat_template(TALK[:-1], return_assistant_tokens_mask=True, return_dict=True)
-    assert (ids, mask) == (theirs["input_ids"], [bool(label) for label in theirs["assistant_masks"]])
 
 
 def test_markers_in_two_places_of_a_turn():
@@ -295,22 +268,6 @@ def test_markers_that_hold_the_end_of_a_turn_already():
     assert encoded(tokenizer_for("1+1?" + nobody, "<eos>"), TALK[1:3]) == "1+1?two.<eos>"  # no label, not even EOS
 
 
-def test_tools_and_tool_calls():
-    template = (
-        "{% if tools %}{{ tools[0].function.name }} {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{{ m.content }}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    calls = [{"function": {"name": "add", "arguments": {"a": 2}}}]
-    messages = [TALK[3], {"role": "assistant", "content": "", "tool_calls": calls}, *TALK[5:7]]
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    assert encoded(tokenizer_for(template, "<|im_end|>"), messages, tools=tools) == (
-        "add <|im_start|>user\nand 2+2?<|im_end|>\n"
-        '<|im_start|>assistant\n[{"name": "add", "arguments": {"a": 2}}<|im_end|>]\n'
-        "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n[four.<|im_end|>]\n"
-    )
-
-
 USER, TURN = TALK[1], TALK[2]
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
 OLD_CALL = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}
@@ -318,43 +275,38 @@ LEAVES_SYSTEM_OUT = CHATML.replace("in messages %}", "in messages if message['ro
 THOUGHT = "two is what 1+1 is"
 
 
+CALLS_ALONE = CHATML.replace("message['content']", "((message.tool_calls or message.content) | string)")
+FIRST_CALL_ALONE = CHATML.replace("message['content']", "message.content + (message.tool_calls or [''])[0] | string")
+WITH_TOOLS = "{{ tools | tojson if tools }}" + CHATML
+TWO_CALLS = CALL | {"tool_calls": CALL["tool_calls"] * 2}
+ADD = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
 @pytest.mark.parametrize(
-    "chat, train_on, entry",
+    "template, chat, train_on, entry",
     [
-        ([USER, TURN | {"reasoning_content": THOUGHT}], "assistant", "reasoning_content of message 2"),
-        ([USER, TURN | {"thinking": THOUGHT}], "last", "thinking of message 2"),
-        ([USER, OLD_CALL, {"role": "function", "name": "f", "content": "4"}, TURN], "assistant", "function_call of m"),
-        ([USER, CALL, TALK[5], TURN], "assistant", "tool_calls of message 2"),
-        ([TALK[0] | {"reasoning": THOUGHT}, USER, TURN], "all", "reasoning of message 1"),
+        (CHATML, [USER, TURN | {"reasoning_content": THOUGHT}], "assistant", "reasoning_content of message 2"),
+        (CHATML, [USER, TURN | {"thinking": [{"text": THOUGHT}]}], "last", "thinking of message 2"),
+        (CHATML, [TALK[0] | {"reasoning": THOUGHT}, USER, TURN], "all", "reasoning of message 1"),
+        (
+            CHATML,
+            [USER, OLD_CALL, {"role": "function", "name": "f", "content": "4"}, TURN],
+            "assistant",
+            "function_call",
+        ),
+        # of the same words, the question has some, and the answer others
+        (CHATML, [USER, TURN | {"reasoning_content": "1+1"}], "assistant", "reasoning_content of message 2"),
+        (CHATML, [USER, TURN | {"reasoning_content": "two"}], "assistant", "reasoning_content of message 2"),
+        (CALLS_ALONE, [USER, CALL | {"content": "1+1?"}], "assistant", "content of message 2"),
+        (CHATML, [USER, CALL | {"content": "I add."}], "assistant", "tool_calls of message 2"),
+        (WITH_TOOLS, [USER, CALL], "assistant", "tool_calls of message 2"),
+        (FIRST_CALL_ALONE, [USER, TWO_CALLS], "assistant", "tool_calls of message 2"),
     ],
 )
-def test_a_label_that_the_template_does_not_write_is_refused(chat: list[dict], train_on: str, entry: str):
+def test_a_label_that_the_template_does_not_write_is_refused(template, chat: list[dict], train_on: str, entry: str):
     """A model would learn to say less than its data, nothing in place of a call."""
     with pytest.raises(Refused, match=f"leaves out {entry}.*prompt_template FILE.jinja"):
-        encoded(tokenizer_for(*FAMILIES["chatml"]), chat, train_on)
-
-
-def test_calls_are_lost_even_if_their_names_occur_elsewhere():
-    """Templates that write content alone, and the first of several calls alone."""
-    first_only = CHATML.replace("message['content']", "message.content + (message.tool_calls or [''])[0] | string")
-    one, two = [CALL | {"content": "I add."}, CALL | {"tool_calls": CALL["tool_calls"] * 2}]
-    for template, turn in ((CHATML, one), (CHATML, two), (first_only, two)):
-        with pytest.raises(Refused, match="leaves out tool_calls of message 2"):
-            encoded(tokenizer_for(template, "<|im_end|>"), [USER, turn])
-
-
-@pytest.mark.parametrize(
-    "turn, entry",
-    [
-        (TURN | {"reasoning_content": "1+1"}, "reasoning_content"),  # the question has these words
-        (TURN | {"reasoning_content": "two"}, "reasoning_content"),  # the answer has them
-        (CALL | {"content": "1+1?"}, "content"),
-    ],
-)
-def test_a_label_is_lost_even_if_its_words_occur_elsewhere(turn: dict, entry: str):
-    calls_alone = CHATML.replace("message['content']", "((message.tool_calls or message.content) | string)")
-    with pytest.raises(Refused, match=f"leaves out {entry} of message 2"):
-        encoded(tokenizer_for(calls_alone, "<|im_end|>"), [USER, turn])
+        encoded(tokenizer_for(template, "<|im_end|>"), chat, train_on, tools=ADD)
 
 
 def test_a_history_or_system_prompt_is_lost_even_if_its_words_occur_elsewhere():
@@ -362,32 +314,9 @@ def test_a_history_or_system_prompt_is_lost_even_if_its_words_occur_elsewhere():
     tokenizer = tokenizer_for(last_alone, "<|im_end|>")
     chat = [USER | {"content": "1"}, TURN | {"content": "2"}, USER | {"content": "1+2?"}]
     assert "bring content, which" in write_prompt(tokenizer, DATA, chat).notes[0]
-    data = DataConfig(system_prompt="1+1?")
-    (note,) = write_example(
-        tokenizer_for(LEAVES_SYSTEM_OUT, "<|im_end|>"), data, Example(chat=[USER, TURN]), "last"
-    ).notes
+    data, tokenizer = DataConfig(system_prompt="1+1?"), tokenizer_for(LEAVES_SYSTEM_OUT, "<|im_end|>")
+    (note,) = write_example(tokenizer, data, Example(chat=[USER, TURN]), "last").notes
     assert "bring data.system_prompt, which" in note
-
-
-def test_a_thought_that_only_ends_is_refused_if_the_template_writes_an_empty_one_before_it():
-    """As in a row made of a completion, whose prompt had the beginning: Qwen3.5's template looks for both tags."""
-    opens = "{% if message.role == 'assistant' and '<think>' not in message.content %}<think></think>{% endif %}"
-    empty_thought = CHATML.replace("+ message['content'] +", "}}" + opens + "{{ message['content'] +")
-    assert opens in empty_thought
-    only_ends = TURN | {"content": "hello </think> two."}
-    with pytest.raises(Refused, match="message 2 ends a thought that it does not begin"):
-        encoded(tokenizer_for(empty_thought, "<|im_end|>"), [USER, only_ends])
-    encoded(tokenizer_for(empty_thought, "<|im_end|>"), [USER, TURN])
-    encoded(tokenizer_for(empty_thought, "<|im_end|>"), [USER, TURN | {"content": "<think> hello </think> two."}])
-    encoded(tokenizer_for(*FAMILIES["chatml"]), [USER, only_ends])
-
-
-@pytest.mark.parametrize("offers_tools", [True, False])
-def test_a_call_that_only_the_list_of_tools_names_is_lost(offers_tools: bool):
-    template = ("{{ tools | tojson }}" if offers_tools else "") + CHATML
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    with pytest.raises(Refused, match="leaves out tool_calls of message 2"):
-        encoded(tokenizer_for(template, "<|im_end|>"), [USER, CALL], tools=tools)
 
 
 def notes_of(template: str, chat: list[dict], train_on: str = "assistant", tools=None) -> list[str]:
@@ -401,24 +330,16 @@ def notes_of(template: str, chat: list[dict], train_on: str = "assistant", tools
 
 
 def test_what_else_the_template_does_not_write_is_noted():
-    tools = [{"type": "function", "function": {"name": "add"}}]
     lost = "bring {}, which the chat template of m does not write everywhere"
     earlier = [USER, TURN | {"reasoning_content": THOUGHT}, TALK[3], TALK[6]]
-    assert notes_of(CHATML, TALK) == []
-    assert notes_of(CHATML, TALK[:3], tools=tools) == [lost.format("tools")]
-    assert notes_of("{{ tools | tojson if tools }}" + CHATML, TALK[:3], tools=tools) == []
+    assert notes_of(CHATML, TALK) == notes_of(WITH_TOOLS, TALK[:3], tools=ADD) == []
+    assert notes_of(CHATML, TALK[:3], tools=ADD) == [lost.format("tools")]
     assert notes_of(CHATML, earlier, "last") == [lost.format("reasoning_content")]
     assert notes_of(FORGETFUL, [USER, TURN | {"content": f"<think>{THOUGHT}</think>two."}, USER, TURN], "last") == [
         lost.format("content")
     ]
-    graded = [USER | {"level": 3, "tags": ["a"]}, TURN | {"score": 0.5}]
-    assert notes_of(CHATML, [*graded[:1], TURN]) == [lost.format("level, tags")]
-    assert (
-        write_example(tokenizer_for(CHATML, "<eos>"), DATA, Example(chat=graded), "last")
-        .notes[0]
-        .startswith("bring level, score, tags, ")
-    )
-    assert notes_of("{{ messages[0].level }}{{ messages[0].tags }}" + CHATML, [*graded[:1], TURN]) == []
+    graded = USER | {"level": "hard", "tags": ["a"]}
+    assert notes_of(CHATML, [graded, TURN]) == [lost.format("level, tags")]
     # written as JSON it is there all the same; ids are not looked for
     as_json = CHATML.replace("message['content']", "message.content | tojson")
     tool = {"role": "tool", "content": ' 4 "or"\n é ', "tool_call_id": "x", "name": "add"}
@@ -435,73 +356,40 @@ def test_turns_that_end_at_the_marker_of_the_next_role_are_noted():
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     tokenizer = tokenizer_for(template, "<eos>")
     assert encoded(tokenizer, TALK[1:5]) == "<user>1+1?<assistant>[two.]<user>and 2+2?<assistant>[call:<eos>]"
-    for train_on, chat in (("assistant", TALK[1:5]), ("last", TALK[1:5]), ("assistant", TALK[1:3])):
-        notes = write_example(tokenizer, DATA, Example(chat=chat), train_on).notes
-        assert any("only the last one learns where to end" in note for note in notes) == (
-            train_on == "assistant" and len(chat) == 4
-        )
+    for train_on, is_noted in (("assistant", True), ("last", False)):
+        notes = write_example(tokenizer, DATA, Example(chat=TALK[1:5]), train_on).notes
+        assert any("only the last one learns where to end" in note for note in notes) == is_noted
 
 
-@pytest.mark.parametrize(
-    "switch",
-    [{"weight": 0}, {"trainable": False}, {"train": False}, {"training": 0}, {"loss": False}, {"loss_mask": 0}],
-)
-@pytest.mark.parametrize("template", [CHATML, "marked"])
-def test_a_message_that_is_not_to_be_learned_is_context(template: str, switch: dict):
+@pytest.mark.parametrize("name", ["weight", "trainable", "train", "training", "loss", "loss_mask"])
+def test_a_message_that_is_not_to_be_learned_is_context(name: str):
     """Of two turns one is learned; what comes behind the last learned one is left out."""
-    template = marked_template("chatml", True) if template == "marked" else template
-    tokenizer = tokenizer_for(template, "<|im_end|>")
-    on = dict.fromkeys(switch, 1)
-    first, second = TALK[1:3], TALK[3:5]
-    chat = [first[0], first[1] | switch, second[0], second[1] | on]
-    written = encoded(tokenizer, [*first, *second], "last")
-    assert encoded(tokenizer, chat) == encoded(tokenizer, chat, "last") == written
-    chat = [first[0], first[1] | on, second[0], second[1] | switch]
-    assert encoded(tokenizer, chat) == encoded(tokenizer, first)
-    for nothing in (encode_chat(tokenizer, DATA, chat, "last"), encode_chat(tokenizer, DATA, chat[2:], "assistant")):
-        assert not any(nothing[1])
-    with pytest.raises(Refused, match="train_on all learns every token"):
-        encode_chat(tokenizer, DATA, chat, "all")
-    name = next(iter(switch))
-    with pytest.raises(Refused, match=f"{name} of a message is 0.5; it must be 0 or 1"):
-        encode_chat(tokenizer, DATA, [USER, TURN | {name: 0.5}], "assistant")
+    first, second, on, off = TALK[1:3], TALK[3:5], {name: True}, {name: 0}
+    for template in (CHATML, marked_template("chatml", True)):
+        tokenizer = tokenizer_for(template, "<|im_end|>")
+        chat = [first[0], first[1] | off, second[0], second[1] | on]
+        assert encoded(tokenizer, chat) == encoded(tokenizer, [*first, *second], "last")
+        chat = [first[0], first[1] | on, second[0], second[1] | off]
+        assert encoded(tokenizer, chat) == encoded(tokenizer, first)
+        assert not any(encode_chat(tokenizer, DATA, chat, "last")[1])
+    for train_on, turn in (("all", off), ("assistant", {name: 0.5})):
+        with pytest.raises(Refused, match="learned|must be 0 or 1"):
+            encode_chat(tokenizer, DATA, [USER, TURN | turn], train_on)
 
 
-@pytest.mark.parametrize("behind", ["<|im_end|>", "<|im_end|>\n"])
-def test_an_answer_that_has_its_end_already_gets_no_second_one(behind: str):
+def test_an_answer_that_has_its_end_already_gets_no_second_one():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
-    chat = [message | {"content": message["content"] + behind * (message["role"] == "assistant")} for message in TALK]
-    assert encoded(tokenizer, chat) == BY_HAND["chatml", "assistant"]
-    assert encoded(tokenizer, chat[1:3], data=DataConfig(prompt_template="{question}", system_prompt="")) == (
-        "1+1?[two.<|im_end|>]"
-    )
+    chat = [USER, TURN | {"content": "two.<|im_end|>\n"}]
+    data = DataConfig(prompt_template="{question}", system_prompt="")
+    assert encoded(tokenizer, chat) == encoded(tokenizer, TALK[1:3])
+    assert encoded(tokenizer, chat, data=data) == "1+1?[two.<|im_end|>]"
 
 
 def test_an_example_without_a_label():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
-    for train_on in ("assistant", "last"):
-        ids, mask = encode_chat(tokenizer, DATA, TALK[:2], train_on)
-        assert len(ids) == len(mask) > 10 and not any(mask)
-    assert any(encode_chat(tokenizer, DATA, TALK[:2], "all")[1])
-    assert encode_chat(tokenizer_for("{{ messages[0].nothing }}", "<eos>"), DATA, TALK[:1], "last") == ([], [])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_label_is_predicted_in_a_micro_batch(family):
-    """Also with `all`, in which the first token is none."""
-    tokenizer = tokenizer_for(*FAMILIES[family])
-    encodings = [encode_chat(tokenizer, DATA, TALK, train_on) for train_on in ("all", "assistant", "last")]
-    batch = make_batch([Sample(torch.tensor(ids), torch.tensor(mask)) for ids, mask in encodings])
-    micro = build_micro_batch(batch, [[0, 1, 2]], batch.num_tokens)
-    labels = [token for ids, mask in encodings for token in itertools.compress(ids, mask)]
-    assert micro.targets_BT[micro.loss_mask_BT].tolist() == labels
-
-
-def test_a_special_token_without_text_ends_nothing():
-    tokenizer = tokenizer_for(*FAMILIES["plain"])
-    tokenizer.bos_token = ""
-    assert "" in tokenizer.all_special_tokens
-    assert encoded(tokenizer, TALK) == BY_HAND["plain", "assistant"]
+    for train_on, has_labels in (("assistant", False), ("last", False), ("all", True)):
+        _, mask = encode_chat(tokenizer, DATA, TALK[:2], train_on)
+        assert any(mask) == has_labels
 
 
 def test_the_system_prompt_comes_first_unless_the_chat_has_one():
@@ -546,11 +434,9 @@ def test_an_answer_that_is_not_opened_as_the_prompt_says():
             encode_chat(tokenizer_for(template, "<eos>"), DATA, TALK[1:3], train_on)
 
 
-def test_roles_that_the_template_refuses():
-    strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No system\x1b role') }}{% endif %}"
+def test_what_the_template_refuses_is_told_in_one_line():
     for template, message in {
-        strict + "{{ m.content }}{% endfor %}": r"^the chat template of .* refuses it: TemplateError: No system\\x1b",
-        "{{ messages[0].content + 1 }}": "refuses it: TypeError: ",
+        "{{ raise_exception('No system\x1b role') }}": r"^the chat template of .* refuses it: TemplateError: No system",
         "{{ messages[0].content.nothing.at_all }}": "refuses it: UndefinedError: ",
         "{{ 1 // (messages | length - 3) }}": "refuses it: ZeroDivisionError: ",
     }.items():
@@ -585,14 +471,11 @@ def test_texts_have_the_tokenizers_beginning_and_eos():
             single=pattern, special_tokens=special
         )
         assert bracketed(tokenizer, *encode_text(tokenizer, "hello")) == "<|begin|>[hello<eos>]"
-        assert bracketed(tokenizer, *encode_text(tokenizer, "")) == "<|begin|>[<eos>]"
-        data = DataConfig(prompt_template="{question}", system_prompt="")
-        assert encoded(tokenizer, TALK[1:3], data=data) == "<|begin|>1+1?[two.<eos>]"
         # what a text has already comes once
         assert bracketed(tokenizer, *encode_text(tokenizer, "<|begin|>hello<eos>")) == "<|begin|>[hello<eos>]"
-        data = DataConfig(prompt_template="<|begin|>{question}", system_prompt="")
-        assert encoded(tokenizer, TALK[1:3], data=data) == "<|begin|>1+1?[two.<eos>]"
-        assert tokenizer.decode(encode_prompt(tokenizer, data, "1+1?")) == "<|begin|>1+1?"
+        for begin in ("", "<|begin|>"):
+            data = DataConfig(prompt_template=begin + "{question}", system_prompt="")
+            assert encoded(tokenizer, TALK[1:3], data=data) == "<|begin|>1+1?[two.<eos>]"
 
 
 # ---- Tokenizers that make it hard, bounds
@@ -645,16 +528,6 @@ def test_characters_of_several_tokens_and_tokens_without_characters():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
     messages = [{"role": "user", "content": "数👍🏽"}, {"role": "assistant", "content": "学é👍🏽\u0301"}]
     assert encoded(tokenizer, messages).endswith("数👍🏽<|im_end|>\n<|im_start|>assistant\n[学é👍🏽\u0301<|im_end|>]\n")
-    # a mark that stands for no character of the text, put before each piece: never a label where it begins a turn
-    backend = Tokenizer(models.BPE({"▁": 0, "<eos>": 1, "U": 2, "y": 3, "▁y": 4}, merges=[("▁", "y")]))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    backend.add_special_tokens(["<eos>"])
-    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    metaspace = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template)
-    messages = [{"role": role, "content": text} for role, text in (("user", "U"), ("assistant", "y"), ("user", "U"))]
-    ids, mask = encode_chat(metaspace, DATA, messages[:2], "assistant")
-    labels = [token for token, is_label in zip(metaspace.convert_ids_to_tokens(ids), mask, strict=True) if is_label]
-    assert labels == ["▁y", "<eos>"]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -663,8 +536,11 @@ def test_labels_are_the_answers_whatever_is_in_them(texts, trim_offsets):
     """Special tokens stand at the edges of turns, which nothing merges with."""
     tokenizer = any_text_tokenizer(trim_offsets)
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    whole = tokenizer.apply_chat_template(messages[: len(texts) // 2 * 2], tokenize=False)
     ids, mask = encode_chat(tokenizer, DATA, messages, "assistant")
     assert tokenizer.decode(list(itertools.compress(ids, mask))) == "".join(f"{text}<|im_end|>" for text in texts[1::2])
+    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert ids[: mask.index(True)] == encode_prompt(tokenizer, DATA, texts[0])  # as a generator gets it
 
 
 @functools.cache
@@ -682,10 +558,5 @@ def test_bounds():
     kept = mask.index(True) + 1
     found = encode_within(tokenizer, {"messages": TALK}, kept, truncate=True)
     assert (found.num_tokens, found.ids, found.mask) == (len(ids), ids[:kept], mask[:kept])
-    huge = {"messages": [TALK[1], {"role": "assistant", "content": "two. " * 4_000_000}]}
-    found = encode_within(tokenizer, huge, 100)
-    assert found.status == RowStatus.TOO_LONG and found.num_tokens > 4096  # of its beginning
-    found = encode_within(tokenizer, huge, 100, truncate=True)
-    assert (len(found.ids), found.mask[-1]) == (100, True) and found.ids[-1] != tokenizer.eos_token_id
     ids, _ = encode_text(tokenizer, "hello a lot")
     assert encode_within(tokenizer, {"text": "hello a lot"}, len(ids) - 1, truncate=True).ids == ids[:-1]

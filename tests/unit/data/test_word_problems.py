@@ -60,11 +60,8 @@ def test_splits_are_distinct_fixed_and_share_no_calculation(test_rows, monkeypat
     assert random.getstate() == state
     assert (len(train), len(test_rows)) == (3000, 1000)
     assert len({row["question"] for row in train + test_rows}) == 4000
-    solutions = [{row["completion"] for row in rows} for rows in (train, test_rows)]
-    assert not solutions[0] & solutions[1]
-    assert test_rows[0]["question"].startswith(
-        "Jane has 39 apples. Then the number of apples grows to 4 times as many."
-    )
+    assert not {row["completion"] for row in train} & {row["completion"] for row in test_rows}
+    assert test_rows[0]["question"].startswith("Jane has 39 apples. Then the number of apples grows")
     # 2, 3 and 4 sentences that do something, about equally often
     counts = [len(re.findall(r"[.?]", row["question"])) - 2 for row in test_rows]
     assert min(counts.count(number) for number in (2, 3, 4)) > 280 and set(counts) == {2, 3, 4}
