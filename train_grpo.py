@@ -5,42 +5,15 @@
 Sample a group of completions for each prompt, score them, compare each with its group, update the policy, give the
 generators the new weights. A completion of reward r has the advantage A = (r - mean) / (std + 1e-4), with the mean and
 the sample standard deviation of its group. GRPO (Shao et al. 2024, arXiv:2402.03300) minimises, as a mean over each
-completion's tokens and then over completions,
+completion's tokens, then over completions,
 
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
 
-Here ratio is the token's probability under the policy divided by that under the old policy, which is the policy at the
-start of the step; beta is the KL coefficient. `algorithm.loss`, `.advantages` and `.aggregation` name other formulas.
+Here ratio is the token's probability under the policy divided by that under the policy at the start of the step; beta
+is the KL coefficient. `algorithm.loss`, `.advantages` and `.aggregation` name other formulas.
 
-Every rank runs this script and holds the objects of its roles (`trainer`, `reference`, `generator`), and None for other
-roles. Roles can share a GPU. Rank 0 is a trainer and the driver: it alone draws prompts, decides and logs.
-
-    line                        works                              who waits for it
-    driver.plan                 rank 0: draws prompts              all
-    check_sync, if due          generators, then trainers          all
-    sample                      generators, then rank 0            all
-    send_batch                  rank 0                             references, trainers
-    add_ref_logprobs            references; workers score          trainers
-    driver.collect_rewards      rank 0: until workers have scored  references, trainers
-    update                      trainers                           references; generators without overlap_steps
-    finish_sampling_ahead       generators, with overlap_steps     all
-    sync_weights                trainers, then generators          all
-
-Every rank must call the methods of `driver` and `session`, and the functions that take `roles`, in the order of the
-page. A driver's method runs on rank 0; other ranks get its decision, but None for data: the next call sends it. Only
-trainers run the lines under `if trainer`. Each holds the whole batch and computes its share of the micro-batches.
-
-Completions come from the weights at the start of the step. With `overlap_steps=1` they are at most one step older,
-because they were sampled ahead in the step before. With `sampling.carry_over` unfinished groups go on in later steps,
-so a token can be of any age. `correct_importance` uses the log-probs of the weights that sampled each token.
-
-A sync check compares log-probs of trainers and generators for a few fresh completions; a mean distance above
-`config.largest_mismatch` ends the run before the step changes anything. A checkpoint holds the trainers' weights,
-moments and schedule, and `driver.state`: the place in the data and the groups in flight. All random numbers follow from
-the seed and that place, so a resumed run is the same.
-
-A suffix on a tensor's name spells its dimensions: P prompts and G completions of a group, S sequences (a prompt with
-its completion), N tokens of all sequences laid end to end, B rows and T positions of a micro-batch (grpo/types.py).
+A suffix on a tensor's name spells its dimensions: P prompts, G completions of a group, F reward functions, S sequences
+(prompt with completion), N tokens of all sequences end to end, B rows and T positions of a micro-batch (grpo/types.py).
 """
 
 from dataclasses import replace
@@ -75,6 +48,26 @@ from grpo.watch.failures import run_script
 
 def main(config: GRPOConfig) -> None:
     run(config, "train_grpo.py", read_grpo, train)
+
+
+# Every rank runs `train`, with None for roles that it does not have. Rank 0 is a trainer and the driver.
+#
+#     line                        works                              who waits for it
+#     driver.plan                 rank 0: draws prompts              all
+#     check_sync, if due          generators, then trainers          all
+#     sample, request_ahead       generators, then rank 0            all
+#     send_batch                  rank 0                             references, trainers
+#     add_ref_logprobs            references; workers score          trainers
+#     driver.collect_rewards      rank 0: until workers have scored  references, trainers
+#     update                      trainers                           references; generators without overlap_steps
+#     finish_sampling_ahead       generators, with overlap_steps     all
+#     sync_weights                trainers, then generators          all
+#     driver.log                  rank 0                             all
+#
+# All call the methods of `driver` and `session`, and the functions that take `roles`, in this order. A driver's method
+# runs on rank 0; other ranks get its decision, but None for data, which the next call sends. Completions come from the
+# weights at the start of the step, or one step before it with `overlap_steps=1`; with `sampling.carry_over` a token can
+# be of any age. A sync check ends the run above a mean difference of log-probs, `weight_sync.largest_mismatch`.
 
 
 def train(config: GRPOConfig, session: Session) -> None:

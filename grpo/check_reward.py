@@ -44,7 +44,12 @@ SHOWN_CHARACTERS = 70  # of a text, in a line
 TEXTS_NOT_MESSAGES = (
     "; completions are texts, as prompts are: read text, not text[0]['content'] (messages: see data.row)"
 )
-FORMATS = {"answer_tag": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
+FORMATS = {
+    "answer_tag": "<answer>{}</answer>",
+    "boxed": "\\boxed{{{}}}",
+    "hashes": "#### {}",
+    "answer_line": "Answer: {}",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

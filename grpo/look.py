@@ -26,7 +26,7 @@ from tyro.conf import Positional
 
 from grpo.folder.run_folder import read_marker
 from grpo.report.page import write_page
-from grpo.report.samples import describe, reward_rank
+from grpo.report.samples import describe, is_number, number_text, ranked_by_reward
 from grpo.text import compact_number, one_line, printable, shorten
 from grpo.types import Record
 from grpo.watch.failures import refuse_bad_input, run_rank
@@ -34,21 +34,21 @@ from grpo.watch.failures import refuse_bad_input, run_rank
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 EVALUATION = "evaluation.jsonl"
-# Fields that each line of the last two must have
-ROLLOUT_FIELDS = (
-    "step",
-    "row",
-    "prompt",
-    "columns",
-    "completion",
-    "rewards",
-    "reward",
-    "advantage",
-    "mismatch",
-    "finish_reason",
-    "num_tokens",
-    "failures",
-)
+# Fields that each line of the last two must have, and their types; numbers are shown as they are, whatever they are
+ROLLOUT_FIELDS = {
+    "step": int,
+    "row": object,
+    "prompt": str,
+    "columns": dict,
+    "completion": str,
+    "rewards": dict,
+    "reward": object,
+    "advantage": object,
+    "mismatch": object,
+    "finish_reason": object,
+    "num_tokens": object,
+    "failures": dict,
+}
 Curve = list[tuple[int, float]]  # steps and values, at least one
 MARKS = "•×+o#*"  # of the runs' curves
 # The table has the mean of these metrics over the last LATE_STEPS steps that have them.
@@ -140,7 +140,7 @@ def summarize(run_dirs: Sequence[Path]) -> str:
 
     lines.append("")
     for run_dir in run_dirs:
-        for name in ("tensorboard", "samples.txt", "model"):
+        for name in ("tensorboard", "model"):
             path = run_dir / name
             if path.exists():
                 lines.append(str(path))
@@ -216,8 +216,8 @@ def curves_of(records: list[Record]) -> dict[str, Curve]:
 
 
 def curve_of(records: list[Record], name: str) -> Curve:
-    """Return a metric's steps and values, without records that lack it."""
-    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    """Return a metric's steps and values, without records that lack it or have no number."""
+    return [(record["step"], record[name]) for record in records if is_number(record.get(name))]
 
 
 def values_of(records: list[Record], name: str) -> list[float]:
@@ -321,8 +321,7 @@ def answers_before_and_after(run_dir: Path) -> list[str]:
         lines += ["", f"held out   {question}"]
         for name, record in {"before": first[row], "after": last[row]}.items():
             answer = shorten(one_line(record["completion"]), ANSWER_CHARACTERS)
-            reward = "none" if record["reward"] is None else compact_number(record["reward"])
-            lines.append(f"  {name:<8} {answer}   (reward {reward})")
+            lines.append(f"  {name:<8} {answer}   (reward {number_text(record['reward'])})")
     return lines
 
 
@@ -357,8 +356,7 @@ def rollouts_text(options: Options) -> str:
     matching = [record for record in records if options.prompt in record["prompt"]]
     if not matching:
         raise ValueError(f"no prompt of the step has the text {options.prompt!r}")
-    matching.sort(key=reward_rank, reverse=not options.worst)
-    shown = matching[: options.num or None]
+    shown = ranked_by_reward(matching, options.worst)[: options.num or None]
     order = "lowest" if options.worst else "highest"
     title = f"{run_dir} after step {step}: {len(shown)} of {len(records)} completions, {order} reward first"
     texts = [describe(record, turns=options.turns) for record in shown]
@@ -412,21 +410,27 @@ def read_lines(path: Path, way_out: str) -> Iterator[Record]:
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {way_out}")
-    needed = ("step",) if path.name == METRICS else ROLLOUT_FIELDS
+    needed = {"step": int} if path.name == METRICS else ROLLOUT_FIELDS
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
             try:
-                record = json.loads(line)
+                record = json.loads(line, parse_constant=str, parse_float=finite_or_text)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path}, line {number}: not an object; remove that line")
-            missing = [name for name in needed if name not in record]
-            if missing:
-                raise ValueError(f"{path}, line {number}: no {', '.join(missing)}; remove that line")
+            for name, kind in needed.items():
+                if name not in record or not isinstance(record[name], kind):
+                    raise ValueError(f"{path}, line {number}: no {name}, or of another type; remove that line")
             yield record
+
+
+def finite_or_text(text: str) -> float | str:
+    """Read a number of JSON. What is beyond the range of floats stays a text, as NaN does, which strict JSON lacks."""
+    value = float(text)
+    return value if math.isfinite(value) else text
 
 
 if __name__ == "__main__":

@@ -67,8 +67,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def compact_number(value: float) -> str:
-    """Write about three significant digits in at most eight characters: 0.123, 12.3, 4.56k, 1.2e-05."""
+    """Write about three significant digits in at most eight characters: 0.123, 12.3, 4.56k, 1.2e-05; - for NaN."""
     value = float(value)
+    if math.isnan(value):
+        return "-"
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     for suffix, size in {"G": 1e9, "M": 1e6, "k": 1e3}.items():

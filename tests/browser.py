@@ -23,7 +23,7 @@ FLAGS += (
     "--remote-debugging-pipe",
     "--window-size=1400,1200",
 )
-SECONDS = 120.0
+SECONDS = 600.0
 
 
 class Page:

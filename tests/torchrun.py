@@ -11,6 +11,8 @@ import time
 from tests.forks import Fork, can_fork
 
 ROOT = pathlib.Path(__file__).parent.parent
+# Seconds for a program to end. A busy machine takes a tenth of it, and a hang ends long before CI's limit.
+DEADLINE = 600.0
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled on CPU, and this saves seconds of every start
@@ -25,7 +27,11 @@ SETTINGS = {
 
 
 def torchrun(
-    program: str, *arguments: object, nproc: int, deadline: float = 600, launcher: tuple[str, ...] = ("--standalone",)
+    program: str,
+    *arguments: object,
+    nproc: int,
+    deadline: float = DEADLINE,
+    launcher: tuple[str, ...] = ("--standalone",),
 ) -> str:
     """Run `torchrun --nproc_per_node=NPROC program arguments...` and return its output. AssertionError if it fails."""
     result = run_torchrun(program, *arguments, nproc=nproc, deadline=deadline, launcher=launcher)
@@ -34,7 +40,11 @@ def torchrun(
 
 
 def run_torchrun(
-    program: str, *arguments: object, nproc: int, deadline: float = 600, launcher: tuple[str, ...] = ("--standalone",)
+    program: str,
+    *arguments: object,
+    nproc: int,
+    deadline: float = DEADLINE,
+    launcher: tuple[str, ...] = ("--standalone",),
 ) -> subprocess.CompletedProcess:
     """Run torchrun and return its exit code and output. A missed deadline raises AssertionError with all stacks."""
     process = start_torchrun(program, *arguments, nproc=nproc, launcher=launcher)
@@ -50,7 +60,7 @@ def start_torchrun(
     return start_python(*launch, *what, *arguments)
 
 
-def run_python(*arguments: object, deadline: float = 600) -> str:
+def run_python(*arguments: object, deadline: float = DEADLINE) -> str:
     """Run `python arguments...`, one process. Returns its output; a failure raises AssertionError."""
     result = finish(start_python(*arguments), deadline)
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-20_000:]}"
@@ -72,7 +82,7 @@ def start_python(*arguments: object) -> subprocess.Popen | Fork:
     )
 
 
-def finish(process: subprocess.Popen | Fork, deadline: float) -> subprocess.CompletedProcess:
+def finish(process: subprocess.Popen | Fork, deadline: float = DEADLINE) -> subprocess.CompletedProcess:
     """Wait for a process. At the deadline make every rank print its stack (SIGABRT), kill them all and fail."""
     started = time.monotonic()
     try:

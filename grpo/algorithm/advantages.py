@@ -118,13 +118,6 @@ def group_mean(x: AdvantageInputs) -> Tensor:
     return x.rewards_PG - mean_P1
 
 
-def batch_std(x: AdvantageInputs) -> Tensor:
-    """Return (reward - mean of the group) / (std of all rewards of the step + 1e-4) (Lite PPO, arXiv:2508.08221)."""
-    num = x.has_PG.sum()
-    squares_PG = (x.rewards_PG - x.rewards_PG.sum() / num.clamp(min=1)).square().where(x.has_PG, 0.0)
-    return group_mean(x) / ((squares_PG.sum() / (num - 1).clamp(min=1)).sqrt() + 1e-4)
-
-
 def rloo(x: AdvantageInputs) -> Tensor:
     """Return reward - mean of the OTHER rewards of the group (Ahmadian et al. 2024, arXiv:2402.14740).
 
@@ -132,34 +125,6 @@ def rloo(x: AdvantageInputs) -> Tensor:
     """
     num_P1 = x.has_PG.sum(dim=1, keepdim=True)
     return group_mean(x) * num_P1 / (num_P1 - 1).clamp(min=1)
-
-
-def gdpo(x: AdvantageInputs) -> Tensor:
-    """Return each reward function's (value - mean) / (std + 1e-4) of the group, weighted and summed, over its std.
-
-    GDPO (Liu et al. 2026, arXiv:2601.05242): functions of different scale or spread keep their weights, while in a sum
-    of rewards one would drown the other. The sums are divided by (std of all sums of the step + 1e-4); their mean is
-    already 0. A None is left out of the statistics of its function and adds 0 to the sum of its completion.
-    """
-    mean, std = group_mean_std(x.parts_FPG.flatten(0, 1), x.has_FPG.flatten(0, 1))  # [F * P, 1]
-    scaled_FPG = ((x.parts_FPG.flatten(0, 1) - mean) / (std + 1e-4)).view(x.parts_FPG.shape).where(x.has_FPG, 0)
-    sums_PG = torch.einsum("f,fpg->pg", x.weights_F, scaled_FPG)
-    return sums_PG / ((sums_PG.square().sum() / (x.has_PG.sum() - 1).clamp(min=1)).sqrt() + 1e-4)
-
-
-def maxrl(x: AdvantageInputs) -> Tensor:
-    """Return (reward - mean) / mean of the group, 0 in a group of mean 0 (MaxRL, Tajwar et al. 2026, arXiv:2602.02710).
-
-    For rewards of 0 and 1 the mean estimates the pass rate p. The gradient is that of log p, expanded up to
-    pass@(G - 1), instead of that of p: a prompt that is rarely solved weighs more. Raises ValueError for rewards < 0.
-    """
-    if (x.rewards_PG < 0).any():
-        raise ValueError(
-            f"algorithm.advantages=maxrl divides by a group's mean reward, which must be a pass rate, and a reward is "
-            f"{x.rewards_PG.min().item():g}; leave out reward functions that give less than 0, or use group_mean"
-        )
-    mean_P1, _ = group_mean_std(x.rewards_PG, x.has_PG)
-    return (x.rewards_PG - mean_P1) / mean_P1.where(mean_P1 > 0, 1.0)
 
 
 def return_to_go(x: AdvantageInputs) -> Tensor:
@@ -195,10 +160,7 @@ def none(x: AdvantageInputs) -> Tensor:
 
 ADVANTAGES = {
     "group_mean": group_mean,
-    "batch_std": batch_std,
     "rloo": rloo,
-    "gdpo": gdpo,
-    "maxrl": maxrl,
     "return_to_go": return_to_go,
     "none": none,
 }

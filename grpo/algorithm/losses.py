@@ -27,7 +27,6 @@ from grpo.config.user_files import check_options, load_function
 # clip_high above clip_low, DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 8). They differ in clips, advantages and
 # aggregation (`config.PAPER_DEFAULTS`).
 CLIPPED_LOSSES = ("grpo", "dr_grpo", "dapo")
-DPPO_THRESHOLDS = {"tv": 0.15, "kl": 0.05}  # by divergence, the paper's
 # A ratio above this, or below its inverse, was clamped (up to the rounding of exp)
 HELD_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
 
@@ -149,48 +148,10 @@ def reinforce(x: LossInputs, config: AlgorithmConfig, *, max_importance_weight: 
     return -weights_BT * x.advantages_BT * x.logprobs_BT, metrics
 
 
-def dppo(
-    x: LossInputs, config: AlgorithmConfig, *, divergence: str = "tv", threshold: float | None = None
-) -> tuple[Tensor, Metrics]:
-    """Compute DPPO: -ratio * A, without the tokens that would take the policy further out of its trust region.
-
-    Qi et al. 2026, arXiv:2602.04879. The ratio is policy / old, and old is the sampler (`old_logprobs` generator). A
-    token is left out if ratio > 1 and A > 0, or ratio < 1 and A < 0, while the two distributions of "this token or
-    another" differ by more than `threshold`. With p the policy's probability of the token and q the old one,
-    `divergence` tv is |p - q| with threshold 0.15, and kl is q log(q / p) + (1 - q) log((1 - q) / (1 - p)) with
-    threshold 0.05, as in the paper. So a rare token may change its ratio many times over, and a likely one less than a
-    clip would allow.
-
-    Metrics, each of a token: `clip_low_frac` (left out, A < 0), `clip_high_frac` (left out, A > 0), `clip_frac`
-    (either), `divergence_mean`, `ratio_mean`, `ratio_max`, `active_frac` (A is not 0, and it is not left out or held).
-    """
-    if divergence not in DPPO_THRESHOLDS:
-        raise ValueError(f"{divergence=} is unknown; use tv or kl")
-    if threshold is None:
-        threshold = DPPO_THRESHOLDS[divergence]
-    if not threshold > 0:
-        raise ValueError(f"{threshold=} must be above 0")
-    log_ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT)
-    ratio_BT = log_ratio_BT.exp()
-    logprobs_BT = x.logprobs_BT.detach().clamp(max=0)
-    old_BT = x.old_logprobs_BT.clamp(max=0)
-    if divergence == "tv":
-        divergence_BT = (logprobs_BT.exp() - old_BT.exp()).abs()
-    else:
-        other_BT, old_other_BT = ((-p.expm1()).clamp(min=torch.finfo(p.dtype).tiny) for p in (logprobs_BT, old_BT))
-        divergence_BT = old_other_BT * (old_other_BT.log() - other_BT.log()) - old_BT.exp() * log_ratio_BT.detach()
-    far_BT = divergence_BT > threshold
-    low_BT = far_BT & (log_ratio_BT.detach() < 0) & (x.advantages_BT < 0)
-    high_BT = far_BT & (log_ratio_BT.detach() > 0) & (x.advantages_BT > 0)
-    loss_BT = (-ratio_BT * x.advantages_BT).where(~(low_BT | high_BT), 0)
-    return loss_BT, {"divergence_mean": divergence_BT} | _cut_metrics(ratio_BT.detach(), x, low_BT, high_BT)
-
-
 LOSSES = {
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
-    "dppo": dppo,
     "reinforce": reinforce,
 }
 

@@ -1,6 +1,7 @@
 """A trial call of the loss, the advantages and the aggregation that a config names, before any GPU is used."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ def try_algorithm(config: AlgorithmConfig) -> None:
         raise ValueError(f"loss {config.loss} has no options, but loss_options is {config.loss_options}; drop them")
     if config.advantages not in ("group_std", *ADVANTAGES):
         function = named_advantages(config.advantages)
-        _call(f"advantages {config.advantages}", "advantages(x)", function, trial_rewards())
+        rewards = trial_rewards()
+        if config.kl_coef and config.kl_in == "reward":  # as in the run, where the penalty is part of no function
+            rewards = replace(rewards, rewards_PG=rewards.rewards_PG - 1)
+        _call(f"advantages {config.advantages}", "advantages(x)", function, rewards)
     if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
         check_aggregation(config.aggregation, x)
 

@@ -180,16 +180,6 @@ def _check_features(config: GRPOConfig) -> None:
             "environment.rounds does not go with environment.answer_steps: both say when an answer joins; drop one",
         ),
         (
-            in_reward and algorithm.advantages == "gdpo",
-            "algorithm.kl_in=reward does not go with algorithm.advantages=gdpo: the penalty is part of no reward "
-            "function; set kl_in loss",
-        ),
-        (
-            in_reward and algorithm.advantages == "maxrl",
-            "algorithm.kl_in=reward does not go with algorithm.advantages=maxrl: less a penalty, rewards of 0 fall "
-            "below it; set kl_in loss",
-        ),
-        (
             config.reference_moves and (config.trainer.lora_rank or config.model.reference_path or by_policy),
             "algorithm.reference_interval does not go with trainer.lora_rank, model.reference_path or "
             "algorithm.teacher=policy: what moves is a copy of the policy's start; drop one",
@@ -314,16 +304,15 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         )
     if kind in ("mask_tokens", "mask_sequences") and not low <= 1 <= high:
         raise ValueError(f"1 must lie between importance_correction_low={low} and importance_correction_high={high}")
-    # mask_sequences drops or keeps but does not reweigh, so the ratio must be taken against the generator; dppo drops
-    # only tokens that move further away; a loss of the user's has its own way with the ratio
-    by_own_way = algorithm.loss == "dppo" or algorithm.loss not in PAPER_DEFAULTS
-    by_ratio = from_generator and (kind == "mask_sequences" or by_own_way)
+    # mask_sequences drops or keeps but does not reweigh, so the ratio must be taken against the generator; a loss of
+    # the user's has its own way with the ratio
+    by_ratio = from_generator and (kind == "mask_sequences" or algorithm.loss not in PAPER_DEFAULTS)
     if config.has_lag and not weighs and not by_ratio:
         raise ValueError(
             f"overlap_steps={config.overlap_steps} and sampling.carry_over={config.sampling.carry_over} train on "
             "completions of older weights, which "
             f"algorithm.importance_correction={kind} with old_logprobs={algorithm.old_logprobs} does not make up for; "
-            "use truncate or mask_tokens with policy, the loss dppo, or with generator mask_sequences or your own loss"
+            "use truncate or mask_tokens with policy, or with generator mask_sequences or your own loss"
         )
 
 
@@ -340,6 +329,11 @@ def _check_rewards(config: Config) -> None:
             "reward.functions is empty; name one, such as --reward.functions math_reward 1, or a reward.model, or an "
             "environment; only training with a teacher, without evaluation, sampling.dynamic and curriculum, needs "
             "none"
+        )
+    passes = config.reward.passes
+    if passes and passes not in config.reward_weights:
+        raise ValueError(
+            f"reward.passes={passes!r} is no part of the reward; name one of {', '.join(config.reward_weights)}"
         )
 
 

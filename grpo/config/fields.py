@@ -8,6 +8,7 @@ import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from grpo.config.values import Above, AtLeast, AtMost, Below, ResumeSafe, Source, names_function, parse_source
@@ -327,10 +328,13 @@ class RewardConfig:
     """Address space of one such process."""
     allow_without_landlock: Annotated[bool, ResumeSafe] = False
     """Run code_reward also where its programs could open the files of this machine, as the kernel has no Landlock."""
-    answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
-    """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####."""
+    answer_format: Literal["answer_tag", "boxed", "hashes", "answer_line"] = "answer_tag"
+    """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####;
+    answer_line: in the last line that begins with `Answer:`."""
+    passes: Annotated[str, ResumeSafe] = ""
+    """Which part of the reward says whether a completion passes; empty: the environment, or else the first function."""
     pass_value: Annotated[float, ResumeSafe] = 1.0
-    """What the first function, or the environment, must give a completion for it to pass (accuracy, pass@k)."""
+    """What that part must give a completion for it to pass (accuracy, pass@k, the best checkpoint)."""
     model: str = ""
     """A frozen reward model beside the functions: Hugging Face folder or hub name of a sequence classifier with one
     output, which scores prompt and completion in its own chat template, on the ranks of the reference. Empty: none."""
@@ -432,12 +436,10 @@ class AlgorithmConfig:
     """
 
     loss: str = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, reinforce, or your own `path/file.py:function`."""
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, reinforce, or your own `path/file.py:function`."""
     advantages: str | None = None
     """How a reward r becomes an advantage. group_std: (r - mean) / std of its group; group_mean: r - mean;
-    batch_std: (r - mean) / std of all rewards of the step; rloo: r - mean of the others in its group;
-    gdpo: each reward function's (value - mean) / std of its group, weighted, summed and divided by their std over the
-    step; maxrl: (r - mean) / mean of its group, for rewards of 0 and 1; none: r as it is;
+    rloo: r - mean of the others in its group; none: r as it is;
     or your own `path/file.py:function`. With an environment also return_to_go, an advantage for each
     turn: what its rollout earned from that turn on - mean of that over the others in its group that reached the turn;
     a turn earns what it adds to `get_reward`, the last one also the reward functions' sum."""
@@ -451,8 +453,7 @@ class AlgorithmConfig:
     """The ratio is clipped from above at 1 + clip_high."""
     loss_options: Table[Json] = field(default_factory=dict)
     """Keyword arguments of the loss. reinforce: `max_importance_weight 2`;
-    sapo: `temperature_positive 1 temperature_negative 1.05`; dppo: `divergence kl threshold 0.05`, or tv and 0.15;
-    your own function: what it takes."""
+    sapo: `temperature_positive 1 temperature_negative 1.05`; your own function: what it takes."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL to the reference; 0 leaves it out."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient", "k3_weighted"] = "k3"
@@ -486,7 +487,7 @@ class AlgorithmConfig:
     """Passes over a step's groups, so a step has `num_mini_batches` x `num_epochs` updates."""
     old_logprobs: Literal["policy", "generator"] | None = None
     """Denominator of the ratio. policy: the trainer's log-probs at the start of the step; generator: those sampled.
-    None takes generator for dppo, else policy."""
+    None takes policy."""
     importance_correction: Literal["none", "truncate", "mask_tokens", "mask_sequences"] | None = None
     """Makes up for a generator that differs from the policy, by weights w = policy / generator.
     none: no correction; truncate: a token's loss x min(w, high); mask_tokens: x w, or x 0 where w is not within low and
@@ -503,12 +504,17 @@ class AlgorithmConfig:
         for slot, built_in in (("loss", PAPER_DEFAULTS), ("advantages", ADVANTAGES), ("aggregation", AGGREGATIONS)):
             name = getattr(self, slot)
             if name is not None and name not in built_in and ":" not in name:
+                if (METHODS / f"{name}.py").is_file():
+                    raise ValueError(
+                        f"algorithm.{slot}={name!r} is not built in; name its file, --algorithm.{slot} "
+                        f"configs/examples/methods/{name}.py:{name}, with the flags at its top"
+                    )
                 raise ValueError(
                     f"algorithm.{slot}={name!r} is unknown; use {', '.join(built_in)}, or write your own as "
                     "path/file.py:function"
                 )
         defaults: dict[str, Any] = {"old_logprobs": "policy"} | PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS)
-        by_policy = (self.old_logprobs or defaults["old_logprobs"]) == "policy"
+        by_policy = self.old_logprobs in (None, "policy")
         defaults["importance_correction"] = "truncate" if by_policy else "none"
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
@@ -529,12 +535,12 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
     "cispo": GRPO_DEFAULTS | {"aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": GRPO_DEFAULTS,
     "reinforce": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "token_mean"},
-    "dppo": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "fixed_horizon", "old_logprobs": "generator"},
 }
 OWN_LOSS_DEFAULTS = GRPO_DEFAULTS  # for a loss from a user's file
+METHODS = Path(__file__).parents[2] / "configs" / "examples" / "methods"
 
 
-ADVANTAGES = ("group_std", "group_mean", "batch_std", "rloo", "gdpo", "maxrl", "return_to_go", "none")
+ADVANTAGES = ("group_std", "group_mean", "rloo", "return_to_go", "none")
 AGGREGATIONS = ("sequence_mean", "token_mean", "fixed_horizon")
 
 
@@ -558,12 +564,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Logs and samples. All of them are written into the run folder."""
+    """Logs. All of them are written into the run folder."""
 
     tensorboard: bool = True
     """Write TensorBoard event files to `RUN_DIR/tensorboard`."""
     samples_interval: Interval = 10
-    """Steps between readable samples of completions with their rewards; 0 writes none."""
+    """Steps between those whose completions are recorded with their rewards (`completions.jsonl`); 0 records none."""
     wandb_project: str = ""
     """Log to this project at Weights & Biases too (`pip install wandb`); empty does not."""
 

@@ -332,7 +332,9 @@ def is_resume_safe(path: str, config: Config) -> bool:
     """Tell whether a run may continue with another value of that field and still be the same run."""
     if path == "num_steps":  # other schedules end with the last step
         return config.trainer.schedule == "constant"
-    if path == "reward.pass_value" and config.data.curriculum:  # which weighs rows by how many completions pass
+    if (
+        path in ("reward.passes", "reward.pass_value") and config.data.curriculum
+    ):  # which weighs rows by how many completions pass
         return False
     section = config
     for name in path.split("."):

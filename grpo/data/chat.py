@@ -12,6 +12,7 @@ import resource
 import secrets
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,11 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
         except (OSError, UnicodeDecodeError) as error:
             path = Path(own).absolute()
             raise ValueError(f"data.prompt_template file {path} cannot be read as text in UTF-8 ({error})") from error
+    if not tokenizer.chat_template and not own and (Path(folder) / "chat_template.json").is_file():
+        raise ValueError(
+            f"{folder} has its chat template in chat_template.json, which is read for models that see images alone; "
+            "write the entry chat_template of it to a file chat_template.jinja in the same folder"
+        )
     if not tokenizer.chat_template and not own:
         raise ValueError(
             f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or say what a prompt "
@@ -264,8 +270,9 @@ def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tu
     notes = []
     ending = re.search(r"<think>\s*\Z", text)
     opened = ending[0] if ending else ""
-    system_prompt = " ".join(data.system_prompt.split())
-    if not data.is_text_template and system_prompt not in " ".join(text.split()):
+    mark = secrets.token_hex(8)  # the words of a system prompt may be the template's own too
+    with_mark = short_prompt(tokenizer, replace(data, system_prompt=data.system_prompt + mark))
+    if data.system_prompt and not data.is_text_template and mark not in with_mark:
         notes.append(
             f"warning: {template_name(tokenizer, data)} drops data.system_prompt, so the model is not told what it "
             "says; write it into the prompts, give a template that has it (data.prompt_template), or set it to ''"

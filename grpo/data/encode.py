@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -345,6 +345,11 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def key_of(ids: Sequence[int]) -> int:
+    """Return the number that stands for these token ids, see `EncodedRows.keys`."""
+    return hash(np.asarray(ids, np.int32).tobytes())
+
+
 @dataclass(frozen=True)
 class EncodedRows:
     """The rows of a source as tokens, and which of them can be drawn."""
@@ -363,14 +368,15 @@ class EncodedRows:
         content = repr(columns[list(places)])
         return hashlib.sha256(content.encode()).hexdigest()[:8]
 
-    def ids_of_lengths(self, lengths: Collection[int]) -> Iterator[bytes]:
-        """Yield the token ids, as the bytes of int32, of all rows with one of these numbers of tokens."""
+    @functools.cached_property
+    def keys(self) -> np.ndarray:
+        """Numbers for the token ids of the usable rows; equal ids have equal numbers, in this process."""
+        keys = []
         for chunk in self.table.data.column("ids").chunks:
             ids = chunk.values.to_numpy()
             bounds = chunk.offsets.to_numpy()
-            has_length = np.isin(np.diff(bounds), list(lengths))
-            for place in np.flatnonzero(has_length):
-                yield ids[bounds[place] : bounds[place + 1]].tobytes()
+            keys += [key_of(ids[first:past]) for first, past in itertools.pairwise(bounds)]
+        return np.array(keys, np.int64)[list(self.usable)]
 
     def get(self, row: int) -> Encoded:
         """Return the encoded row with this index in the table."""

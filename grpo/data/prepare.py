@@ -24,6 +24,7 @@ from grpo.data.encode import (
     RowStatus,
     chat_encoder,
     encode_rows,
+    key_of,
 )
 from grpo.data.rows import (
     ABSENT,
@@ -290,12 +291,9 @@ def _named(section: str) -> Iterator[None]:
 
 def warn_of_repeated_rows(section: str, held_out: Sequence[Sequence[int]], training: Sequence[EncodedRows]) -> None:
     """Warn of held-out rows that are trained on under whatever name. held_out: the token ids of each."""
-    keys = [np.array(ids, np.int32).tobytes() for ids in held_out]
-    lengths = {len(ids) for ids in held_out}
-    trained = set()
-    for rows in training:
-        trained |= set(keys).intersection(rows.ids_of_lengths(lengths))
-    num_repeated = sum(key in trained for key in keys)
+    keys = [key_of(ids) for ids in held_out]
+    trained = np.concatenate([rows.keys for rows in training])
+    num_repeated = int(np.isin(keys, trained).sum())
     if num_repeated:
         print(
             f"warning: {num_repeated:,} of {len(keys):,} held-out rows of {section} are trained on too; leave them out "
@@ -403,6 +401,10 @@ def _encode_usable(
         parts.append(f"an epoch is {len(usable) / rows_per_step:,.1f} steps")
     if sizes:
         parts.append(sizes)
+    kept = EncodedRows(source, table, usable[:max_rows])
+    num_repeated = len(kept.usable) - len(np.unique(kept.keys))
+    if num_repeated:
+        parts.append(f"{num_repeated:,} of them have the tokens of an earlier one")
     if left_out:
         parts.append(f"left out: {left_out}")
     num_cut = int((lengths > encoder.max_tokens).sum())
@@ -416,7 +418,7 @@ def _encode_usable(
         print(printable(f"warning: {count:,} of {len(usable):,} rows of {source.name_and_text} {note}"))
     if max_rows is not None and len(table) == len(rows.table):  # else blank lines have moved the rows
         _warn_if_sorted(rows, usable[:max_rows], usable[max_rows:])
-    return EncodedRows(source, table, usable[:max_rows])
+    return kept
 
 
 def _warn_if_sorted(rows: Rows, held_out: list[int], others: list[int]) -> None:
@@ -471,7 +473,7 @@ def _describe_lengths(lengths: np.ndarray) -> str:
     """Say how many tokens the rows have; nothing if there are none."""
     if not len(lengths):
         return ""
-    quantile = np.quantile(lengths, LISTED_QUANTILE, method="lower")
+    quantile = np.quantile(lengths, LISTED_QUANTILE, method="inverted_cdf")  # as many tokens as a row has
     return (
         f"tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}, {LISTED_QUANTILE:.0%} have at "
         f"most {quantile:,}"

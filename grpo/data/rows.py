@@ -28,6 +28,10 @@ ABSENT = object()
 KINDS = {str: "text", list: "a list", dict: "a table"}
 
 
+class TableRow(dict[str, Any]):
+    """A row of a table. Its tables and lists of tables have all entries that any row has, those it lacks as None."""
+
+
 class BadRow(ValueError):
     """The reason why a row cannot be used."""
 
@@ -174,7 +178,7 @@ def _own_reader(name: str, read: Callable[[Row], Example]) -> RowReader:
         if not isinstance(own_row, dict):
             raise BadRow(f"data.row gave {type(own_row).__name__}, and not a dict, or None for no row")
         try:
-            return read(own_row)
+            return read(type(row)(own_row))
         except BadRow as error:
             keys = ", ".join(map(str, own_row)) or "none"
             raise BadRow(f"data.row gave the keys {keys}: {error}") from error
@@ -342,6 +346,8 @@ def column_of(row: Row, path: str, *kinds: type) -> Any:
         if not content:
             raise BadRow(f"{place} is empty")
         if isinstance(value, list):
+            if isinstance(row, TableRow):
+                value = without_missing(value)
             value = [_message(message, f"{place}, message {number}") for number, message in enumerate(value, 1)]
     _check_surrogates(value, place)
     return value
@@ -357,12 +363,13 @@ def as_messages(prompt: str | Messages, role: str = "user") -> Messages:
 def tools_of(row: Row, path: str) -> Tools | None:
     """Return the JSON schemas at `path`, None if there are none.
 
-    They may be JSON text, since a table cannot hold schemas of several shapes. Then nulls are the schemas' own.
+    They may be JSON text, since a table cannot hold schemas of several shapes.
     """
     place = f"column {path!r}"
     value = optional(row, path)
-    is_json = isinstance(value, str)
-    if is_json:
+    if isinstance(row, TableRow):
+        value = without_missing(value)
+    if isinstance(value, str):
         value = _from_json(value, place)
     if not value or _is_missing(value):  # JSON text may say NaN too
         return None
@@ -370,17 +377,21 @@ def tools_of(row: Row, path: str) -> Tools | None:
     for number, tool in enumerate(value, 1):
         _check_kind(tool, f"{place}, entry {number}", dict)
     _check_surrogates(value, place)
-    return value if is_json else without_missing(value)
+    return value
 
 
 def without_missing(value: Any) -> Any:
-    """Drop entries that are None or NaN, at any depth: a table gives each row all entries that any row has."""
+    """Drop entries that are None or NaN, at any depth."""
     if isinstance(value, dict):
-        known = {key: entry for key, entry in value.items() if not _is_missing(entry)}
-        return {key: without_missing(entry) for key, entry in known.items()}
+        return {key: without_missing(entry) for key, entry in _present(value).items()}
     if isinstance(value, list):
         return [without_missing(entry) for entry in value]
     return value
+
+
+def _present(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that are not None or NaN."""
+    return {key: entry for key, entry in table.items() if not _is_missing(entry)}
 
 
 def kinds_of(columns: dict[str, Any]) -> str:
@@ -424,9 +435,10 @@ def _check_surrogates(value: Any, place: str) -> None:
 def _message(message: Any, place: str) -> Message:
     """Return a message as chat templates take it: content is text, and the arguments of tool calls are tables."""
     _check_kind(message, place, dict)
-    message = without_missing(message)
-    if "role" not in message and "from" in message:
-        raise BadRow(f"{place} has ShareGPT's from and value; make role and content of them with --data.row")
+    message = _present(message)
+    for ours, theirs in (("role", "from"), ("content", "value")):
+        if theirs in message and ours not in message:
+            raise BadRow(f"{place} has ShareGPT's {theirs}; make role and content of from and value with --data.row")
     role = message.get("role")
     _check_kind(role, f"{place}, role", str)
     usual_role = ROLES.get(role.lower(), role)
@@ -444,7 +456,7 @@ def _message(message: Any, place: str) -> Message:
                 f"{place}, content has {len(content)} parts, {len(content) - len(texts)} of them without `text`, such "
                 "as images, which are not read; make one text of it with --data.row"
             )
-        content = "".join(texts)
+        content = "\n".join(texts)  # as vLLM's server joins them
     _check_kind(content, f"{place}, content", str)
     message["content"] = content
     if calls:
@@ -457,12 +469,14 @@ def _message(message: Any, place: str) -> Message:
 def _tool_call(call: Any, place: str) -> dict[str, Any]:
     """Return a call with its arguments as a table: chat templates turn them into JSON, and would quote text again."""
     _check_kind(call, place, dict)
+    call = _present(call)
     function = call.get("function", call)
     _check_kind(function, f"{place}, function", dict)
+    function = _present(function)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _from_json(arguments, f"{place}, arguments")
-        function = function | {"arguments": arguments}
+        function |= {"arguments": arguments}
     if "function" in call:
         return call | {"function": function}
     return function

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.config.user_files import cause_and_line, load_function
 from grpo.config.values import FILE_KINDS, Source
-from grpo.data.rows import BadRow, Example, Row, RowReader
+from grpo.data.rows import BadRow, Example, Row, RowReader, TableRow
 from grpo.text import printable, reason_of
 
 if TYPE_CHECKING:
@@ -41,6 +41,13 @@ NO_ROWS = ("corresponds to no data", "Please pass `features` or at least one exa
 # How gzip, bzip2, xz, zstd, zip and a file that was not written to its end begin. The library would unpack some of
 # them, and fail in as many ways.
 PACKED_OR_BROKEN = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\0")
+# What files are that other tools write: the beginning of a file, or the end of its name, and the way out
+OTHER_FILES = {
+    b"version https://git-lfs": "is a pointer of git-lfs to a file that was not downloaded; run git lfs pull",
+    ".tsv": "has tabs between its cells; write commas, as in CSV, or JSON lines",
+    ".arrow": "is a table of Arrow; write it with to_parquet, and name that file",
+    ".feather": "is a table of Arrow; write it with to_parquet, and name that file",
+}
 # Bytes at the beginning and at the end of a file by which its cached table is known
 CHECKED_BYTES = 2**20
 # Files that the warning about files without a split names
@@ -73,7 +80,7 @@ class Rows:
         rows = []
         if not self.is_json:
             for values in zip(*batch.values(), strict=True):
-                rows.append(dict(zip(batch, values, strict=True)))
+                rows.append(TableRow(zip(batch, values, strict=True)))
             return rows
         for number, text in enumerate(batch[LINES], start=start + 1):
             text = text.removeprefix("\ufeff")  # of a file that begins with a byte order mark
@@ -316,6 +323,13 @@ def _files_in_folder(folder: str) -> Files:
                 f"{' or '.join(files)}, or move them away"
             )
         )
+    for split, paths in files.items():
+        folders = sorted({os.path.relpath(os.path.dirname(path), folder) for path in paths})
+        if len(folders) > 1:
+            raise ValueError(
+                f"data folder {folder} has rows of the split {split} in several folders ({', '.join(folders)}), which "
+                "may be configurations; name one of them, or each as a data set of its own (--data.sources)"
+            )
     return {split: [*paths] for split, paths in files.items()}
 
 
@@ -330,9 +344,12 @@ def _matching(pattern: str, folder: str) -> list[str]:
 
 
 def _check_packed(path: str) -> None:
-    """Raise ValueError for a file that begins as compressed or broken ones do."""
+    """Raise ValueError for a file that begins as compressed or broken ones do, and for one of OTHER_FILES."""
     with open(path, "rb") as file:
-        beginning = file.read(max(map(len, PACKED_OR_BROKEN)))
+        beginning = file.read(40)
+    for known, what in OTHER_FILES.items():
+        if path.endswith(known) if isinstance(known, str) else beginning.startswith(known):
+            raise ValueError(f"data file {path} {what}")
     if beginning.startswith(PACKED_OR_BROKEN):
         raise ValueError(f"data file {path} is compressed or broken: it begins with {beginning}; unpack it")
 
@@ -402,6 +419,10 @@ def _read_csv(path: str) -> list[Row]:
             names = next(reader, [])
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"{path}, line 1: the header is {names}; name each column, and no two alike")
+            if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
+                raise ValueError(
+                    f"{path}, line 1: the header is {names[0]!r}, without a comma; write commas between cells"
+                )
             line_before = reader.line_num
             for cells in reader:
                 if cells and len(cells) != len(names):

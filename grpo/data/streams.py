@@ -80,6 +80,12 @@ class Order:
         self.chances = {row: weight / largest for row, weight in weights.items()}
         self.unseen_chance = unseen_weight / largest
 
+    @property
+    def num_drawable(self) -> int:
+        """Number of rows with a chance above 0."""
+        num_unseen = self.num_rows - len(self.chances)
+        return sum(chance > 0 for chance in self.chances.values()) + num_unseen * (self.unseen_chance > 0)
+
     def draw(self) -> int:
         """Return the place of the next row in the source."""
         while True:
@@ -149,14 +155,18 @@ class Stream:
         """Number of rows drawn from all sources."""
         return sum(order.num_drawn for order in self.orders.values())
 
+    @property
+    def sources_drawn(self) -> list[str]:
+        """Names of the sources with a weight above 0."""
+        return [name for name, weight in self.weights.items() if weight]
+
     def next_order(self) -> Order:
         """Return the source whose turn it is; the call counts as its draw."""
         total = sum(self.weights.values())
         for name, weight in self.weights.items():
             self._owed[name] += weight / total
-        drawn_from = [name for name, weight in self.weights.items() if weight]
         # rounded, because max then takes the first of equals, in the order of the config
-        name = max(drawn_from, key=lambda name: round(self._owed[name], 9))
+        name = max(self.sources_drawn, key=lambda name: round(self._owed[name], 9))
         self._owed[name] -= 1
         return self.orders[name]
 
@@ -207,26 +217,35 @@ class PromptStream(Stream):
     def draw(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, across epochs where needed. Prompt.index counts on through the whole run.
 
-        Raises ValueError if `wanted` says no to as many in a row as there are rows.
+        Raises ValueError if `wanted` says no to all rows that can be drawn.
         """
         prompts = []
-        num_unwanted = 0
-        num_rows = sum(order.num_rows for order in self.orders.values())
+        unwanted = set()  # rows that the filter refused since the last prompt
         while len(prompts) < count:
             index = self.num_drawn
             order = self.next_order()
-            prompt = order.rows.prompt(order.draw(), index)
+            row = order.draw()
+            prompt = order.rows.prompt(row, index)
             if self.wanted is None or self.wanted(prompt):
                 prompts.append(prompt)
-                num_unwanted = 0
+                unwanted.clear()
                 continue
-            num_unwanted += 1
-            if num_unwanted >= num_rows:
-                raise ValueError(
-                    f"the filter on prompts said no to {num_unwanted} in a row, and the data have {num_rows} rows; let "
-                    "it leave some"
-                )
+            unwanted.add((order.label, row))
+            num_drawable = sum(self.orders[name].num_drawable for name in self.sources_drawn)
+            if len(unwanted) >= num_drawable:
+                raise ValueError(self._nothing_left(num_drawable))
         return prompts
+
+    def _nothing_left(self, num_refused: int) -> str:
+        """Write the message about a filter that refused all rows that can be drawn."""
+        num_rows = sum(self.orders[name].num_rows for name in self.sources_drawn)
+        by_curriculum = ""
+        if num_refused < num_rows:
+            by_curriculum = f", and data.curriculum gives the other {num_rows - num_refused} the weight 0"
+        return (
+            f"keep_prompt refuses {num_refused} of the {num_rows} rows that the sources' weights allow{by_curriculum}; "
+            "leave some"
+        )
 
 
 class ChatStream(Stream):

@@ -82,9 +82,13 @@ def write_prompt(
         if text_without_tools == text:
             ignored.append("tools")
     own_messages = as_messages(prompt)
-    write = functools.partial(render, tokenizer, data, opening=True, tools=shown_tools)
-    unwritten = _unwritten(own_messages, text, text, lambda changed: write(prompt_messages(data, changed)))
-    ignored += itertools.chain(*unwritten)
+
+    def write_changed(changed: Messages) -> str:
+        """Write other messages in the place of the row's."""
+        changed_text, _ = render(tokenizer, data, prompt_messages(data, changed), opening=True, tools=shown_tools)
+        return changed_text
+
+    ignored += itertools.chain(*_unwritten(own_messages, write_changed))
     notes = _notes(tokenizer, data, own_messages, ignored)
     return Written(text, [], bos=_needs_bos(tokenizer, data, text), eos=False, notes=notes)
 
@@ -135,6 +139,7 @@ def write_example(
 
     whole, marked = write(len(messages), opening=False)
     text = whole
+    writes_prompts_only = False
     ends_with_turn = messages[-1]["role"] == "assistant"
     ends_with_label = ends_with_turn and (learns_all or bool(learned_turns))
     prompt = None
@@ -142,6 +147,7 @@ def write_example(
         prompt, _ = write(len(messages) - 1, opening=True)
     spans = []
     if prompt is not None and prompt.startswith(whole):
+        writes_prompts_only = True
         # the template makes no more of the answer than of the question, so it writes prompts only
         check_one_question(tokenizer, data, messages)
         text = prompt + messages[-1]["content"]
@@ -163,12 +169,18 @@ def write_example(
         text_without_tools, _ = render(tokenizer, data, messages, opening=False)
         if text_without_tools == whole:
             ignored.append("tools")
-    added = messages[:num_added]
     own_messages = messages[num_added:]
     _check_thoughts(messages, learned_turns, text, name, num_added)
-    write_changed = functools.partial(render, tokenizer, data, opening=False, tools=example.tools)
-    unwritten = _unwritten(own_messages, text, whole, lambda changed: write_changed([*added, *changed]))
-    for index, entries in enumerate(unwritten, start=num_added):
+
+    def write_changed(changed: Messages) -> str:
+        """Write other messages in the place of these."""
+        changed_text, _ = render(tokenizer, data, changed, opening=False, tools=example.tools)
+        return changed_text + changed[-1]["content"] if writes_prompts_only else changed_text
+
+    unwritten = _unwritten(messages, write_changed)
+    if num_added and unwritten[0] and not data.is_text_template:
+        ignored.append("data.system_prompt")
+    for index, entries in enumerate(unwritten[num_added:], start=num_added):
         labels = [entry for entry in entries if entry in SAID]
         if labels and (learns_all or index in learned_turns):
             raise Refused(
@@ -239,79 +251,87 @@ def _is_learned(message: Message) -> bool:
     return all(switches.values())
 
 
-def _unwritten(
-    messages: Messages,
-    text: str,
-    rendered: str,
-    write: Callable[[Messages], Rendered],
-) -> list[list[str]]:
-    """List the entries of each message that the template did not write.
+def _unwritten(messages: Messages, write: Callable[[Messages], str]) -> list[list[str]]:
+    """List the entries of each message that `write`, which may raise Refused, leaves out.
 
-    A text may be trimmed, have other blanks, or be written as JSON. Calls are looked for under names that nothing else
-    has. Any other entry is written if the text changes without it. rendered: what `write` makes of these messages; the
-    answer may follow it in `text`.
+    All texts and calls get marks that occur nowhere else, so that a text is not taken for the same words elsewhere in
+    the chat. It may be trimmed, have other blanks, or be written as JSON. Any other entry is written if the text
+    changes without it.
     """
-    squeezed = _squeeze(text)
+    marked = [_mark(message) for message in messages]
+    try:
+        text = _squeeze(write(marked))
+    except Refused:  # a template that takes these texts only
+        marked = messages
+        text = _squeeze(write(messages))
 
     def is_written(part: str) -> bool:
         """Say whether a text occurs, as it is or as JSON."""
         as_json = json.dumps(part, ensure_ascii=False)[1:-1]
-        return _squeeze(part) in squeezed or _squeeze(as_json) in squeezed
-
-    def text_of(changed: Messages) -> str | None:
-        """Write other messages; None if the template does not take them."""
-        try:
-            other_text, _ = write(changed)
-        except Refused:
-            return None
-        return other_text
-
-    renamed = [_rename_calls(message) for message in messages]
-    text_of_calls = None
-    if any(names for _, names in renamed):
-        text_of_calls = text_of([message for message, _ in renamed])
+        return _squeeze(part) in text or _squeeze(as_json) in text
 
     @functools.cache
     def is_idle(entry: str) -> bool:
         """Say whether the text stays the same if all messages lose this entry."""
-        without = [{name: value for name, value in message.items() if name != entry} for message in messages]
-        return text_of(without) == rendered
+        without = [{name: value for name, value in message.items() if name != entry} for message in marked]
+        try:
+            return _squeeze(write(without)) == text
+        except Refused:
+            return False
 
     unwritten = []
-    for message, (_, call_names) in zip(messages, renamed, strict=True):
+    for message in marked:
         entries = []
         for entry, value in message.items():
-            if entry in (*JOINS, *CALLS, *SWITCHES):
+            if entry in (*JOINS, *SWITCHES):
                 continue
-            if not isinstance(value, str):
-                is_lost = is_idle(entry)
-            else:
+            if entry in CALLS and not isinstance(value, str):
+                is_lost = not all(map(is_written, _call_names(value)))
+            elif isinstance(value, str):
                 is_lost = not all(map(is_written, THOUGHT_TAGS.split(value)))
+            else:
+                is_lost = is_idle(entry)
             if is_lost:
                 entries.append(entry)
-        if text_of_calls is not None and any(name not in text_of_calls for name in call_names):
-            entries += [entry for entry in CALLS if entry in message]
         unwritten.append(entries)
     return unwritten
 
 
-def _rename_calls(message: Message) -> tuple[Message, list[str]]:
-    """Return a message whose called functions have names that occur nowhere else, and these names."""
-    names = []
+def _mark(message: Message) -> Message:
+    """Return a message with a random word in each of its texts, on both sides of a thought's end, and in each call.
 
-    def rename(function: dict[str, Any]) -> dict[str, Any]:
-        names.append(f"f{secrets.token_hex(8)}")
-        return function | {"name": names[-1]}
+    The word stands in the middle of a text, because templates look at its beginning and its end.
+    """
 
-    renamed = dict(message)
-    if "tool_calls" in message:
-        renamed["tool_calls"] = [
-            call | {"function": rename(call["function"])} if "function" in call else rename(call)
-            for call in message["tool_calls"]
-        ]
-    if isinstance(message.get("function_call"), dict):
-        renamed["function_call"] = rename(message["function_call"])
-    return renamed, names
+    def with_word(text: str) -> str:
+        middle = len(text) // 2
+        return f"{text[:middle]}{secrets.token_hex(8)}{text[middle:]}" if text.strip() else text
+
+    def with_words(text: str) -> str:
+        tags = [*THOUGHT_TAGS.findall(text), ""]
+        parts = map(with_word, THOUGHT_TAGS.split(text))
+        return "".join(itertools.chain(*zip(parts, tags, strict=True)))
+
+    def renamed(call: dict[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return call | {"function": renamed(call["function"])}
+        return call | {"name": f"f{secrets.token_hex(8)}"}
+
+    marked = dict(message)
+    for entry, value in message.items():
+        if entry == "tool_calls":
+            marked[entry] = list(map(renamed, value))
+        elif entry == "function_call" and isinstance(value, dict):
+            marked[entry] = renamed(value)
+        elif isinstance(value, str) and entry not in (*JOINS, *SWITCHES):
+            marked[entry] = with_words(value)
+    return marked
+
+
+def _call_names(calls: list[dict[str, Any]] | dict[str, Any]) -> list[str]:
+    """List the names of the functions that an entry of CALLS calls."""
+    calls = calls if isinstance(calls, list) else [calls]
+    return [str(call.get("function", call).get("name", "")) for call in calls]
 
 
 def _squeeze(text: str) -> str:
@@ -411,8 +431,8 @@ def _prefix_spans(
             return len(beginning)
         place = len(os.path.commonprefix([text, beginning]))
         around = slice(max(0, place - SHOWN_CHARACTERS), place + SHOWN_CHARACTERS)
-        # the last turn alone needs only the messages before it
-        other_way = "" if number == num_messages - 1 else "train_on last may do, else "
+        before_last, _ = write(num_messages - 1, opening=True)
+        other_way = "take train_on last, or " if text.startswith(before_last) else ""
         raise Refused(
             f"{name} is not prefix-stable: from character {place + 1} on, the first {number} of {num_messages} "
             f"messages are {beginning[around]!r} alone and {text[around]!r} in the whole chat, so the turns cannot be "

@@ -41,7 +41,6 @@ RUN_FILES = (
     "metrics.jsonl",
     "completions.jsonl",
     "evaluation.jsonl",
-    "samples.txt",
     "look.html",
     "profile",
     "tensorboard",

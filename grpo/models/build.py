@@ -116,9 +116,12 @@ class ShardedModel:
         """Say before a micro-batch whether it is the last one before the gradients are used.
 
         If FSDP holds a copy of the weights, it adds up the copy's gradients in float32 until the last micro-batch.
+        Replicas send each other their sums with the last one.
         """
         if self.holds_copy:
             self.module.set_requires_gradient_sync(is_last)
+        elif isinstance(self.module, FSDPModule):
+            self.module.set_requires_all_reduce(is_last)
 
     def drop_copy(self) -> None:
         """Free the weights that FSDP gathered or cast for these forwards and backwards, including the LM head."""

@@ -1,4 +1,4 @@
-"""The log of a run: JSON lines, samples to read, TensorBoard, Weights & Biases, the console. Rank 0 (the driver) only.
+"""The log of a run: JSON lines, TensorBoard, Weights & Biases, the console. Rank 0 (the driver) only.
 
 A `step` is always the number of finished optimizer steps: 0 is before the first one, `num_steps` after the last.
 """
@@ -9,7 +9,6 @@ import math
 import os
 import secrets
 import statistics
-import textwrap
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import MetricsConfig
 from grpo.data.recorded import drop_batches_after
-from grpo.report.samples import completion_records, describe, finite_or_none, spread_by_reward
+from grpo.report.samples import completion_records, describe, finite_or_none, ranked_by_reward
 from grpo.report.warnings import CurveReader
 from grpo.text import compact_duration, compact_number, reason_of, without_secrets
 from grpo.types import Record, Rollout, Scalars
@@ -37,16 +36,14 @@ CONSOLE_COLUMNS = {
     "time/step": "{} s",
 }
 ETA_STEPS = 20  # the time left is a mean over these, so that it is smooth and soon without compilation
-NUM_SAMPLES = 4  # completions to read, of each step that writes any
 
 
 class RunLog:
     """The files that a run writes into its folder, and its lines on the console.
 
-    The files are `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones),
-    `samples.txt` (a few, to read) and `tensorboard/`. With `start_step` 0 they start empty, except that samples.txt is
-    only ever appended to. Above 0 a run continues: what an aborted part wrote beyond that step is dropped from the
-    .jsonl files and `batches/` and hidden in TensorBoard, so that no step counts twice.
+    The files are `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones) and
+    `tensorboard/`. With `start_step` 0 they start empty. Above 0 a run continues: what an aborted part wrote beyond
+    that step is dropped from the .jsonl files and `batches/` and hidden in TensorBoard, so that no step counts twice.
     """
 
     def __init__(
@@ -133,30 +130,20 @@ class RunLog:
         rollouts: list[Rollout],
         prompts: list[str],
     ) -> None:
-        """Record a step's completions: all in completions.jsonl, NUM_SAMPLES as texts everywhere else.
+        """Record a step's completions in completions.jsonl, from which `grpo.look` shows them.
 
-        prompts[i] is the text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
+        At Weights & Biases, which cannot read that file, the best and the worst one become a table. prompts[i] is the
+        text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
         """
         records = completion_records(rollouts, prompts)
         self._append_records("completions.jsonl", records, step=step)
-
-        chosen = spread_by_reward(records, NUM_SAMPLES)
-        samples = [describe(record, short=True) for record in chosen]
-        heading = f"===== step {step} ".ljust(120, "=")
-        text = "\n\n".join([heading, *samples, ""])
-        self._append("samples.txt", text)
-        if self.tensorboard:
-            text = "\n\n".join(samples)
-            text = textwrap.indent(text, "    ")  # because Markdown then shows it as it is
-            self.tensorboard.add_text("samples", text, step)
-            self.tensorboard.flush()
         if self.wandb:
             import wandb
 
-            rows = [[sample] for sample in samples]
+            ranked = ranked_by_reward(records)
+            rows = [[describe(record)] for record in ranked[:1] + ranked[1:][-1:]]
             table = wandb.Table(columns=["sample"], data=rows)
-            record = {"step": step, "samples": table}
-            self.wandb.log(record)
+            self.wandb.log({"step": step, "samples": table})
 
     def evaluation_completions(
         self,
@@ -215,12 +202,8 @@ class RunLog:
         for record in records:
             line = json.dumps(facts | record, allow_nan=False)
             lines.append(f"{line}\n")
-        self._append(name, "".join(lines))
-
-    def _append(self, name: str, text: str) -> None:
-        path = self.run_dir / name
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(text)
+        with open(self.run_dir / name, "a", encoding="utf-8") as file:
+            file.write("".join(lines))
 
     def _progress(self, step: int) -> str:
         if not self.num_steps:  # an evaluation alone

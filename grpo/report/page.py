@@ -12,12 +12,14 @@ import functools
 import gzip
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from grpo.data.chat import open_tokenizer
 from grpo.data.recorded import batch_path, read_step
+from grpo.report.samples import is_number
 from grpo.text import replace_file
 from grpo.types import Record, TrainBatch
 
@@ -38,7 +40,7 @@ def write_page(
     metrics, rollouts: the records of the run's .jsonl files, with rollouts of one step and kind next to each other.
     models: folders or hub names; the first that has a tokenizer gives the tokens their texts.
     """
-    notes = {record["step"]: _note_of(record) for record in metrics if record.get(INFORMATIVE) is not None}
+    notes = {record["step"]: _note_of(record) for record in metrics if is_number(record.get(INFORMATIVE))}
     steps = []
     pieces = []
     spell = functools.cache(lambda: speller(models))  # opens a tokenizer only if there is a batch
@@ -113,8 +115,8 @@ def add_tokens(
             logprobs[name] = []
             values = values_N[places].tolist()
             for value, is_known in zip(values, are_known, strict=True):
-                shown = round(value, 3) if is_known else None
-                logprobs[name].append(shown)
+                shown = round(value, 3) if math.isfinite(value) else str(value)
+                logprobs[name].append(shown if is_known else None)
         ids = batch.ids_N[places].tolist()
         record["tokens"] = {
             "texts": spell(ids),
@@ -168,6 +170,6 @@ def speller(models: list[str]) -> Callable[[list[int]], list[str]] | None:
 
 def _packed(value: Any) -> str:
     """Return a JSON value as base64 of its gzipped text."""
-    text = json.dumps(value)
+    text = json.dumps(value, allow_nan=False)  # a browser does not read NaN
     zipped = gzip.compress(text.encode(), 6)
     return base64.b64encode(zipped).decode()

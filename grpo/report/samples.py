@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from grpo.data.encode import Encoded
 
-SAMPLE_CHARACTERS = 600  # of prompts and their columns (an answer, test cases, ...) in samples
+COLUMN_CHARACTERS = 600  # of a prompt's columns (an answer, test cases, ...)
 QUOTED_CHARACTERS = 200  # of a quotation in one line
 NUM_REASONS = 3  # most frequent ones of a failed reward function
-FEWEST_CALLS = 10  # of tools, before a warning says that most of them fail
 END_CHARACTERS = 40  # quoted from the end of a completion without an answer
 ANSWER_FORMS = {
     "answer_tag": "<answer>..</answer>",
     "boxed": "\\boxed{}",
     "hashes": "a line behind ####",
+    "answer_line": "a line `Answer: ..`",
 }
 
 
@@ -43,21 +43,16 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
     records = []
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         completion = rollout.completion
-        rewards = {}
-        for name, value in rollout.rewards.items():
-            rewards[name] = finite_or_none(value)
-        failures = {}
-        for name, reason in rollout.failures.items():
-            failures[name] = without_surrogates(reason)
+        failures = {name: without_surrogates(reason) for name, reason in rollout.failures.items()}
         record = {
             "row": rollout.prompt.row,
             "prompt": without_surrogates(prompt),
-            "columns": _strict_json(rollout.prompt.columns),
+            "columns": rollout.prompt.columns,
             "completion": without_surrogates(rollout.text),
-            "rewards": rewards,
-            "reward": finite_or_none(rollout.reward),
-            "advantage": finite_or_none(rollout.advantage),
-            "mismatch": finite_or_none(rollout.mismatch),
+            "rewards": rollout.rewards,
+            "reward": rollout.reward,
+            "advantage": rollout.advantage,
+            "mismatch": rollout.mismatch,
             "finish_reason": "length" if completion.truncated else "stop",
             "num_tokens": completion.num_tokens,
             "version": completion.version,
@@ -68,42 +63,40 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
             record["source"] = rollout.prompt.source
         earlier = completion.pieces[:-1]
         if completion.episode:
-            episode = _strict_json(completion.episode)
-            del episode["waited"]
-            record["episode"] = episode
+            record["episode"] = {name: fact for name, fact in completion.episode.items() if name != "waited"}
         elif earlier:
-            facts = [(piece.version, piece.num_tokens) for piece in earlier]
-            record["earlier"] = facts
-        records.append(record)
+            record["earlier"] = [(piece.version, piece.num_tokens) for piece in earlier]
+        records.append(_strict_json(record))
     return records
 
 
-def reward_rank(record: Record) -> tuple[bool, float]:
-    """Return the key that sorts records by reward. No reward is the lowest one."""
-    reward = record["reward"]
-    return reward is not None, reward or 0.0
+def ranked_by_reward(records: list[Record], worst: bool = False) -> list[Record]:
+    """Return the records from the highest reward to the lowest, or the other way round. No reward is the lowest."""
+
+    def rank(record: Record) -> float:
+        reward = record["reward"]
+        return reward if is_number(reward) else -math.inf
+
+    return sorted(records, key=rank, reverse=not worst)
 
 
-def spread_by_reward(records: list[Record], count: int) -> list[Record]:
-    """Return up to `count` records at even distances in the ranking by reward, best first, worst (or None) last."""
-    ranked = sorted(records, key=reward_rank, reverse=True)
-    count = min(count, len(ranked))
-    last = len(ranked) - 1
-    num_gaps = max(count - 1, 1)
-    places = [round(i * last / num_gaps) for i in range(count)]
-    return [ranked[place] for place in places]
+def is_number(value: Any) -> bool:
+    """Return whether a value of a record is a number. A file of another hand can hold a text in its place."""
+    return isinstance(value, int | float)
 
 
-def describe(
-    record: Record,
-    turns: bool = False,
-    short: bool = False,
-) -> str:
+def number_text(value: Any) -> str:
+    """Return a record's number for a reader; `none` for None, and what is no number as it is."""
+    if value is None:
+        return "none"
+    return compact_number(value) if is_number(value) else str(value)
+
+
+def describe(record: Record, turns: bool = False) -> str:
     """Return a completion's record as printable text: a line of numbers, failures, prompt, columns, completion.
 
     turns: show the turns of an episode instead of its completion, with their tokens and the environment's answers.
-    short: cut a long prompt to SAMPLE_CHARACTERS, as columns always are. A column that the prompt shows is left out,
-    except `answer`.
+    Columns are cut to COLUMN_CHARACTERS. One that the prompt shows is left out, except `answer`.
     """
     prompt = record["prompt"]
     numbers = {
@@ -114,8 +107,7 @@ def describe(
     }
     facts = []
     for name, value in numbers.items():
-        number = "none" if value is None else compact_number(value)
-        facts.append(f"{name} {number}")
+        facts.append(f"{name} {number_text(value)}")
     for name in ("row", "source", "kind"):
         if name in record:
             facts.append(f"{name} {record[name]}")
@@ -126,11 +118,10 @@ def describe(
     lines = ["--- " + " | ".join(facts)]
     for name, reason in record["failures"].items():
         lines.append(f"{name} failed: {_one_line(reason)}")
-    shown_prompt = shorten(prompt, SAMPLE_CHARACTERS) if short else prompt
-    lines.append(f"prompt: {shown_prompt}")
+    lines.append(f"prompt: {prompt}")
     for name, value in record["columns"].items():
         if name == "answer" or not _is_in(value, prompt):
-            text = shorten(str(value), SAMPLE_CHARACTERS)
+            text = shorten(str(value), COLUMN_CHARACTERS)
             lines.append(f"{name}: {text}")
 
     if turns and episode:
@@ -206,45 +197,6 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
         f"{num_unread} of {num_turns} turns call a tool in a form that is not read, such as {example!r}, beside "
         f"{num_read} calls that are; {advice}"
     )
-
-
-def failing_calls_line(rollouts: list[Rollout]) -> str:
-    """Return a warning if more than half of the calls that can be read raise: how many, and the most frequent error."""
-    num_calls = 0
-    num_errors = 0
-    errors = collections.Counter()
-    for rollout in rollouts:
-        episode = rollout.completion.episode or {"counts": {}, "turns": []}
-        calls = episode["counts"].get("calls", 0) - episode["counts"].get("bad_calls", 0)
-        raised = episode["counts"].get("tool_errors", 0)
-        num_calls += calls
-        num_errors += raised
-        if raised == episode["counts"].get("calls", 0):  # else it is not known which answers are errors
-            errors.update(answer for turn in episode["turns"] for answer in turn["answers"])
-    if num_calls < FEWEST_CALLS or 2 * num_errors <= num_calls:
-        return ""
-    example = f", most often {_one_line(errors.most_common(1)[0][0])!r}" if errors else ""
-    return (
-        f"{num_errors} of {num_calls} calls of tools raise{example}; the policy reads these errors and is trained on "
-        "them, so look whether they are its own or the tool's"
-    )
-
-
-def unequal_openings_line(rollouts: list[Rollout]) -> str:
-    """Return a warning if `reset` gave the episodes of one prompt different texts, with two of them."""
-    first_by_prompt = {}
-    for rollout in rollouts:
-        opening = (rollout.completion.episode or {}).get("opening")
-        if opening is None:
-            continue
-        first = first_by_prompt.setdefault((rollout.prompt.index, rollout.prompt.row), opening)
-        if opening != first:
-            return (
-                f"reset gives the episodes of one prompt different texts, such as {_one_line(first)!r} and "
-                f"{_one_line(opening)!r}: a group then compares luck, and no run repeats; unless that is meant, draw "
-                "from its argument seed"
-            )
-    return ""
 
 
 def failure_lines(rollouts: list[Rollout]) -> list[str]:

@@ -4,11 +4,12 @@ numbers.py says which number a text is, latex.py compares expressions. Wherever 
 answers are not the same. The text is read in one pass, so that a megabyte of braces or tags takes no quadratic time.
 """
 
+import contextlib
 import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from grpo.rewards.latex import same_expression
+from grpo.rewards.latex import cpu_limit, same_expression
 from grpo.rewards.numbers import EACH_PERIOD, TEXT_COMMAND, arithmetic, clean_text, read_number
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -19,7 +20,13 @@ _THINK_TAG = re.compile(r"<\s*(?P<close>/\s*)?think\b[^<>]*>", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<\s*(?P<close>/\s*)?answer\s*>", re.IGNORECASE)
 _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9]+(?:[.,/][0-9]+)*))|\\.|[{}]", re.DOTALL)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
-_LAST_HASHES = re.compile(r"(?s:.*)####\s*(.*)")
+# What begins the last line that is the answer, by the name of the format
+_LAST_LINE = {
+    "hashes": re.compile(r"(?s:.*)####\s*(.*)"),
+    "answer_line": re.compile(
+        r"(?s:.*)(?:\A|\n)[ \t*_#>`]*+(?:the )?(?:final )?answer[ *_`]*[:：][ *_`]*\s*(.*)", re.IGNORECASE
+    ),
+}
 _BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 # Two answers are a choice if only signs and joining words are between them, or an "or" in the same sentence.
 _JOINED = re.compile(r"(?:[\s,;$.*&/\\]|\b(?:and|also|maybe|perhaps)\b)*+", re.IGNORECASE)
@@ -37,9 +44,10 @@ _UNSEEN = re.compile(
 _HALF_MARK = re.compile(r"(?<!\\)\\\Z")
 _BLANKS = re.compile(r"[^\S\n]+")
 _SENTENCE_END = re.compile(r"[.!?]\s+|\n\s*")
+_NO = r"\b(?:not?|cannot|never|nobody|impossible|untrue|wrong|incorrect|mistaken)\b|n['’]t\b"
 _TAKEN_BACK = re.compile(
-    r"\b(?:not?|cannot|wait|wrong|incorrect|mistaken?|actually|correction|sorry|hmm+)\b|n['’]t\b"
-    r"|\A[\W\d]*\b(?:(?:and|also)\W+)*(?:or|maybe|perhaps)\b|\A[\W\d]*\b(?:(?:and|also)\W+)+\d|\A[\s\\%$€£¥₹¢]*[,;/&]\W*\d",
+    rf"{_NO}|\b(?:wait|mistake|actually|correction|sorry|hmm+)\b"
+    r"|\A[\W\d]*\b(?:(?:and|also)\W+)*(?:or|maybe|perhaps)\b|\A[\W\d]*\b(?:(?:and|also)\W+)+\d|\A[\s\\%$€£¥₹¢]*[,;/&|]\W*\d",
     re.IGNORECASE,
 )
 # Words next to a box that change what is in it
@@ -50,9 +58,33 @@ _WORD = rf"(?<![\\\w'’])(?!(?i:{_CHANGING.replace(' ', '|')})(?:th)?s?\b|[十�
 _ARROW = r"[-=]>|[→⇒∴]|\\(?:implies|iff|therefore|to|in|(?:[Ll]ong)?[Rr]ightarrow)(?![a-zA-Z])"
 # "times" counts how often something happens if one of these is behind it. Otherwise it may be a product.
 _OFTEN = rf"[)}}]?(?:\Z|\.(?![0-9]))|[,\n]\s*[a-zA-Z]{{2}}|\n\s*\Z|(?:in|on|per|during)\b|{EACH_PERIOD}"
+# A clause that denies what follows: "it cannot be", "nobody says that it is". But not "numbers that are not even are".
+_DENIAL = re.compile(
+    rf"{_NO}|\b(?:none|nothing|anything|neither|nor|hardly|unlikely|false|mistake|doubt|den(?:y|ies)|rejects?|disagree|fails?)\b",
+    re.IGNORECASE,
+)
+_VERB = r"(?:=|['’]s\b|\b(?:is|are|was|were|has|have|had|gets?|gives?|giving|leaves?|leaving|equals|needs?|makes?)\b)"
+_CLAUSE_END = re.compile(
+    rf"[.!?]\s|[;\n]|{_ARROW}|\b(?:so|then|thus|hence|therefore)\b|,(?=[^,]*{_VERB}[^,]*\Z)", re.IGNORECASE
+)
+_THE_ANSWER = re.compile(r"\b(?:that|it|this|answer|result|value|solution)\b|\b[b-z] (?:=|is\b)", re.IGNORECASE)
+# Words in front of a box that make another number of it: "half the value", "the square root of", "3 added to"
+_OPERATIONS = (
+    "half third quarter fourth fifth sixth eighth tenth percent cent negative opposite inverse reciprocal root"
+)
+_OPERATIONS += (
+    " square cube double triple multiple factorial power log logarithm sine cosine tangent absolute complement"
+)
+_OPERATIONS += " conjugate derivative added subtracted divided multiplied far different differ opposed instead"
+_OPERATION = re.compile(
+    rf"(?:\b(?:half|twice|double|triple|without|except|unlike)|(?:\b(?:{_OPERATIONS.replace(' ', '|')})s?|[0-9%}}]) "
+    r"(?:of|to|from|by))(?: (?:of|the|this|that|our|value|number|result|answer))* ?\Z",
+    re.IGNORECASE,
+)
 # What may be before and after a box without changing it. The sign and the unit belong to the answer.
 _BEFORE = re.compile(
-    rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|(?<![0-9]),\s|[:.;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}|(?!and\b){_WORD}{{2,}})\s*"
+    rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|(?<![0-9]),\s|[:.;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}"
+    rf"|(?!and\b){_WORD}{{2,}}(?:['’](?:s|re))?)\s*"
     r"(?P<sign>-|≈|\\approx(?![a-zA-Z])|\\\$|[€£¥₹]|)\s*\Z"
 )
 _AFTER = re.compile(
@@ -76,22 +108,24 @@ def extract_answer(text: str, answer_format: str) -> str | None:
     """Return the final answer in a completion, without blanks or boxes around it. None if there is none.
 
     answer_tag: content of the last <answer>..</answer>. boxed: content of the last \\boxed{} that is not empty, with
-    the sign or unit next to it. hashes: the line after the last ####. Boxes and hashes are looked for only in the
-    <answer> if there is one, and never in thoughts (see `without_thoughts`). There is no answer if the last one is
-    empty, cut off, taken back, one of a choice, or part of a larger expression: configs/ANSWERS.md has examples.
+    the sign or unit next to it. hashes: the line after the last ####. answer_line: the rest of the last line that
+    begins with `Answer:`. Boxes and lines are looked for only in the <answer> if there is one, and never in thoughts
+    (see `without_thoughts`). There is no answer if the last one is empty, cut off, taken back, one of a choice, or part
+    of a larger expression: configs/ANSWERS.md has examples.
 
     Raises ValueError on another format.
     """
-    if answer_format not in ("answer_tag", "boxed", "hashes"):
-        raise ValueError(f"answer_format={answer_format!r} is unknown; use answer_tag, boxed or hashes")
+    formats = ("answer_tag", "boxed", *_LAST_LINE)
+    if answer_format not in formats:
+        raise ValueError(f"answer_format={answer_format!r} is unknown; use one of {', '.join(formats)}")
     text = without_thoughts(text)
     tags = _answer_tags(text)
     if tags:
         text = _last_of(tags, text)
     boxes = _boxes(text)
     answer = ""
-    if answer_format == "hashes":
-        line = _LAST_HASHES.match(text)
+    if answer_format in _LAST_LINE:
+        line = _LAST_LINE[answer_format].match(text)
         if line:
             start, end = line.span(1)
             answer = _last_of([Span(start, end, line[1])], text)
@@ -233,9 +267,14 @@ def _with_neighbours(boxes: list[Span], text: str) -> str:
         text_after = f"{text_after}…"
     else:
         text_after = _HALF_MARK.sub("", text_after)
-    before = _BEFORE.search(_seen(text_before)[-24:])  # the last word, or its end
-    after = _AFTER.match(_seen(text_after))
-    if not before or not after:
+    text_before = _seen(text_before)
+    text_after = _seen(text_after)
+    if "|" in text_before.rpartition("\n")[2]:  # a table's cells are lines
+        text_before = text_before.replace(" | ", "\n")
+        text_after = text_after.replace(" |", "\n", 1)
+    before = _BEFORE.search(text_before[-24:])  # the last word, or its end
+    after = _AFTER.match(text_after)
+    if not before or not after or _OPERATION.search(text_before) or _denies(text_before):
         return ""
     unit = after["unit"] or ""
     answer = before["sign"] + _unboxed(box.content)
@@ -247,6 +286,15 @@ def _with_neighbours(boxes: list[Span], text: str) -> str:
     if before["sign"] and (_is_amount(f"1 {unit}") or not _is_amount(answer)):
         return ""
     return answer  # a word is prose
+
+
+def _denies(text: str) -> bool:
+    """Decide whether the last clause of a text, as far as it goes, denies what comes next."""
+    clause = _CLAUSE_END.split(text)[-1]
+    denied = _DENIAL.split(clause)
+    if len(denied) == 1:
+        return False
+    return not re.search(_VERB, denied[-1]) or bool(_THE_ANSWER.search(denied[-1]))
 
 
 def _is_amount(text: str) -> bool:
@@ -277,10 +325,16 @@ def _unboxed(content: str) -> str:
 # Longer answers are equal only if their words are: nothing below has to be fast for a text of any length.
 ANSWER_CHARACTERS = 1000
 
-# x, x_1, f(x), \theta. Two letters may be a product.
-_NAME = re.compile(r"(?:(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\w|_\{\w{1,8}\})? ?(?:\([a-zA-Z]\))?)?")
+# x, x_1, f(x), \theta, (x, y). Two letters may be a product.
+_NAME = re.compile(r"(?:(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\w|_\{\w{1,8}\})? ?(?:\([a-zA-Z]\))?)?|\(x, ?y(?:, ?z)?\)")
 # What one side alone may have in front of an interval or a set: x \in
 _ELEMENT = re.compile(r"(?:[a-zA-Z]|\\[a-zA-Z]+) ?\\in ?(?=[\[({]|\\[{l(])")
+_SET = re.compile(r"\\\{((?:(?!\\[{}]).)*)\\\}")
+_POINT = re.compile(r"\([^()]*,[^()]*\)")
+_RELATION = re.compile(r"[<>]|\\(?:[lg]e|ne|in)(?![a-zA-Z])")
+_AND = re.compile(r",? and (?=\S)")
+_OR_BETWEEN = re.compile(r",? or (?=\S)")
+_ABOUT = re.compile(r"\A(?:≈|~|\\approx)(?= ?[0-9.])")
 _EQUALS = re.compile(r" ?= ?|(?<=[^ ]) ?(?=≈|\\approx)")
 # Blanks that say nothing: around signs, after a factor (5 x), and between a command and digits (\ne 5)
 _IDLE_BLANK = re.compile(r" ?(\\[a-zA-Z]+) (?=[0-9])| ?([^\w\s]) ?|(?<=[0-9]) (?=[a-zA-Z])")
@@ -297,8 +351,15 @@ def same_answer(answer: str, reference: str, tolerance: float, latex: bool) -> b
     """
     if max(len(answer), len(reference)) > ANSWER_CHARACTERS:
         return answer.split() == reference.split()
-    answer = clean_text(answer)
-    reference = clean_text(reference)
+    answer = _with_commas(clean_text(answer))
+    reference = _with_commas(clean_text(reference))
+    are_numbers = read_number(answer) and read_number(reference)
+    with cpu_limit() if latex and not are_numbers else contextlib.nullcontext():
+        return _same(answer, reference, tolerance, latex)
+
+
+def _same(answer: str, reference: str, tolerance: float, latex: bool) -> bool:
+    """Compare two clean answers, or two lists of them item by item."""
     if not answer or not reference:
         return False
     if (_ELEMENT.match(answer) is None) != (_ELEMENT.match(reference) is None):
@@ -318,8 +379,7 @@ def same_answer(answer: str, reference: str, tolerance: float, latex: bool) -> b
             return are_symbols and same_expression(answer, reference, tolerance)
         if number.is_division and not expected.is_division:
             return False
-        are_integers = number.value.denominator == expected.value.denominator == 1
-        if are_integers or number.is_rounded or expected.is_rounded:
+        if number.value.denominator == expected.value.denominator == 1:
             return number.value == expected.value
         # the tolerance as it is written: a millionth, and not the float next to it
         distance = abs(number.value - expected.value)
@@ -328,7 +388,60 @@ def same_answer(answer: str, reference: str, tolerance: float, latex: bool) -> b
         return False
     if _comparable(answer, latex) == _comparable(reference, latex):
         return not number  # 1,234 is one number, and 1, 234 a list of two
-    return latex and same_expression(answer, reference, tolerance)
+    items = _items(answer)
+    expected_items = _items(reference)
+    if len(items) > 1 or len(expected_items) > 1:
+        return _same_items(items, expected_items, tolerance, latex, is_set=_SET.fullmatch(reference) is not None)
+    return latex and same_expression(_ABOUT.sub("", answer), reference, tolerance)
+
+
+def _with_commas(text: str) -> str:
+    """Write a list of clean text with commas: `1, 2, and 3`, and `x = 1 or x = 2`, which has one name."""
+    if _RELATION.search(text):  # x < 1 and x > 3
+        return text
+    text = _AND.sub(", ", text)
+    alternatives = _OR_BETWEEN.split(text)
+    names = set(map(_name_of, alternatives))
+    return ", ".join(alternatives) if len(names) == 1 and "" not in names else text
+
+
+def _items(text: str) -> list[str]:
+    """Split a list without brackets, or a set, at its commas and semicolons: `x=1`, `(2, 3)` for `x=1, (2, 3)`."""
+    inside = _SET.fullmatch(text)
+    depth = 0
+    items = [""]
+    for character in inside[1] if inside else text:
+        depth += (character in "([{") - (character in ")]}")
+        if character in ",;" and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item.strip() for item in items]
+
+
+def _same_items(
+    items: list[str],
+    expected_items: list[str],
+    tolerance: float,
+    latex: bool,
+    is_set: bool,
+) -> bool:
+    """Compare two lists. Their order counts, except in a set, among points, and among equations such as x=1, y=2."""
+    if len(items) != len(expected_items):
+        return False
+    names = set(map(_name_of, expected_items))
+    if len(names) > 1 and names != set(map(_name_of, items)):
+        return False
+    are_points = all(_POINT.fullmatch(item) for item in expected_items)
+    has_order = not is_set and not are_points and "" in names
+    items = list(items)
+    for expected in expected_items:
+        partners = items[:1] if has_order else items
+        partner = next((item for item in partners if _same(item, expected, tolerance, latex)), None)
+        if partner is None:
+            return False
+        items.remove(partner)
+    return True
 
 
 def parse_number(text: str) -> int | Fraction | None:
@@ -355,6 +468,12 @@ def _split_name(text: str) -> tuple[str, str]:
         if not number or any(arithmetic(side) != number.value for side in work):
             return "", text
     return name, last
+
+
+def _name_of(equation: str) -> str:
+    """Return x for `x = 7`. Empty without a name on the left, or without anything on the right."""
+    name, value = _split_name(equation)
+    return name if value != equation else ""
 
 
 def _comparable(text: str, latex: bool) -> str:

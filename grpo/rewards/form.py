@@ -90,7 +90,7 @@ def _tags(text: str) -> tuple[list[str], bool]:
 
 def _has_answer(text: str) -> bool:
     """Look for the beginning of an answer in any format."""
-    return "<answer>" in text or "\\boxed" in text or "####" in text
+    return "<answer>" in text or "\\boxed" in text or "####" in text or "\nAnswer:" in text
 
 
 # All that is written but not seen: entities, comments, tags, the line that opens a code block

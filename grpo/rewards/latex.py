@@ -9,23 +9,25 @@ The libraries take a second to load, so they are imported when the first express
 time of the process, which does not depend on how busy the machine is. It uses SIGPROF, hence the main thread.
 """
 
+import contextlib
 import functools
 import math
 import re
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 # Longest answer that is compared as an expression
 LATEX_CHARACTERS = 300
-# CPU time for each parse and for each comparison
+# CPU time for all parses and comparisons of one answer together
 LATEX_SECONDS = 2
 # Most digits of a number that occurs in a calculation: no alarm interrupts Python's powers of integers.
 LATEX_DIGITS = 2000
 
 
 class OutOfTime(BaseException):
-    """A parse or comparison took LATEX_SECONDS. It is not an Exception, because the libraries catch those."""
+    """Comparing an answer took LATEX_SECONDS. It is not an Exception, because the libraries catch those."""
 
 
 @functools.cache
@@ -40,22 +42,30 @@ def load_math_verify() -> None:
     latex2sympy(r"\frac{x}{2}").equals(latex2sympy("x"))  # the first use takes longer, which no answer should pay for
 
 
+@contextlib.contextmanager
+def cpu_limit() -> Iterator[None]:
+    """Raise OutOfTime when the body has taken LATEX_SECONDS of CPU time. ValueError outside of the main thread."""
+
+    def stop(*_: Any) -> None:
+        raise OutOfTime
+
+    earlier = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, LATEX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, earlier)
+
+
 def same_expression(answer: str, reference: str, tolerance: float) -> bool:
     """Decide by math-verify whether two clean LaTeX texts are equal. Numbers must agree within a relative `tolerance`.
 
     A text is equal to nothing if it is no expression, too long, too large or not plain. The two must have the same
-    words, equals signs, brackets around lists and case of symbols. The items of a list without brackets are compared
-    one by one: the library would make a set of them, without order and repetitions. And `answer` must not state the
-    question instead of answering it: it may leave no more work of any kind than the reference, and must be solved for
-    the same symbols. Raises OutOfTime.
+    words, equals signs, brackets around lists and case of symbols. And `answer` must not state the question instead of
+    answering it: it may leave no more work of any kind than the reference, and must be solved for the same symbols.
+    Call it within `cpu_limit`.
     """
-    items = _items(answer)
-    expected_items = _items(reference)
-    if len(items) != len(expected_items):
-        return False
-    if len(items) > 1:
-        pairs = zip(items, expected_items, strict=True)
-        return all(item and same_expression(item, expected, tolerance) for item, expected in pairs)
     if _shape(answer) != _shape(reference) or not _has_one_case(f"{answer} {reference}"):
         return False
     if not _have_same_words(answer, reference):
@@ -69,17 +79,17 @@ def same_expression(answer: str, reference: str, tolerance: float) -> bool:
     if expected is None:
         return False
     expression = parse_expression(answer)
-    if expression is None or not _within_seconds(_equal, expression, expected, tolerance):
+    if expression is None:
         return False
-    return bool(_within_seconds(_is_as_worked_out, expression, expected))
+    try:
+        return _equal(expression, expected, tolerance) and _is_as_worked_out(expression, expected)
+    except Exception:  # sympy raises nearly any class
+        return False
 
 
 @functools.lru_cache(maxsize=1024)  # the completions of a group have one reference
 def parse_expression(text: str) -> Any | None:
-    """Parse a LaTeX text into a sympy expression. None if it is none, too long, or not safe to evaluate.
-
-    Raises OutOfTime.
-    """
+    """Parse a LaTeX text into a sympy expression. None if it is none, too long, or not safe to evaluate."""
     if len(text) > LATEX_CHARACTERS or _UNREAD.search(text) or _SLASH_AND_FACTORS.search(text):
         return None
     load_math_verify()
@@ -100,29 +110,15 @@ def parse_expression(text: str) -> Any | None:
     if not text or not is_plain(text):
         return None
     options = {"is_real": not should_treat_as_complex(text), "convert_degrees": False, "normalization_config": None}
-    expression = _within_seconds(latex2sympy, text, **options)
+    try:
+        expression = latex2sympy(text, **options)
+    except Exception:  # the parser raises plain Exception for a syntax error, and sympy nearly any class
+        return None
     if not _is_small(expression):
         return None
     if isinstance(expression, MatrixBase):
         return expression.as_immutable()  # the parser's own cannot be an entry of a set
     return expression
-
-
-def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | None:
-    """Call a function of the libraries. None if it raises. Raises OutOfTime after LATEX_SECONDS of CPU time."""
-
-    def stop(*_: Any) -> None:
-        raise OutOfTime
-
-    earlier = signal.signal(signal.SIGPROF, stop)  # raises ValueError outside of the main thread
-    signal.setitimer(signal.ITIMER_PROF, LATEX_SECONDS)
-    try:
-        return function(*arguments, **options)
-    except Exception:  # the parser raises plain Exception for a syntax error, and sympy nearly any class
-        return None
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, earlier)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,6 +137,8 @@ _NOTATION = frozenset(
 _FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?(?![a-zA-Z])|\\(?:log|ln)(?![a-zA-Z])")
 # The parser reads 7(8) as the mixed number 15, and 7e3 as 21 e.
 _MIXED = re.compile(r"[0-9] ?\)? ?\( ?-?[0-9. /]+\)|[0-9]e[0-9]")
+# The first of two letters that are surely a product, because they touch a digit or a power: 2yx, ba^2
+_FACTOR = re.compile(r"(?<=[0-9])[a-zA-Z](?=[a-zA-Z](?![a-zA-Z]))|(?<![a-zA-Z])[a-zA-Z](?=[a-zA-Z]\^)")
 _MATRIX = re.compile(r"\\(?:begin|end)\{[bp]?matrix\}")
 # What the library drops: primes (f'(2) would be f(2)), dollars, dots, an exponent T, which may be a number. And two
 # signs in a row, which may mean plus or minus, and the zeros in the thousands of 1,000.
@@ -186,9 +184,9 @@ def _has_division(text: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    """Find the letters that are next to each other in a text, without commands."""
-    text = _MATRIX.sub(" ", text)
-    return re.findall("[a-zA-Z]+", _COMMAND.sub(" ", text))
+    """Find the letters that are next to each other in a text, without commands and products such as `2yx`."""
+    text = _COMMAND.sub(" ", _MATRIX.sub(" ", text))
+    return re.findall("[a-zA-Z]+", _FACTOR.sub(r"\g<0> ", text))
 
 
 def _have_same_words(answer: str, reference: str) -> bool:
@@ -200,19 +198,6 @@ def _have_same_words(answer: str, reference: str) -> bool:
     long_words = [word for word in words if len(word) > 1]
     expected_words = [word for word in expected if len(word) > 1]
     return sorted(long_words) == sorted(expected_words)
-
-
-def _items(text: str) -> list[str]:
-    """Split a list without brackets at its commas and semicolons: `x=1`, `(2, 3)` for `x=1, (2, 3)`."""
-    depth = 0
-    items = [""]
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character in ",;" and depth == 0:
-            items.append("")
-        else:
-            items[-1] += character
-    return [item.strip() for item in items]
 
 
 def _shape(text: str) -> tuple[int, int, bool, str]:
@@ -291,11 +276,16 @@ def _work(expression: Any) -> Counter[str]:
 
     nodes = set(sympy.preorder_traversal(expression))
     numbers = sympy.Atom | sympy.Add | sympy.Mul | sympy.Pow | sympy.exp
-    containers = sympy.Tuple | Boolean | sympy.Interval | sympy.FiniteSet | sympy.Union | sympy.MatrixBase
+    containers = sympy.Tuple | Boolean | sympy.Interval | sympy.FiniteSet | sympy.MatrixBase
     work = Counter()
     for node in nodes:
-        if not isinstance(node, numbers | containers):
+        if isinstance(node, sympy.MatrixExpr) or not isinstance(node, numbers | containers):
             work[type(node).__name__] += 1
+        is_division = node.is_Pow and node.exp == -1  # x/-4 is read
+        if isinstance(node, sympy.Function | sympy.Pow) and not isinstance(node, sympy.exp) and not is_division:
+            work["sign"] += _has_sign(node.args[0])
+        if isinstance(node, sympy.log):
+            work["logarithm"] += _has_plain_logarithm(node)
         if node.is_Pow and node.free_symbols and node.exp.is_Rational:
             _, inner_exponent = node.base.as_base_exp()
             has_division = node.exp.is_negative and not inner_exponent.free_symbols
@@ -314,14 +304,31 @@ def _work(expression: Any) -> Counter[str]:
     return +work
 
 
-def _can_cancel(expression: Any) -> bool:
-    """Decide whether numerator and denominator have a common factor."""
+def _has_sign(argument: Any) -> bool:
+    """Decide whether an argument has a minus in front, which its function or power could lose: sin(-x), (-x)^2."""
     import sympy
 
-    if not expression.free_symbols:
-        return False
+    return all(term.could_extract_minus_sign() for term in sympy.Add.make_args(argument))
+
+
+def _has_plain_logarithm(logarithm: Any) -> bool:
+    """Decide whether a factor in a logarithm has a rational one: ln(2e), log_2(8x)."""
+    import sympy
+
+    argument, *base = logarithm.args
+    factors = sympy.Mul.make_args(argument)
+    return len(factors) > 1 and any(sympy.log(factor, *base).is_Rational for factor in factors)
+
+
+def _can_cancel(expression: Any) -> bool:
+    """Decide whether numerator and denominator have a common factor, also in front of logarithms: ln 9 / ln 4."""
+    import sympy
+
     top, bottom = sympy.fraction(sympy.together(expression))
-    return sympy.gcd(top, bottom) != 1
+    if expression.free_symbols:
+        return sympy.gcd(top, bottom) != 1
+    factors = [sympy.expand_log(side, force=True).as_coeff_Mul()[0] for side in (top, bottom)]
+    return bool(expression.has(sympy.log)) and sympy.gcd(*factors) != 1
 
 
 def _has_arithmetic(expression: Any) -> bool:
@@ -335,6 +342,10 @@ def _has_arithmetic(expression: Any) -> bool:
             if node.args[1:] == (sympy.E,):  # the parser's natural logarithm
                 plain[node] = sympy.log(node.args[0])
         written = expression.xreplace(plain)
+    for product in expression.atoms(sympy.Mul):
+        numbers = [factor for factor in sympy.Mul.make_args(product) if factor.is_Rational and abs(factor) != 1]
+        if len(numbers) > 1:
+            return True
     is_shorter = _length(written.doit()) < _length(written)
     return is_shorter or any(
         power.is_number and power.exp != -1 and not power.base.is_NumberSymbol and power.base != 10 for power in powers

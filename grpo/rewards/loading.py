@@ -35,7 +35,7 @@ PRINTED_CHARACTERS = 2000
 # Arguments that TRL gives to reward functions and a run here does not -> what to do instead
 FROM_TRL = {
     "trainer_state": "take `step`, which counts steps from 1",
-    "log_extra": "drop it; samples.txt and completions.jsonl have each function's value",
+    "log_extra": "drop it; completions.jsonl has each function's value",
     "log_metric": "drop it; a reward function of weight 0 is logged and not trained on",
 }
 

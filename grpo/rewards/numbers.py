@@ -72,8 +72,6 @@ class Number(NamedTuple):
     """The text around the digits. A known unit has its name in UNITS (`cm`, `$/h`). Empty without one."""
     has_known_unit: bool
     """Whether the unit is empty or in UNITS, so that the other side may lack it."""
-    is_rounded: bool
-    """Whether it is an approximation: `≈12`."""
     is_division: bool
     """Whether work is left: a fraction that is whole (96/2), not in lowest terms, or of decimals."""
 
@@ -130,6 +128,9 @@ _SYNONYMS = {
 }
 _SYNONYM = re.compile(rf"\\({'|'.join(_SYNONYMS)})(?![a-zA-Z])")
 _FRACTION = re.compile(r"\\frac ?(?:\{ ?([-+]?[0-9.]+) ?\}|([0-9])) ?(?:\{ ?([0-9.]+) ?\}|([0-9]))")
+_SIGN_BELOW = re.compile(r"(\\frac ?\{) ?([0-9.]+ ?\} ?\{) ?- ?(?=[0-9.]+ ?\})")
+# 3:30 PM, 3:30 p.m.
+_TIME_OF_DAY = re.compile(r"(:[0-9]{2}) ?([ap])\.? ?m\b\.?", re.IGNORECASE)
 # LaTeX's commands around words
 TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|mbox) ?\{([^{}]*)\}")
 _ONE_IN_BRACES = re.compile(r"([_^])\{(\w)\}(?! ?[0-9])")  # x^{2}3 is not x^23
@@ -148,7 +149,7 @@ def clean_text(text: str) -> str:
     """Return the text as a reader sees it: on one line, full-width characters as ASCII, ½ as 1/2.
 
     These are dropped: LaTeX's marks of text, spacing and size, Markdown, the dollars or brackets of a formula,
-    parentheses around the whole, and a final period.
+    parentheses around the whole, and a final period or comma.
     """
     text = " ".join(text.split())
     if not text.isascii():
@@ -157,13 +158,17 @@ def clean_text(text: str) -> str:
         text = _ROOT.sub(lambda match: f"\\sqrt{{{match[1] or match[2]}}}", text)
     if "\\" in text:
         text = re.sub(r"\\! ?", "", text).replace("\\$", "$").replace("\\%", "%")
+        text = text.replace("\\langle", "(").replace("\\rangle", ")")
         text = _SYNONYM.sub(lambda match: f"\\{_SYNONYMS[match[1]]}", text)
         text = _DEGREES.sub("°", _SPACING.sub(" ", text))
+        text = _SIGN_BELOW.sub(r"\1-\2", text)
         text = _FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
         text = TEXT_COMMAND.sub(r" \1 ", text)
-    text = _ONE_IN_BRACES.sub(r"\1\2", text.replace("{,}", ","))
+    text = _ONE_IN_BRACES.sub(r"\1\2", text.replace("{,}", ",").replace("{:}", ":"))
     text = " ".join(text.split()).strip(_MARKDOWN)
-    text = text.removesuffix(".").rstrip(_MARKDOWN)
+    text = _TIME_OF_DAY.sub(lambda match: f"{match[1]} {match[2].lower()}m", text)
+    if text.endswith((".", ",")):
+        text = text[:-1].rstrip(_MARKDOWN)
     for opening, closing in [*_WRAPPERS.items()] * 2:
         inner = text[len(opening) : -len(closing)]
         if not inner or not text.startswith(opening) or not text.endswith(closing) or opening in inner:
@@ -180,9 +185,10 @@ _DIGITS = r"(?:[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9])|[0-9]+)
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,4}}(?![0-9]))?"
 _TIMES = r"(?:×|\\times|\\cdot|\*|x)"
 _NUMBER = re.compile(
-    r"(?P<about>≈|~|\\approx)? ?(?P<sign>[-+]?|(?i:minus|negative) ) ?"
+    r"(?:≈|~|\\approx)? ?(?P<sign>[-+]?|(?i:minus|negative) ) ?"
     r"(?P<currency>US\$|[$€£¥₹])? ?(?P<inner_sign>[-+]?) ?"
     rf"(?:(?:(?P<factor>{_DECIMAL}) ?{_TIMES} ?)?10 ?\^ ?\{{?(?P<exponent>[-+]?[0-9]{{1,4}})\}}?(?![0-9])"
+    r"|(?P<once>[0-9]+\.[0-9]*)\\(?:overline|bar) ?\{?(?P<repeated>[0-9]+)\}?"
     r"|(?P<whole>[0-9]+) (?P<part>[0-9]+) ?/ ?(?P<parts>[0-9]+)"
     rf"|(?P<top>{_DECIMAL}) ?/ ?(?P<bottom>{_DECIMAL})"
     rf"|(?P<decimal>{_DECIMAL}))"
@@ -193,6 +199,7 @@ _OPERATION = re.compile(rf"({_DECIMAL}) ?([-+/]|{_TIMES}) ?({_DECIMAL})")
 _PLURAL = re.compile("(?<=[a-zA-Z]{3})(?<!s)s$")
 # "a day" and "every day" are "per day"
 EACH_PERIOD = r"(?:an?|each|every)\s(?=(?:second|minute|hour|day|night|week|weekend|month|year|season)\b)"
+_PER_CENT = re.compile(r"\bper cent\b")
 _PER = re.compile(rf" ?/ ?|(?:^| )(?:per |{EACH_PERIOD})")
 _TEMPERATURE = re.compile(r"(?!.$)(?:°|deg(?:rees?)?)? ?(c|f)(?:elsius|ahrenheit)?", re.IGNORECASE)
 
@@ -213,6 +220,7 @@ def read_number(text: str) -> Number | None:
     if value is None:
         return None
     after_digits = match["unit"] or ""
+    after_digits = _PER_CENT.sub("percent", after_digits)
     names = [_unit_name(part) for part in _PER.split(after_digits.strip())]
     unit = _UNIT_NAMES.get(match["currency"], "") + "/".join(names)
     may_be_symbol = len(after_digits) == 1 and after_digits.isalpha() and not match["gap"]  # 5h, 5m
@@ -224,7 +232,6 @@ def read_number(text: str) -> Number | None:
         value,
         unit,
         has_known_unit=not unit or (is_known and not may_be_symbol),
-        is_rounded=bool(match["about"]),
         is_division=bool(match["top"]) and not is_lowest,
     )
 
@@ -234,7 +241,7 @@ def arithmetic(text: str) -> Fraction | None:
     match = _OPERATION.fullmatch(_with_slashes(text[:NUMBER_CHARACTERS]))
     if not match:
         number = read_number(text)
-        return number.value if number and not number.unit and not number.is_rounded else None
+        return number.value if number and not number.unit else None
     left = _decimal(match[1])
     right = _decimal(match[3])
     if left is None or right is None or (match[2] == "/" and not right):
@@ -263,6 +270,11 @@ def _value(match: re.Match) -> Fraction | None:
         if not 0 < part < parts:
             return None
         return int(match["whole"]) + Fraction(part, parts)
+    if match["repeated"]:  # 0.1\overline{6} is 16.6.. - 1.6.., divided by 100 - 10
+        places = len(match["once"].partition(".")[2])
+        once = int(match["once"].replace(".", ""))
+        with_period = int(match["once"].replace(".", "") + match["repeated"])
+        return Fraction(with_period - once, 10 ** (places + len(match["repeated"])) - 10**places)
     value = _decimal(match["factor"] or match["top"] or match["decimal"] or "1")
     power = _decimal(f"1e{match['exponent'] or 0}")
     bottom = _decimal(match["bottom"] or "1")

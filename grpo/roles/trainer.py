@@ -6,6 +6,7 @@ sharded, split into micro-batches or packed.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,10 @@ class Trainer:
 
     def end_step(self) -> None:
         """Take the next step's learning rate, and move the reference if that is due."""
-        self.schedule.step()
+        with warnings.catch_warnings():
+            # torch's advice to step the optimizer first: so it is, unless the first update was skipped or had no token
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.schedule.step()
         num_steps = self.schedule.schedulers[0].last_epoch
         if self.follower and num_steps % self.follow_interval == 0:
             self.follower.move_towards(self.model, self.follow_mixture)

@@ -11,11 +11,9 @@ from grpo.data.chat import detokenize, look_at_prompt, template_name
 from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
 from grpo.report.samples import (
-    failing_calls_line,
     failure_lines,
     finite_or_none,
     no_answer_line,
-    unequal_openings_line,
     unread_calls_line,
 )
 from grpo.rewards.loading import answer_format_of
@@ -27,8 +25,6 @@ from grpo.workers.programs import check_programs
 
 # By what name an episode is lost that has functions as tools and no class
 TOOLS = "environment.tools"
-# Warnings about episodes, each of which is given once
-EPISODE_LINES = (unread_calls_line, failing_calls_line, unequal_openings_line)
 
 
 def check_version(completions: list[Completion], version: int) -> None:
@@ -114,6 +110,7 @@ class Scorer:
         generator = config.generator
         self.environment = config.environment
         self.weights = config.reward_weights
+        self.passes = reward.passes
         self.tokenizer = tokenizer
         if "code_reward" in reward.functions or "python" in self.environment.tools:
             print(check_programs(reward.allow_without_landlock))
@@ -126,6 +123,10 @@ class Scorer:
         ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
         ends += [f"the text {text!r}" for text in generator.stop]
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens")
+        if self.weights:
+            first, *rest = self.pass_functions
+            otherwise = f", or {rest[0]} where it gives none" if rest else ""
+            print(f"a completion passes if {first} gives at least {reward.pass_value:g}{otherwise}")
         line = passed_end_line(tokenizer, config.data, self.stop_token_ids, generator.stop)
         if line:
             print(printable(line))
@@ -136,14 +137,17 @@ class Scorer:
         self.pool = RewardPool(reward, generator.max_completion_tokens, opening)
         self.answer_format = answer_format_of(self.pool.functions)
         self.collected_before = False
-        self.episode_lines = list(EPISODE_LINES)
+        self.has_unread_calls = False
 
     @property
     def pass_functions(self) -> list[str]:
         """Names of what says whether a completion passes: the first that gives it a value.
 
-        They are the environment and the first function. An environment without `get_reward` gives no value.
+        They are the environment and the first function. An environment without `get_reward` gives no value. Or only
+        what `reward.passes` names.
         """
+        if self.passes:
+            return [self.passes]
         names = list(self.weights)
         if self.environment.all_classes:
             return names[:2]
@@ -190,11 +194,10 @@ class Scorer:
         warnings = failure_lines(rollouts)
         if self.answer_format and not self.collected_before:
             warnings.append(no_answer_line(rollouts, self.answer_format))
-        for line_of in list(self.episode_lines):
-            line = line_of(rollouts)
+        if not self.has_unread_calls:  # the warning is given once
+            line = unread_calls_line(rollouts)
             warnings.append(line)
-            if line:
-                self.episode_lines.remove(line_of)
+            self.has_unread_calls = bool(line)
         self.collected_before = True
         for line in filter(None, warnings):
             print(printable(f"warning: {where}{line}"))

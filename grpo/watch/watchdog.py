@@ -5,6 +5,9 @@ itself does nothing for it. Rank 0's thread looks at all places. When nothing ha
 of a phase, it ends the run with the name of the rank that hangs, and that rank prints its stack if it still can. Rank
 1's thread does the same a little later, in case rank 0 was stopped.
 
+The store may fall silent, as when the network drops what is sent, and whoever asks it waits without end. So a second
+thread on every rank, which asks nobody, ends the rank when the first has waited for longer than the deadline.
+
 Signals wake the thread at once, also while the main thread waits in a collective (stopping.py). SIGTERM means two
 things: a request to stop, or that torchrun ends all ranks because one has failed. In the second case a rank's process
 is gone, or the store says that the run is over.
@@ -183,6 +186,9 @@ class Watchdog:
         self.stdout = sys.stdout
         self.stderr = sys.stderr
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self.deadline_seconds = 60 * deadline_minutes
+        self.num_looks = 0  # at the store
+        self.clock = threading.Thread(target=self._watch_store, name="watchdog's clock", daemon=True)
 
     def start(self) -> None:
         """Start the thread, which hears signals from here on. On the main thread."""
@@ -191,6 +197,7 @@ class Watchdog:
         self.held = stopping.hold_signals()
         here.in_steps = False  # also after another run of this process, in a notebook
         self.thread.start()
+        self.clock.start()
         stopping.is_watched.set()
         for number in self.held:  # for those that reach an older thread, which does not block them, in a notebook
             signal.signal(number, lambda number, _: signal.pthread_kill(self.thread.ident, number))
@@ -220,6 +227,7 @@ class Watchdog:
         """Look at the store and wait for a signal, each second until the run is closed."""
         try:
             while not self.closing.is_set():
+                self.num_looks += 1
                 self._show_place()
                 self._obey_verdict()
                 if self.roles.is_driver and self.store.check(["asked"]):
@@ -236,13 +244,35 @@ class Watchdog:
                     self._hear(signal.Signals(received.si_signo))
         except (DistNetworkError, DistStoreError):  # the process that holds the store is gone, and its ranks with it
             if not self.closing.is_set():
-                line = f"error: rank {self.roles.rank} lost the store of its launcher, in phase {here.phase}"
-                failures.leave_for_launcher(line)
-                if os.environ.get("LOCAL_RANK") == "0":  # one rank of each machine
-                    print(line, file=self.stderr, flush=True)
-                failures.exit_now(1)
+                self._end_alone("lost the store of its launcher")
         finally:
             self.closed.wait()  # no signal can be sent to a thread that is gone
+
+    def _watch_store(self) -> None:
+        """End this rank when the thread that looks at the store has waited for it for longer than the deadline.
+
+        Seconds are counted here: a clock would blame the store for those in which this process was stopped.
+        """
+        num_looks = 0
+        seconds = 0.0
+        while self.thread.is_alive():
+            time.sleep(TICK_SECONDS)
+            seconds += TICK_SECONDS
+            if self.num_looks != num_looks:
+                num_looks = self.num_looks
+                seconds = 0.0
+            if seconds > self.deadline_seconds:
+                self._end_alone(f"had no answer from the store of its launcher for {seconds:.0f} s")
+
+    def _end_alone(self, why: str) -> None:
+        """End this rank, which reaches no other. One rank of each machine says why, before torchrun ends the others."""
+        line = f"error: rank {self.roles.rank} ({here.role}) {why}, in phase {here.phase}"
+        failures.leave_for_launcher(line)
+        if os.environ.get("LOCAL_RANK") == "0":
+            print(line, file=self.stderr, flush=True)
+        else:
+            time.sleep(STACK_SECONDS)
+        failures.exit_now(1)
 
     def _show_place(self) -> None:
         """Put this rank's place into the store."""

@@ -90,28 +90,20 @@ syslog:103/116 vhangup:153/58 iopl:172/- ioperm:173/- modify_ldt:154/- lookup_dc
 chmod:90/- fchmod:91/52 fchmodat:268/53 fchmodat2:452/452 chown:92/- fchown:93/55 lchown:94/- fchownat:260/54
 utime:132/- utimes:235/- futimesat:261/- utimensat:280/88 setxattr:188/5 lsetxattr:189/6 fsetxattr:190/7
 setxattrat:463/463 removexattr:197/14 lremovexattr:198/15 fremovexattr:199/16 removexattrat:466/466
-file_setattr:469/469 truncate:76/45 flock:73/32 open:2/- openat:257/56 openat2:437/437
+file_setattr:469/469 truncate:76/45 fallocate:285/47 flock:73/32 open:2/- openat:257/56 openat2:437/437
 # Signals to other processes. Those to the process itself remain.
 kill:62/129 tkill:200/130 tgkill:234/131 rt_sigqueueinfo:129/138 rt_tgsigqueueinfo:297/240
 """
 
 
-class Condition(NamedTuple):
-    """A comparison of one argument of a system call with a value."""
+class Permitted(NamedTuple):
+    """The values that one argument of a system call may have."""
 
     argument: int
     """Its place, 0 to 5. Only its low 32 bits are compared."""
-    value: int
+    values: tuple[int, ...]
     mask: int = 0xFFFFFFFF
     """The bits that are compared."""
-
-
-class DenyIf(Condition):
-    """The call is denied if they are equal."""
-
-
-class DenyUnless(Condition):
-    """The call is denied if they differ."""
 
 
 _AF_UNIX = 1
@@ -119,28 +111,34 @@ _SOCK_STREAM = 1
 _SOCK_TYPE = 0xF
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW_NAMESPACES = 0x7E020000
+# Of descriptors: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC. All others are locks, leases, signals,
+# watches, or memory of pipes.
+_OF_DESCRIPTORS = (0, 1, 2, 3, 4, 1030)
+# TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what Python and libc ask of any descriptor. Among
+# the others are attributes of files, input for a terminal and signals.
+_REQUESTS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: names of threads and of memory
+_NAMES = (15, 16, 0x53564D41)
 # Opening with O_TRUNC empties a file. Below its version 3, Landlock lets whoever may read a file do that. Of the access
 # modes, which are the lowest two bits, 1 and 2 write, 0 reads, and 3 does neither.
-_TRUNCATING_FLAGS = (os.O_TRUNC | 0, os.O_TRUNC | 3)
+_HARMLESS_FLAGS = (0, 1, 2, 3, os.O_TRUNC | 1, os.O_TRUNC | 2)
 _TRUNCATES = os.O_TRUNC | 0b11
 
-# These calls of the table are denied if one of their conditions says so. All others are always denied.
-_CONDITIONS: dict[str, list[Condition]] = {
+# These calls of the table are permitted with these arguments. All others are always denied.
+_CONDITIONS: dict[str, list[Permitted]] = {
     # Pairs of streams remain. A datagram socket of a pair could send to any address.
-    "socketpair": [DenyUnless(0, _AF_UNIX), DenyUnless(1, _SOCK_STREAM, _SOCK_TYPE)],
-    "clone": [DenyUnless(0, _CLONE_THREAD, _CLONE_THREAD), DenyUnless(0, 0, _CLONE_NEW_NAMESPACES)],
+    "socketpair": [Permitted(0, (_AF_UNIX,)), Permitted(1, (_SOCK_STREAM,), _SOCK_TYPE)],
+    "clone": [Permitted(0, (_CLONE_THREAD,), _CLONE_THREAD | _CLONE_NEW_NAMESPACES)],
     # 0 is the calling process
-    "prlimit64": [DenyUnless(0, 0)],
-    "sched_setaffinity": [DenyUnless(0, 0)],
-    "setpriority": [DenyUnless(0, 0), DenyUnless(1, 0)],
-    "ioprio_set": [DenyUnless(0, 1), DenyUnless(1, 0)],
-    # F_SETOWN, F_SETOWN_EX: the kernel would send signals for the process. F_SETLEASE: others could not open the file.
-    "fcntl": [DenyIf(1, command) for command in (8, 15, 1024)],
-    # FIOSETOWN, SIOCSPGRP: as F_SETOWN. TIOCSTI, TIOCLINUX: input for a terminal.
-    "ioctl": [DenyIf(1, request) for request in (0x8901, 0x8902, 0x5412, 0x541C)],
-    "prctl": [DenyIf(0, PR_SET_PDEATHSIG)],  # else the process could take back that it dies with its parent
-    "open": [DenyIf(1, flags, _TRUNCATES) for flags in _TRUNCATING_FLAGS],
-    "openat": [DenyIf(2, flags, _TRUNCATES) for flags in _TRUNCATING_FLAGS],
+    "prlimit64": [Permitted(0, (0,))],
+    "sched_setaffinity": [Permitted(0, (0,))],
+    "setpriority": [Permitted(0, (0,)), Permitted(1, (0,))],
+    "ioprio_set": [Permitted(0, (1,)), Permitted(1, (0,))],
+    "fcntl": [Permitted(1, _OF_DESCRIPTORS)],
+    "ioctl": [Permitted(1, _REQUESTS)],
+    "prctl": [Permitted(0, _NAMES)],
+    "open": [Permitted(1, _HARMLESS_FLAGS, _TRUNCATES)],
+    "openat": [Permitted(2, _HARMLESS_FLAGS, _TRUNCATES)],
 }
 # Landlock refuses signals to other processes only since its version 6.
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
@@ -189,7 +187,7 @@ def deny_calls() -> None:
     (32-bit x86) ends the process.
     """
     _, architecture = _ARCHITECTURES[os.uname().machine]
-    only_itself = [DenyUnless(0, os.getpid())]
+    only_itself = [Permitted(0, (os.getpid(),))]
     conditions = _CONDITIONS | dict.fromkeys(_SIGNALS, only_itself)
     # An instruction is an operation, how many lines it skips if true and if false, and a number. A filter can load the
     # call's number from offset 0, the architecture from 4, and the low half of argument n from 16 + 8 n.
@@ -203,16 +201,13 @@ def deny_calls() -> None:
     ]
     for name, number in call_numbers().items():
         lines = []
-        for condition in conditions.get(name, []):
-            denies_equal = int(isinstance(condition, DenyIf))
-            lines += [
-                (_LOAD, 0, 0, 16 + 8 * condition.argument),
-                (_AND, 0, 0, condition.mask),
-                (_SKIP_IF_EQUAL, 1 - denies_equal, denies_equal, condition.value),
-                (_RETURN, 0, 0, _FAIL | errno.EPERM),
-            ]
+        for argument, values, mask in conditions.get(name, []):
+            lines += [(_LOAD, 0, 0, 16 + 8 * argument), (_AND, 0, 0, mask)]
+            for index, value in enumerate(values):
+                lines.append((_SKIP_IF_EQUAL, len(values) - index, 0, value))  # all other values, and the next line
+            lines.append((_RETURN, 0, 0, _FAIL | errno.EPERM))
         result = _FAIL | (errno.ENOSYS if name in _UNKNOWN_CALLS else errno.EPERM)
-        if lines:  # no condition denied it
+        if lines:  # all arguments are permitted
             result = _ALLOW
         lines.append((_RETURN, 0, 0, result))
         program += [(_SKIP_IF_EQUAL, 0, len(lines), number), *lines]
@@ -229,7 +224,6 @@ def deny_calls() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Capabilities
 
-CAP_CHOWN = 0
 CAP_DAC_OVERRIDE = 1
 CAP_DAC_READ_SEARCH = 2
 CAP_KILL = 5

@@ -3,7 +3,8 @@
 `lock` is all of it. A process calls it on itself; what it starts inherits it, and nothing takes it back. These measures
 need no privilege, so they work for any user and in containers:
 
-- Landlock (Linux 5.13) opens only listed folders and files: the interpreter, its packages and what the caller names;
+- Landlock (Linux 5.13) opens only listed folders and files, to read: the interpreter, its packages and what the caller
+  names. No file can be made or written, so that nothing can fill a disk;
 - seccomp (Linux 3.5) denies listed system calls: no network, no other processes, no rarely used parts of the kernel;
 - all capabilities go, except one to read.
 
@@ -62,18 +63,15 @@ def missing_measures() -> str:
 def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> None:
     """Take from the calling process all that this kernel lets it give up, and let it die with its `parent`.
 
-    It may read and execute the files and folders in `readable`. In those of `writable` it may also write, make and
-    remove files, and root's new user becomes their owner. Its memory, threads, open files and signals to itself remain.
-    It cannot start processes. Call it with a single thread. Raises OSError if the kernel refuses a measure that it
-    offers.
+    It may read and execute the files and folders in `readable`, and read and write the devices in `writable`. Its
+    memory, threads, open files and signals to itself remain. It cannot start processes. Call it with a single thread.
+    Raises OSError if the kernel refuses a measure that it offers.
     """
     user = new_user()
     keep = _reading_capability()
     if landlock_version():
         restrict_files(readable, writable)
     if user is not None:
-        for folder in filter(os.path.isdir, writable):
-            os.chown(folder, user, user)
         kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)  # else the change of user drops all capabilities
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -90,13 +88,7 @@ def new_user() -> int | None:
     In a user namespace root stays root, as it is an ordinary user outside, whose threads are limited. Root also stays
     where it lacks the capabilities to change users, to kill the new one, or to let it read packages.
     """
-    needed = (
-        kernel.CAP_CHOWN,
-        kernel.CAP_DAC_OVERRIDE,
-        kernel.CAP_KILL,
-        kernel.CAP_SETGID,
-        kernel.CAP_SETUID,
-    )
+    needed = (kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
     is_able = all(map(kernel.has_capability, needed)) and _reading_capability()
     numbers = Path("/proc/self/uid_map").read_text().split()
     if os.geteuid() == 0 and numbers == _ALL_USERS and is_able:
@@ -191,9 +183,6 @@ _EXECUTE = 1 << 0
 _WRITE_FILE = 1 << 1
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
-_MAKE_CHAR = 1 << 6
-_MAKE_SOCK = 1 << 9
-_MAKE_BLOCK = 1 << 11
 _REFER = 1 << 13
 _TRUNCATE = 1 << 14
 _IOCTL_DEV = 1 << 15
@@ -202,17 +191,12 @@ _SINCE = {2: _REFER, 3: _TRUNCATE, 5: _IOCTL_DEV}  # the version of Landlock tha
 _TCP = 0b11  # bind, connect
 _SCOPES = 0b11  # abstract sockets, signals
 
-_READ = _EXECUTE | _READ_FILE | _READ_DIR
-# Devices and sockets cannot be made, and what was written cannot be executed as a program.
-_WRITE = (_ALL_OF_VERSION_1 | _REFER | _TRUNCATE) & ~(_EXECUTE | _MAKE_CHAR | _MAKE_SOCK | _MAKE_BLOCK)
-_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV  # what the kernel takes for a single file
-
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     """Have the kernel open only these files, and those below these folders, for this process. Sets no_new_privs.
 
-    Paths that do not exist are left out. What is open stays open. All else that this kernel's Landlock knows is refused
-    too, see `landlock_version`.
+    `writable` has devices or files, no folders. Paths that do not exist are left out. What is open stays open. All else
+    that this kernel's Landlock knows is refused too, see `landlock_version`.
     """
     version = landlock_version()
     handled = _ALL_OF_VERSION_1
@@ -226,9 +210,9 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     ruleset = kernel.libc("syscall", _LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     try:
         for place in filter(os.path.exists, readable):
-            _allow(ruleset, place, _READ & handled)
+            _allow(ruleset, place, _EXECUTE | _READ_FILE | _READ_DIR)
         for place in filter(os.path.exists, writable):
-            _allow(ruleset, place, _WRITE & handled)
+            _allow(ruleset, place, _READ_FILE | _WRITE_FILE)
         kernel.forbid_new_privileges()
         kernel.libc("syscall", _LANDLOCK_RESTRICT_SELF, ruleset, 0)
     finally:
@@ -240,7 +224,7 @@ def _allow(ruleset: int, place: str, rights: int) -> None:
     descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            rights &= _OF_FILES
+            rights &= ~_READ_DIR  # the kernel takes no right of folders for a file
         rule = struct.pack("=Qi", rights, descriptor)
         kernel.libc("syscall", _LANDLOCK_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
     finally:

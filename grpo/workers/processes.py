@@ -18,7 +18,6 @@ import os
 import pickle
 import re
 import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -334,13 +333,3 @@ def _stat(pid: int) -> list[bytes]:
     with contextlib.suppress(OSError):
         _, _, fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
     return fields.split()
-
-
-def remove(folder: str) -> None:
-    """Remove a folder with anything in it, also a deep tree, or folders without rights."""
-    with contextlib.suppress(OSError, RecursionError):
-        shutil.rmtree(folder)
-        return
-    script = 'chmod -R u+rwX "$0"; rm -rf "$0"'
-    command = ["/bin/sh", "-c", script, folder]
-    subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

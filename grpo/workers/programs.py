@@ -1,13 +1,15 @@
 """Run a Python program that no person has read: what a policy wrote, to see whether it works.
 
 Each is a child of its caller and runs under the lockdown (lockdown.py): a fresh interpreter (`-I`: no user site, no
-PYTHON* variables) with an empty environment, an empty folder of its own, and limits on wall clock, CPU time, address
-space, files, threads and output.
+PYTHON* variables) with an empty environment and limits on wall clock, CPU time, address space, threads and output.
 
-What this does not stop: using the memory limit in several programs at once; filling a disk until the program's folder
-is looked at again (LOOK_SECONDS); `stat` of a known name; bugs of the kernel in the calls that remain; side channels.
-If somebody who studies the machine writes programs, run the whole job in a container or virtual machine that has
-nothing to lose.
+A program makes and writes no files, neither on a disk nor in memory: the kernel bounds the size of a file, but not how
+many there are, and whoever looks at what a program holds can be deceived. `open(.., "w")` raises PermissionError, and
+`tempfile` finds no folder. REASON then stands in stderr.
+
+What this does not stop: using the memory limit in several programs at once; `stat` of a known name; bugs of the kernel
+in the calls that remain; side channels. If somebody who studies the machine writes programs, run the whole job in a
+container or virtual machine that has nothing to lose.
 
 Call it from a small process, such as a worker, because it forks. Linux on x86_64 or aarch64, standard library only.
 """
@@ -16,8 +18,8 @@ import contextlib
 import os
 import resource
 import selectors
+import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -31,10 +33,9 @@ from grpo.workers import kernel, lockdown, processes
 # All that a program finds in its environment besides what the loader needs: BLAS with one thread, not one per core
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-# Files and folders that a program may make
-MAX_FILES = 4096
-# Seconds between two looks at them
-LOOK_SECONDS = 0.2
+# What a program with one of these errors reads
+REFUSALS = ("PermissionError", "No usable temporary directory")
+REASON = "Programs here cannot make or change files, start processes or use the network.\n"
 # For the program that shows at the start of a run that programs run; a loaded machine is slow
 TRIAL_SECONDS = 60.0
 
@@ -49,7 +50,7 @@ class Outcome:
 
     status: Literal["ok", "failed", "timeout", "killed", "output"]
     """ok: exit code 0. failed: another exit code, such as after an exception, MemoryError included. timeout: wall clock
-    or CPU time. killed: another signal, or too many files. output: it wrote more than allowed."""
+    or CPU time. killed: another signal. output: it wrote more than allowed."""
     stdout: str
     """What was read before it ended. Bytes that are not UTF-8 become replacement characters."""
     stderr: str
@@ -65,8 +66,6 @@ class Limits:
     """Address space."""
     output_bytes: int = 1 << 20
     """Each of stdout and stderr."""
-    file_bytes: int = 64 << 20
-    """Each file, and all files together."""
     threads: int = 16
 
 
@@ -96,7 +95,7 @@ def check_programs(allow_without_landlock: bool) -> str:
         raise ValueError(f"a program that prints 42 does not run here: {output[-2000:]}")
     files = "ALL FILES OF ITS USER"
     if version:
-        files = f"only its own and the interpreter's files (Landlock {version})"
+        files = f"only the interpreter's files, to read (Landlock {version})"
     return f"programs run with: no network, {files}, threads but no processes, few system calls"
 
 
@@ -133,7 +132,7 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
         os.close(pipe)
     written = {stdout: bytearray(), stderr: bytearray(), error: bytearray()}
     try:
-        status = _watch(program, written, folder, limits, deadline)
+        status = _watch(program, written, limits, deadline)
     finally:
         os.kill(program, signal.SIGKILL)  # it may have ended, but was not waited for
         _, wait_status = os.waitpid(program, 0)
@@ -142,7 +141,7 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
             while _read_some(pipe, written[pipe], limits.output_bytes):
                 pass  # what it wrote to the last
             os.close(pipe)
-        processes.remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     if written[error]:
         reason = written[error].decode(errors="replace").strip()
         raise ProgramError(reason[-2000:])
@@ -153,39 +152,33 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
     for pipe in (stdout, stderr):
         text = written[pipe].decode(errors="replace")
         texts[pipe] = text[: limits.output_bytes]
+    if status == "failed" and any(refusal in texts[stderr] for refusal in REFUSALS):
+        texts[stderr] += REASON
     return Outcome(status, texts[stdout], texts[stderr])
 
 
 def _watch(
     program: int,
     written: dict[int, bytearray],
-    folder: str,
     limits: Limits,
     deadline: float,
-) -> Literal["timeout", "killed", "output"] | None:
+) -> Literal["timeout", "output"] | None:
     """Read from the pipes until the program has ended, which is None, or must be ended, with the status returned."""
-    look_at = time.monotonic() + LOOK_SECONDS
     with selectors.DefaultSelector() as selector:
         for pipe in written:
             selector.register(pipe, selectors.EVENT_READ)
-        while True:
-            now = time.monotonic()
-            if now >= deadline:
-                return "timeout"
-            if now >= look_at:
-                if _holds_too_much(program, folder, limits.file_bytes):
-                    return "killed"
-                look_at = time.monotonic() + LOOK_SECONDS  # a look may take longer than that
-            elif selector.get_map():
-                for key, _ in selector.select(min(deadline, look_at) - now):
-                    if not _read_some(key.fd, written[key.fd], limits.output_bytes):
-                        selector.unregister(key.fd)
-                if max(map(len, written.values())) > limits.output_bytes:
-                    return "output"
-            elif os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                return None
-            else:
-                time.sleep(0.001)  # it is ending, or has closed its streams and goes on
+        while selector.get_map() and time.monotonic() < deadline:
+            for key, _ in selector.select(deadline - time.monotonic()):
+                if not _read_some(key.fd, written[key.fd], limits.output_bytes):
+                    selector.unregister(key.fd)
+            if max(map(len, written.values())) > limits.output_bytes:
+                return "output"
+    # it is ending, or has closed its streams and goes on
+    while not os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if time.monotonic() >= deadline:
+            return "timeout"
+        time.sleep(0.001)
+    return None
 
 
 def _read_some(pipe: int, written: bytearray, output_bytes: int) -> bool:
@@ -193,39 +186,6 @@ def _read_some(pipe: int, written: bytearray, output_bytes: int) -> bool:
     chunk = os.read(pipe, 1 << 16)
     written += chunk[: max(0, output_bytes + 1 - len(written))]
     return bool(chunk)
-
-
-def _holds_too_much(program: int, folder: str, file_bytes: int) -> bool:
-    """Return whether a program holds more than `file_bytes` or MAX_FILES, or what cannot be counted.
-
-    That is a folder without rights, or one that is deeper than a path can say. Open files without a name count where
-    the caller may see them.
-    """
-    size = 0
-    count = 0
-    disk = os.stat(folder).st_dev
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{program}/fd"):
-            with contextlib.suppress(OSError):
-                file = os.stat(f"/proc/{program}/fd/{name}")
-                if file.st_dev == disk and not file.st_nlink:
-                    size += file.st_blocks * 512
-    places = [folder]
-    while places:
-        place = places.pop()
-        try:
-            file = os.lstat(place)
-            size += file.st_blocks * 512
-            if stat.S_ISDIR(file.st_mode):
-                places += [f"{place}/{name}" for name in os.listdir(place)]
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # removed or replaced meanwhile
-        except OSError:
-            return True
-        count += 1
-        if size > file_bytes or count + len(places) > MAX_FILES:
-            return True
-    return False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,12 +226,12 @@ def _become_program(
     if lockdown.LOADER_VARIABLE in os.environ:
         environment[lockdown.LOADER_VARIABLE] = os.environ[lockdown.LOADER_VARIABLE]
     threads = limits.threads + _num_other_tasks()
-    lockdown.lock(lockdown.interpreter_places(), (folder, *DEVICES), caller)
+    lockdown.lock((*lockdown.interpreter_places(), folder), DEVICES, caller)
     cpu_seconds = int(limits.timeout_seconds) + 1
     lower = processes.lower_limit
     lower(resource.RLIMIT_CORE, 0)
     lower(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)  # SIGXCPU, then SIGKILL
-    lower(resource.RLIMIT_FSIZE, limits.file_bytes)
+    lower(resource.RLIMIT_FSIZE, 0)  # also where a kernel lacks Landlock
     lower(resource.RLIMIT_NOFILE, 64)
     lower(resource.RLIMIT_NPROC, threads)
     # last, since the caller may be larger than its programs may be

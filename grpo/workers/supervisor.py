@@ -17,6 +17,7 @@ import math
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -178,9 +179,9 @@ class Supervisor:
         worker.begin_call()
         if call.ends:
             worker.conversation = None
-        # what filled the memory may still be there, and after a failure a conversation's object cannot be trusted
-        is_spoilt = has_failed and (outcome["cause"] == "memory" or call.conversation is not None)
-        if is_spoilt:
+        # after a failure a conversation's object cannot be trusted
+        is_over = has_failed and call.conversation is not None
+        if is_over or worker.is_spoilt and worker.conversation is None:
             self._end(worker, None)
 
     def _report(self, **message: Any) -> None:
@@ -361,7 +362,7 @@ def end_all(folder: str) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             time.sleep(0.002)
-    processes.remove(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:

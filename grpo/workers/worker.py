@@ -39,6 +39,7 @@ class Peer:
 
     `calls`: what the worker has to do; it is at the first one. `conversation`: the one that it serves, and no other.
     `closed`: nothing more is read from it or sent to it. `busy_seconds`: what it had computed when its calls came.
+    `is_spoilt`: no further call should go to it.
     """
 
     def __init__(self, connection: socket.socket, pid: int = 0):
@@ -46,6 +47,7 @@ class Peer:
         self.connection = connection
         self.pid = pid
         self.closed = False
+        self.is_spoilt = False
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.calls = deque[Call]()
@@ -71,9 +73,12 @@ class Peer:
 
     def read_outcome(self, line: bytes) -> dict[str, Any] | None:
         """Return the outcome of its first call, `{value}` or `{failed, cause}`. None if the line is anything else."""
-        with contextlib.suppress(ValueError, RecursionError, Failure, IndexError):  # no JSON, no values, no call
+        # no JSON, no values, no call, no table
+        with contextlib.suppress(ValueError, RecursionError, Failure, IndexError, AttributeError):
             call = self.calls[0]
-            match json.loads(line):
+            message = json.loads(line)
+            self.is_spoilt = bool(message.get("is_spoilt"))
+            match message:
                 case {"call": call.number, "value": value}:
                     if call.num_values is not None:
                         value = plain_values(value, call.num_values)
@@ -95,7 +100,10 @@ def work(load: Load, connection: socket.socket) -> None:
     def send(**message: Any) -> None:
         if os.getpid() != pid:
             os._exit(0)  # a child that the call forked and that returned from it: only one process may answer
-        connection.sendall(json.dumps(message).encode() + b"\n")
+        # what filled the memory may still be there
+        is_spoilt = message.get("cause") == "memory" or not can_open(connection)
+        line = json.dumps(message | {"is_spoilt": is_spoilt})
+        connection.sendall(line.encode() + b"\n")
 
     for line in _lines(connection):
         call, arguments = json.loads(line)
@@ -108,6 +116,15 @@ def work(load: Load, connection: socket.socket) -> None:
         except BaseException as error:  # a user's code may raise anything, and only this call fails
             cause = "memory" if isinstance(error, MemoryError) else "raised"
             send(call=call, failed=describe_error(error), cause=cause)
+
+
+def can_open(connection: socket.socket) -> bool:
+    """Return whether this process has a descriptor left."""
+    try:
+        connection.dup().close()
+    except OSError:
+        return False
+    return True
 
 
 def wait(connection: socket.socket) -> None:

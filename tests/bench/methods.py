@@ -17,15 +17,18 @@ from toy_runs import ALONE, accuracies, is_finished, records, train
 
 FLAGS = ["--overwrite", "--checkpoint.no-export", "--algorithm.kl-coef", "0", "--algorithm.num-mini-batches", "2"]
 FLAGS += ["--num-steps", "100", "--evaluation.interval", "10"]
-LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
+LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "reinforce"]
 FILES = "configs/examples/methods"
+DPPO_FLAGS = ["--algorithm.advantages", "group_mean", "--algorithm.aggregation", "fixed_horizon"]
+DPPO_FLAGS += ["--algorithm.old-logprobs", "generator"]
 ROWS = ["--data.path", "configs/examples/toys.py:addition:train[:1024]"]
 HOPELESS = ["--data.path", "tests/bench/hopeless.py:rows", "--reward.functions", "math_reward", "1"]
 HOPELESS += ["--evaluation.path", "configs/examples/toys.py:addition:test"]
 # Flags of each method; it runs in one process on one core
 METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
     "gentle": ["--algorithm.loss", "configs/examples/my_method.py:gentle"],
-    "maxrl": ["--algorithm.advantages", "maxrl"],
+    "dppo": ["--algorithm.loss", f"{FILES}/dppo.py:dppo", *DPPO_FLAGS],
+    "maxrl": ["--algorithm.advantages", f"{FILES}/maxrl.py:maxrl"],
     "fp8_cache": ["--generator.engine", "kv_cache_dtype", "fp8", "--sync-check-interval", "0"],  # it fails that check
     "vespo": ["--algorithm.loss", f"{FILES}/vespo.py:vespo", "--algorithm.aggregation", "token_mean"]
     + ["--algorithm.old-logprobs", "generator"],
@@ -38,7 +41,7 @@ METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
     "hopeless": HOPELESS,
     "hopeless_dynamic": [*HOPELESS, "--sampling.dynamic"],
     "hopeless_medium": [*HOPELESS, "--data.curriculum", "configs/examples/curriculum.py:medium_first"],
-    "gdpo": ["--algorithm.advantages", "gdpo"],  # the recipe has two reward functions
+    "gdpo": ["--algorithm.advantages", f"{FILES}/gdpo.py:gdpo"],  # the recipe has two reward functions
 }
 # Loss, and by how many steps its generator is behind. 1 trainer and 1 generator, each on a core. grpo has the
 # importance correction that overlap requires (by default truncate); dppo's ratio is to the sampler's log-probs anyway.
@@ -71,7 +74,7 @@ def run(method: str, seed: int, flags: list[str]) -> None:
     """Train by a method, unless that is done."""
     if method in LAGS:
         loss, lag = LAGS[method]
-        own_flags = [*SPLIT, "--algorithm.loss", loss, "--overlap-steps", str(lag)]
+        own_flags = [*SPLIT, *METHODS[loss], "--overlap-steps", str(lag)]
         num_ranks = 2
     else:
         own_flags = [*ALONE, *METHODS[method]]

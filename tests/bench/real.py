@@ -171,8 +171,13 @@ RUNS = {
     "dapo": method("--algorithm.loss dapo"),
     "gspo": method("--algorithm.loss gspo"),
     "cispo": method("--algorithm.loss cispo"),
-    "maxrl": method("--algorithm.advantages maxrl --algorithm.aggregation token_mean"),
-    "dppo": method("--algorithm.loss dppo"),
+    "maxrl": method(
+        "--algorithm.advantages configs/examples/methods/maxrl.py:maxrl --algorithm.aggregation token_mean"
+    ),
+    "dppo": method(
+        "--algorithm.loss configs/examples/methods/dppo.py:dppo --algorithm.advantages group_mean "
+        "--algorithm.aggregation fixed_horizon --algorithm.old-logprobs generator"
+    ),
 }
 
 

@@ -3,7 +3,8 @@
     python tests/bench/same_numbers.py OLD_RUN_DIR NEW_RUN_DIR [OLD_NAME=NEW_NAME ...]
 
 Compares metrics.jsonl, completions.jsonl and evaluation.jsonl line by line; clocks are left out, and so is the folder
-of a user's reward file. OLD_NAME=NEW_NAME: a key that has another name in the new run. Exit code 1 if anything differs.
+of a user's reward file. OLD_NAME=NEW_NAME: a key that has another name in the new run. Exit code 1 if anything differs,
+or if a run trains and no step of it has a gradient, which no comparison could tell from another.
 """
 
 import json
@@ -31,6 +32,10 @@ def main(old: pathlib.Path, new: pathlib.Path, *renamed: str) -> int:
         for name, where in sorted(differences.items()):
             print(f"  {name}: {len(where)} times, first (step, old, new) {where[0]}")
         code |= bool(differences)
+        gradients = [line["grad_norm"] for line in before if line.get("grad_norm") is not None]
+        if gradients and not any(gradients):
+            print("  blind: grad_norm is 0 in each step")
+            code = 1
     return code
 
 

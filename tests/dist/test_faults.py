@@ -1,13 +1,17 @@
 """A rank that fails, dies, hangs or is stopped ends the job soon, with one line that names it, and nothing is left."""
 
 import concurrent.futures
+import contextlib
+import os
 import pathlib
 import re
+import shutil
 import subprocess
+import sys
 
 import pytest
 
-from tests.torchrun import run_torchrun
+from tests.torchrun import ROOT, SETTINGS, finish, run_torchrun
 
 PROGRAM = "tests/dist/programs/faults.py"
 DEADLINE = 15.0  # seconds that nothing may happen; in the phase generate three times as long
@@ -70,7 +74,7 @@ def test_one_line_names_any_rank(outcomes, cell):
 
 
 def check_cell(rank: str, phase: str, kind: str, result: subprocess.CompletedProcess) -> None:
-    """A run's error line, its end, torchrun's root cause."""
+    """A run's error line, torchrun's root cause."""
     line, output = KINDS[kind], result.stdout
     assert result.returncode == 1, output
     (error,) = [text for text in output.splitlines() if text.startswith("error: ")]
@@ -83,7 +87,7 @@ def check_cell(rank: str, phase: str, kind: str, result: subprocess.CompletedPro
 
 
 LATE = """
-import os, sys, time
+import os, time
 from grpo.config import RolesConfig
 from grpo.roles.process_groups import setup_roles
 from grpo.watch.failures import run_script
@@ -112,3 +116,58 @@ def test_a_stop_signal_at_any_rank_reaches_the_driver():
     (step,) = re.findall(r"^ended after step (\d+)$", result.stdout, re.MULTILINE)
     assert 2 <= int(step) < 100
     assert "error" not in result.stdout and "Traceback" not in result.stdout
+
+
+@pytest.fixture
+def two_machines():
+    """Two networks of their own, joined by a link that each calls `far`: a function that starts a program in one."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("it takes root and iproute2 to make networks")
+    with contextlib.ExitStack() as stack:
+        holders = []
+        for machine in range(2):
+            begin = f"echo machine-{machine} > /proc/sys/kernel/hostname && ip link set lo up && echo ready && exec cat"
+            command = ["unshare", "--net", "--uts", "sh", "-c", begin]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            holder = stack.enter_context(subprocess.Popen(command, text=True, **pipes))
+            stack.callback(holder.kill)
+            said = holder.stdout.readline()
+            if said != "ready\n":
+                pytest.skip(f"no networks can be made here: {said}")
+            holders.append(holder.pid)
+
+        def start(machine: int, *command: object) -> subprocess.Popen:
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+            command = ["nsenter", "--net", "--uts", f"--target={holders[machine]}", *map(str, command)]
+            return subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | SETTINGS | {"GLOO_SOCKET_IFNAME": "far"}, **pipes
+            )
+
+        link = ("ip", "link", "add", "far", "netns", holders[0], "type", "veth", "peer", "far", "netns", holders[1])
+        subprocess.run([*map(str, link)], check=True)
+        for machine in range(2):
+            for setting in ("addr add 10.0.0.{}/24 dev far", "link set far up"):
+                assert start(machine, "ip", *setting.format(machine + 1).split()).wait() == 0
+        yield start
+
+
+@pytest.mark.parametrize("link", ["lo", "far"])
+def test_a_store_that_falls_silent_ends_every_machine(two_machines, link):
+    """The network drops what is sent, and closes no connection: within one machine, and between two of two ranks."""
+    num_machines = 1 if link == "lo" else 2
+    launch = (sys.executable, "-m", "torch.distributed.run", f"--nnodes={num_machines}")
+    launch += (f"--nproc-per-node={4 // num_machines}", "--master-addr=10.0.0.1", "--master-port=29500")
+    fault = (PROGRAM, 3, "sync", f"cut-{link}", DEADLINE)
+    started = [two_machines(n, *launch, f"--node-rank={n}", *fault) for n in range(num_machines)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        results = [*pool.map(lambda process: finish(process, 600), started)]
+    errors = [re.findall("^error: .*", result.stdout, re.MULTILINE) for result in results]
+    silent = "had no answer from the store of its launcher for 16 s, in phase sync"
+    expected = [[f"error: rank 0 (trainer) {silent}"]]
+    if num_machines == 2:
+        gone = ", ".join(
+            f"rank {rank} does not answer, last seen in phase sync" for rank in ("2 (reference)", "3 (generator)")
+        )
+        expected = [[f"error: {gone}: {errors[0][0].split(': ')[-1]}"], [f"error: rank 2 (reference) {silent}"]]
+    assert errors == expected, [result.stdout for result in results]
+    assert [result.returncode for result in results] == [1] * num_machines

@@ -51,6 +51,6 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     arguments = [TINY, "--model.path", model, *layout, *schedule, *updates, *sampling]
     arguments += ["--data.path", "", "--data.sources", *sources, "--data.weights", "a", 2]
     arguments += ["--checkpoint.interval", 3, "--resume"]
-    output = torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3, deadline=240)
+    output = torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3)
     assert "starting at step 0" in output
     return run_dir, [str(argument) for argument in arguments]

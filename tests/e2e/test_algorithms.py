@@ -17,7 +17,7 @@ def run(tmp_path: pathlib.Path, model: pathlib.Path, *flags, layout: tuple = ONE
     """Metrics of a run of the tiny recipe."""
     nproc = 1 if layout is ONE_RANK else 2
     arguments = (*layout, "--model.path", model, "--run-dir", tmp_path / name, *flags)
-    (tmp_path / f"{name}.log").write_text(torchrun("train_grpo.py", TINY, *arguments, nproc=nproc, deadline=240))
+    (tmp_path / f"{name}.log").write_text(torchrun("train_grpo.py", TINY, *arguments, nproc=nproc))
     return read_metrics(tmp_path / name)
 
 
@@ -40,9 +40,8 @@ def test_own_loss_and_rewards_and_an_evaluation_that_training_does_not_notice(
     steps = [m for m in with_evaluation if "loss" in m]
     assert [without_clocks(m) for m in steps] == [without_clocks(m) for m in without]
     assert read_completions(tmp_path / "with") == read_completions(tmp_path / "without")
-    assert (tmp_path / "with/model/model.safetensors").read_bytes() == (
-        tmp_path / "without/model/model.safetensors"
-    ).read_bytes()
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("with", "without")]
+    assert weights[0] == weights[1]
     for m in steps:
         assert 0.5 < m["loss/weight_mean"] < 1 and "loss/sure_frac" in m  # the loss's own metrics
         assert m["reward/right_digits"] < 1 and m["grad_norm"] > 1e-3
@@ -83,17 +82,6 @@ def test_several_updates_at_several_temperatures(model: pathlib.Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_old_logprobs_of_the_generator_are_those_of_the_policy(model: pathlib.Path, tmp_path: pathlib.Path):
-    """In float32, with a sync each step, both choices of the ratio's denominator train alike."""
-    flags = ("--algorithm.num-mini-batches", 2, "--algorithm.importance_correction", "none", "--num-steps", 1)
-    (policy,) = run(tmp_path, model, *flags, name="policy")
-    (generator,) = run(tmp_path, model, *flags, "--algorithm.old-logprobs", "generator", name="generator")
-    assert policy["loss/ratio_max"] > 1.01
-    for name in ("loss", "loss/ratio_mean", "loss/ratio_max", "grad_norm"):
-        assert generator[name] == pytest.approx(policy[name], rel=1e-3, abs=1e-5), name
-
-
-@pytest.mark.slow
 def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathlib.Path):
     """Groups of equal rewards are replaced; completions end with the string, and only there."""
     chance = ("--reward.functions", f"{HERE}/tiny_rewards.py:passes_by_chance", 1, "--group-size", 3)
@@ -124,20 +112,6 @@ def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathli
         assert line["completion"].index("7") == len(line["completion"]) - 1 and line["finish_reason"] == "stop"
 
 
-@pytest.mark.slow
-def test_a_step_that_dynamic_sampling_cannot_fill(model: pathlib.Path, tmp_path: pathlib.Path):
-    """At most one round: the step goes on with the groups it has, which was asked for and needs no word."""
-    chance = ("--reward.functions", f"{HERE}/tiny_rewards.py:passes_by_chance", 1, "--group-size", 2)
-    metrics = run(tmp_path, model, *chance, "--prompts-per-step", 8, "--sampling.dynamic", "--sampling.max-rounds", 1)
-    log = (tmp_path / "run.log").read_text()
-    lines = read_completions(tmp_path / "run")
-    for m in metrics:
-        assert m["sampling/rounds"] == 1 and 0 < m["sampling/full_frac"] == m["sampling/informative_frac"] < 1
-        num_groups = round(8 * m["sampling/full_frac"])
-        assert sum(line["step"] == m["step"] for line in lines) == 2 * num_groups
-    assert "dynamic sampling:" not in log
-
-
 def test_verifiers_that_fail_cost_their_completion_alone(model: pathlib.Path, tmp_path: pathlib.Path):
     metrics = run(
         tmp_path,
@@ -163,7 +137,7 @@ def test_evaluate_alone_repeats_the_runs_last_evaluation(model: pathlib.Path, tm
     evaluation = ("--evaluation.interval", 2, "--evaluation.num-prompts", 6, "--evaluation.num-samples", 2)
     run(tmp_path, model, *evaluation, "--algorithm.num-mini-batches", 2)
     arguments = (tmp_path / "run/model", tmp_path / "run/config.py", "--run-dir", tmp_path / "alone")
-    output = run_python("-m", "grpo.evaluate", *arguments, deadline=120)
+    output = run_python("-m", "grpo.evaluate", *arguments)
     assert "6 prompts; every completion is in" in output
 
     def lines(folder: str, step: int) -> list[dict]:

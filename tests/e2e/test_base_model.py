@@ -30,7 +30,6 @@ def run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         *("--generator.stop", *STOPS, "--generator.stop-token-ids", STOP_ID, "--generator.max-completion-tokens", 16),
         *("--prompts-per-step", 8, "--data.max-prompt-tokens", 32),
         nproc=1,
-        deadline=240,
     )
     return folder / "run", output
 

@@ -47,7 +47,6 @@ def test_two_sources_and_two_held_out_sets(model: pathlib.Path, tmp_path: pathli
         *("--evaluation.sets", "first", f"{chats}:train[:4]", "texts", f"{texts}:train", "--evaluation.interval", 2),
         *("--reward.functions", f"{tmp_path}/mine.py:trl", 1, "--run-dir", tmp_path / "run"),
         nproc=1,
-        deadline=240,
     )
     assert "data: 12 of 12 rows of chats (" in output and "; an epoch is 4.0 steps; " in output
     assert "held out: 4 of 4 rows of first (" in output and "held out: 6 of 6 rows of texts (" in output
@@ -82,7 +81,6 @@ def test_pass_rates_of_rows_are_remembered_and_decide_what_comes_next(model: pat
         *("--data.curriculum", f"{tmp_path}/mine.py:failed_first", "--reward.functions", BY_CHANCE, 1),
         *("--run-dir", tmp_path / "run"),
         nproc=1,
-        deadline=240,
     )
     known: dict[int, list] = {}
     records = read_completions(tmp_path / "run")

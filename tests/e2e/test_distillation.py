@@ -27,7 +27,7 @@ def test_a_teacher_alone(model: pathlib.Path, teacher: pathlib.Path, tmp_path: p
     distill = ("--model.reference-path", teacher, "--algorithm.distill-coef", 1, "--algorithm.kl-coef", 0)
     alone = ("--reward.functions", "--group-size", 1, "--prompts-per-step", 32, "--algorithm.loss", "reinforce")
     arguments = (TINY, *layout, "--model.path", model, *distill, *alone, "--num-steps", 6)
-    torchrun("train_grpo.py", *arguments, "--run-dir", tmp_path / "run", nproc=4, deadline=240)
+    torchrun("train_grpo.py", *arguments, "--run-dir", tmp_path / "run", nproc=4)
     metrics = read_metrics(tmp_path / "run")
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
     for m in metrics:
@@ -37,27 +37,6 @@ def test_a_teacher_alone(model: pathlib.Path, teacher: pathlib.Path, tmp_path: p
     assert sum(reverse_kl[4:]) < 0.9 * sum(reverse_kl[:2])  # the student moves towards its teacher
     for line in read_completions(tmp_path / "run"):
         assert line["reward"] is None and line["advantage"] is not None
-
-
-@pytest.mark.slow
-def test_a_teacher_beside_rewards(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
-    """In the first step, whose samples are the same, advantages are those of rewards plus half of the teacher's."""
-
-    def first_step(name: str, *flags: object) -> tuple[dict, list[dict]]:
-        arguments = (TINY, *ONE_RANK, "--model.path", model, "--run-dir", tmp_path / name, "--num-steps", 1, *flags)
-        torchrun("train_grpo.py", *arguments, "--algorithm.kl-coef", 0, nproc=1, deadline=240)
-        return read_metrics(tmp_path / name)[0], read_completions(tmp_path / name)
-
-    plain, of_rewards = first_step("plain")
-    mixed, of_both = first_step("mixed", "--model.reference-path", teacher, "--algorithm.distill-coef", 0.5)
-    assert mixed["reward/mean"] == plain["reward/mean"] and "distill/reverse_kl" not in plain
-    num_tokens = sum(line["num_tokens"] for line in of_both)
-    added = 0.0
-    for reward, both in zip(of_rewards, of_both, strict=True):
-        assert reward["completion"] == both["completion"]
-        added += both["num_tokens"] * (both["advantage"] - reward["advantage"])
-    assert abs(mixed["distill/reverse_kl"]) > 0.1
-    assert added / num_tokens == pytest.approx(-0.5 * mixed["distill/reverse_kl"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -72,7 +51,7 @@ def test_the_start_and_the_policy_teach_the_same_until_the_policy_moves(model: p
     for teacher, (nproc, layout) in runs.items():
         arguments = (TINY, *layout, "--model.path", model, *hint, "--algorithm.teacher", teacher)
         arguments += ("--algorithm.kl-coef", 0, "--run-dir", tmp_path / teacher)
-        torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
+        torchrun("train_grpo.py", *arguments, nproc=nproc)
         found.append([m["distill/reverse_kl"] for m in read_metrics(tmp_path / teacher)])
     (start_1, start_2), (policy_1, policy_2) = found
     assert start_1 == pytest.approx(policy_1, abs=1e-5) and abs(start_1) > 0.01

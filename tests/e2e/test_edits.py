@@ -63,7 +63,7 @@ def run_dir(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pa
     data = ["--data.path", "", "--data.sources", "a", ADDITION, "b", ADDITION, "--data.weights", "a", 1]
     arguments = [TINY, "--model.path", model, *layout, *data, "b", 0, "--algorithm.aggregation", "token_mean"]
     arguments += ["--algorithm.kl-coef", 0.1, "--run-dir", folder / "run"]
-    torchrun(str(folder / "train_mine.py"), *arguments, nproc=3, deadline=280)
+    torchrun(str(folder / "train_mine.py"), *arguments, nproc=3)
     return folder / "run"
 
 

@@ -82,7 +82,7 @@ def test_any_checkpoint_is_exported(exported: pathlib.Path, finished_run: tuple[
 def one_step(model: pathlib.Path | str, run_dir: pathlib.Path) -> dict:
     """Metrics of a run of one step on one rank, which exports what it trained."""
     flags = ("--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--num-steps", "1")
-    torchrun("train_grpo.py", TINY, *flags, "--model.path", model, "--run-dir", run_dir, nproc=1, deadline=240)
+    torchrun("train_grpo.py", TINY, *flags, "--model.path", model, "--run-dir", run_dir, nproc=1)
     (metrics,) = read_metrics(run_dir)
     return metrics
 
@@ -118,9 +118,7 @@ def test_rows_that_do_not_divide_by_the_ranks_are_exported(model, tmp_path):
         words += ["--trainer.activation-checkpointing", "none", "--max-sequence-tokens", 32]
         run_dir = tmp_path / str(ranks)
         recipe = "configs/toy_sft.py"
-        torchrun(
-            "train_sft.py", recipe, *words, "--num-trainers", ranks, "--run-dir", run_dir, nproc=ranks, deadline=120
-        )
+        torchrun("train_sft.py", recipe, *words, "--num-trainers", ranks, "--run-dir", run_dir, nproc=ranks)
         found.append(load_file(run_dir / "model" / "model.safetensors"))
     one, three = found
     assert one.keys() == three.keys()

@@ -38,7 +38,6 @@ def unigram_entropy(run_dir: pathlib.Path) -> float:
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} does not exist; it has GSM8K's train.jsonl and test.jsonl")
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # four programs, on a machine that may have other work
 def test_gsm8k_from_chats_to_a_policy(tmp_path: pathlib.Path):
     (tmp_path / "rows.py").write_text(CHAT)
     data = ["--data.path", f"{DATA}/train.jsonl:train[:1000]", "--data.row", tmp_path / "rows.py:chat"]
@@ -46,7 +45,7 @@ def test_gsm8k_from_chats_to_a_policy(tmp_path: pathlib.Path):
 
     sft = tmp_path / "sft"
     flags = ["configs/toy_sft_gsm8k.py", *data, "--num-trainers", 1, "--num-steps", 32, "--evaluation.interval", 0]
-    torchrun("train_sft.py", *flags, "--metrics.no-tensorboard", "--run-dir", sft, nproc=1, deadline=400)
+    torchrun("train_sft.py", *flags, "--metrics.no-tensorboard", "--run-dir", sft, nproc=1)
     losses = [m["loss"] for m in read_metrics(sft)]
     assert losses[0] > 7  # a guess among 2048 tokens costs 7.6 nats
     entropy = unigram_entropy(sft)
@@ -59,7 +58,7 @@ def test_gsm8k_from_chats_to_a_policy(tmp_path: pathlib.Path):
     flags += ["--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0, "--num-steps", 2]
     flags += ["--reward.functions", "math_reward", 1, DIGITS, 0.1, "--reward.answer-format", "hashes", *held_out]
     flags += ["--trainer.learning-rate", 1e-3, "--sync-check-interval", 1, "--metrics.no-tensorboard"]
-    output = torchrun("train_grpo.py", *flags, "--run-dir", grpo, nproc=1, deadline=400)
+    output = torchrun("train_grpo.py", *flags, "--run-dir", grpo, nproc=1)
     assert "completions end at '<|im_end|>'" in output
     for m in read_metrics(grpo):
         assert m["mismatch/mean"] < 1e-5 and m["grad_norm"] > 0
@@ -67,7 +66,7 @@ def test_gsm8k_from_chats_to_a_policy(tmp_path: pathlib.Path):
     texts = {}
     for model in (sft, grpo):
         alone = tmp_path / f"{model.name}-alone"
-        run_python("-m", "grpo.evaluate", model / "model", grpo / "config.py", "--run-dir", alone, deadline=400)
+        run_python("-m", "grpo.evaluate", model / "model", grpo / "config.py", "--run-dir", alone)
         lines = [json.loads(line) for line in (alone / "evaluation.jsonl").read_text().splitlines()]
         assert [line["row"] for line in lines] == [*range(8)]
         assert lines[0]["prompt"].startswith("<|im_start|>system\nShow your work.<|im_end|>\n<|im_start|>user\nJanet")

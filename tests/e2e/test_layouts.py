@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tests.e2e.runs import TINY, read_completions, read_metrics, read_samples
+from tests.e2e.runs import TINY, read_completions, read_metrics
 from tests.torchrun import finish, run_python, start_torchrun, torchrun
 
 COLOCATED = ("--roles.colocated", "--roles.num-references", "0")
@@ -54,10 +54,10 @@ def test_layout_runs_two_steps(
     nproc, has_reference, flags = LAYOUTS[layout]
     arguments = (TINY, *flags, "--model.path", model, "--run-dir", tmp_path / "run")
     if nproc:
-        output = torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
+        output = torchrun("train_grpo.py", *arguments, nproc=nproc)
         assert output.splitlines()[-1].startswith("done; ")  # and nothing behind it, of engines of two ranks either
     else:
-        output = run_python("train_grpo.py", *arguments, deadline=240)
+        output = run_python("train_grpo.py", *arguments)
         assert "no torchrun: one process has all roles of the 4 ranks configured" in output
         lines = output[output.index("1 colocated ranks") :].splitlines()  # below the config
         assert [line for line in lines if not line.startswith(OURS)] == []  # nothing that libraries print
@@ -91,7 +91,7 @@ def test_two_nodes(model: pathlib.Path, tmp_path: pathlib.Path):
     rendezvous = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=two_nodes", "--nnodes=2")
     flags = (*split(1, 0, 1), "--algorithm.kl-coef", "0", "--model.path", model, "--run-dir", tmp_path / "run")
     nodes = [start_torchrun("train_grpo.py", TINY, *flags, nproc=1, launcher=rendezvous) for _ in range(2)]
-    results = [finish(node, deadline=240) for node in nodes]
+    results = [finish(node) for node in nodes]
     for result in results:
         assert result.returncode == 0, result.stdout[-20_000:]
     check_two_steps(tmp_path / "run", has_reference=False)
@@ -108,7 +108,6 @@ def check_two_steps(run_dir: pathlib.Path, has_reference: bool) -> None:
         # the reference is the policy before the first step, and stays behind when it moves
         assert abs(metrics[0]["kl"]) < 1e-6
         assert metrics[1]["kl"] > 1e-6
-    samples = read_samples(run_dir)
-    assert [step for step, _ in samples] == [1, 2]
+    assert {record["step"] for record in read_completions(run_dir)} == {1, 2}
     assert (run_dir / "model" / "config.json").is_file()
     assert not (run_dir / "checkpoints").exists()  # without an interval

@@ -10,6 +10,7 @@ from tests.e2e.test_layouts import split
 from tests.methods import methods
 from tests.torchrun import run_python, torchrun
 
+DPPO = "configs/examples/methods/dppo.py:dppo"
 # Rows that at the weights of the sampler have one gradient: clips cannot act, so advantages and averages say all. No
 # token of these steps lies within the bounds of Clip-Cov.
 ALIKE = [{"GRPO", "GSPO", "SAPO", "GMPO"}, {"DAPO", "CISPO", "Dual clip", "VESPO", "Clip-Cov"}, {"Dr. GRPO", "DPPO"}]
@@ -19,12 +20,21 @@ def test_every_method_takes_two_steps(model, tmp_path):
     """On two steps of episodes that DPPO sampled ahead, without a correction, and whose turns have rewards."""
     words = TINY, "--model.path", model, "--run-dir", tmp_path / "live", *DIGITS, *ROOM, *split(1, 0, 1), "--record"
     words += "--data.path", "configs/examples/toys.py:addition"  # on others Clip-Cov and DAPO differ at once
-    method = "--algorithm.loss", "dppo", "--algorithm.advantages", "return_to_go", "--algorithm.kl-coef", 0
-    torchrun("train_grpo.py", *words, *method, "--overlap-steps", 1, nproc=2, deadline=120)
+    method = (
+        "--algorithm.loss",
+        DPPO,
+        "--algorithm.old-logprobs",
+        "generator",
+        "--algorithm.advantages",
+        "return_to_go",
+        "--algorithm.kl-coef",
+        0,
+    )
+    torchrun("train_grpo.py", *words, *method, "--overlap-steps", 1, nproc=2)
     parts_FS = read_step(str(tmp_path / "live"), 1).parts_FS
     assert parts_FS.shape == (2, 16) and (parts_FS > 0).any(1).all()  # the environment's, and a reward function's
 
-    run_python("-m", "tests.e2e.each_method", tmp_path / "live", tmp_path, deadline=120)
+    run_python("-m", "tests.e2e.each_method", tmp_path / "live", tmp_path)
     first = {}
     for name in methods():
         steps = [record for record in read_metrics(tmp_path / name) if "loss" in record]

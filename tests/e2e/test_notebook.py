@@ -9,7 +9,7 @@ from tests.torchrun import run_python
 
 @pytest.mark.usefixtures("cold_starts")
 def test_the_example_for_notebooks():
-    output = run_python("-m", "configs.examples.notebook", deadline=240)
+    output = run_python("-m", "configs.examples.notebook")
     assert "[1.0, 0.0]\n" in output
     assert "tensor([ 0.7070, -0.7070])" in output
     # advantage +-0.7070: -(1.2 * 0.7070) where clipped, exp(0.5) * 0.7070 where not
@@ -58,6 +58,6 @@ train_grpo.main(change(config, {"resume": True}))
 
 def test_a_notebook_goes_on_after_a_run_that_was_refused_and_one_that_failed(tmp_path):
     (tmp_path / "cells.py").write_text(AFTER_FAILURES)
-    output = run_python(tmp_path / "cells.py", tmp_path, deadline=240)
+    output = run_python(tmp_path / "cells.py", tmp_path)
     assert "refused: " in output and "failed: division by zero" in output
     assert "step 1/1" in output and output.splitlines()[-1] == f"done; everything is in {tmp_path}/run"

@@ -95,7 +95,7 @@ def test_a_recipe_in_small(recipe: str, ranks: str, started: str, models, data, 
     if recipe.endswith("distill"):
         flags += ["--model.reference-path", models[family]]
 
-    output = torchrun(script, f"configs/{recipe}.py", *flags, nproc=int(ranks), deadline=290)
+    output = torchrun(script, f"configs/{recipe}.py", *flags, nproc=int(ranks))
 
     assert output.splitlines()[-1].startswith("done; ")
     steps = [line for line in read_metrics(tmp_path / "run") if "loss" in line]

@@ -3,7 +3,7 @@
 import pathlib
 import shutil
 
-from tests.e2e.runs import read_completions, read_metrics, read_samples, without_clocks
+from tests.e2e.runs import read_completions, read_metrics, without_clocks
 from tests.torchrun import torchrun
 
 
@@ -21,7 +21,7 @@ def test_6_steps_equal_3_resume_and_3(finished_run: tuple[pathlib.Path, list[str
     lines = (crashed / "metrics.jsonl").read_text().splitlines(keepends=True)
     (crashed / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
 
-    output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3, deadline=240)
+    output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3)
 
     assert "starting at step 3" in output
     whole, resumed = read_metrics(run_dir), read_metrics(crashed)
@@ -38,10 +38,6 @@ def test_6_steps_equal_3_resume_and_3(finished_run: tuple[pathlib.Path, list[str
     assert rates[2] == max(rates) > rates[3] > rates[4] > rates[5] > 0
 
     assert read_completions(crashed) == read_completions(run_dir)
-    samples = read_samples(crashed)  # samples.txt is only appended to: 1 to 6, then 4 to 6 once more
-    assert samples[:6] == read_samples(run_dir)
-    assert samples[6:] == samples[3:6]
-    assert [step for step, _ in samples] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (run_dir, crashed)]
     assert weights[0] == weights[1]

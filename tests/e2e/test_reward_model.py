@@ -19,7 +19,14 @@ LAYOUTS = {  # ranks, flags, whether there is a reference
     "on ranks of its own": (4, (*split(1, 2, 1), *ALONE), False),
     "beside a reference, a step ahead": (
         3,
-        (*split(1, 1, 1), "--overlap-steps", 1, "--algorithm.advantages", "gdpo", "--record"),
+        (
+            *split(1, 1, 1),
+            "--overlap-steps",
+            1,
+            "--algorithm.advantages",
+            "configs/examples/methods/gdpo.py:gdpo",
+            "--record",
+        ),
         True,
     ),
 }
@@ -45,7 +52,7 @@ def test_scores_in_every_layout(layout: str, model: pathlib.Path, reward_model: 
     evaluation = ("--evaluation.interval", 2, "--evaluation.num-prompts", 4, "--evaluation.num-samples", 2)
     weights = ("--reward.model", reward_model, "--reward.model-weight", 0.5)
     arguments = (TINY, "--model.path", model, *flags, *weights, *evaluation, "--run-dir", run)
-    output = torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
+    output = torchrun("train_grpo.py", *arguments, nproc=nproc)
 
     trained = read_completions(run)
     held_out = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
@@ -60,7 +67,7 @@ def test_scores_in_every_layout(layout: str, model: pathlib.Path, reward_model: 
         assert metrics["grad_norm"] > 1e-3
     assert "reward function reward_model failed for" in output and "not 1 to 127 tokens" in output
     if "--record" in flags:
-        torchrun("grpo.replay", run, "--run-dir", tmp_path / "again", nproc=1, deadline=240)
+        torchrun("grpo.replay", run, "--run-dir", tmp_path / "again", nproc=1)
         live, again = ([m for m in read_metrics(folder) if "loss" in m] for folder in (run, tmp_path / "again"))
         assert len(again) == 2
         for name in ("grad_norm", "reward/reward_model"):
@@ -71,7 +78,7 @@ def test_a_model_that_can_read_nothing_ends_the_run_on_every_rank(model: pathlib
     """The others are told, although they wait for what the driver asks."""
     judge = ("--reward.model", with_preamble(tmp_path / "judge", 120))
     arguments = (TINY, "--model.path", model, *split(1, 1, 1), *judge, "--run-dir", tmp_path / "run")
-    result = run_torchrun("train_grpo.py", *arguments, nproc=3, deadline=120)
+    result = run_torchrun("train_grpo.py", *arguments, nproc=3)
     assert result.returncode
     assert "reward function reward_model failed for all 16 completions: not 1 to 127 tokens" in result.stdout
 
@@ -91,7 +98,7 @@ def test_an_evaluation_of_sft_asks_it_too(model: pathlib.Path, reward_model: str
         "--trainer.micro-batch-tokens",
         128,
     )
-    torchrun("train_sft.py", *arguments, nproc=2, deadline=240)
+    torchrun("train_sft.py", *arguments, nproc=2)
     lines = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * 8
     check_scores(lines, reward_model)

@@ -112,7 +112,6 @@ def test_a_model_that_sees_images_resumes_exactly_and_keeps_its_other_parts(tmp_
         assert not any(report.values()), report
 
 
-@pytest.mark.timeout(600)  # two starts of vLLM, on a machine that may have other work
 @pytest.mark.slow
 def test_evaluation_between_steps_is_that_of_evaluate_alone(
     finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path

@@ -20,7 +20,6 @@ from tests.torchrun import ROOT, SETTINGS
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(
         not all(map(shutil.which, PROGRAMS)) or os.geteuid() != 0 or not (ROOT / ".venv/setup-stamp").exists(),
         reason="needs root, .venv by launch/setup.sh, and SLURM: apt-get install slurmctld slurmd munge",
@@ -83,7 +82,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
     processes = []
 
     def call(*words: str) -> str:
-        done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -94,17 +93,17 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
             time.sleep(1)
         wait_for(
             lambda: set(call("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == {f"{node} idle" for node in nodes},
-            240,
+            600,
             lambda: logs(folder),
         )
         yield call
     finally:
-        subprocess.run(["scancel", "--full", "-u", "root"], env=environment, timeout=240)
+        subprocess.run(["scancel", "--full", "-u", "root"], env=environment, timeout=600)
         time.sleep(2)
         for process in reversed(processes):
             process.terminate()
         for process in processes:
-            process.wait(120)
+            process.wait(600)
 
 
 def logs(folder: pathlib.Path) -> str:

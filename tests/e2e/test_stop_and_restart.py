@@ -105,7 +105,7 @@ def test_two_nodes_restart_after_a_kill(flags, undisturbed, tmp_path: pathlib.Pa
     nodes = [start_torchrun("train_sft.py", *arguments, nproc=1, launcher=launcher) for _ in range(2)]
     outputs = []
     for node in nodes:
-        result = finish(node, deadline=240)
+        result = finish(node)
         assert result.returncode == 0, result.stdout[-20_000:]
         outputs.append(result.stdout)
     assert sorted(re.findall(r"starting at step (\d)", "".join(outputs))) == ["0", "2"]
@@ -121,7 +121,7 @@ def test_ctrl_c_without_torchrun(model: pathlib.Path, tmp_path: pathlib.Path):
     layout = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0)
     run = ("--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 1000)
     process = start_python(ROOT / "train_grpo.py", path, *layout, *run)
-    result = finish(process, 180)
+    result = finish(process)
     assert result.returncode == 130, result.stdout
     assert "SIGINT: the run stops when this step is done and saved" in result.stdout
     last = result.stdout.splitlines()[-1]

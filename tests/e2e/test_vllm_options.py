@@ -38,7 +38,7 @@ def run(model: pathlib.Path, tmp_path: pathlib.Path, *flags: object, name: str =
     """Metrics of a run on one rank, and what the engine was started with."""
     (tmp_path / "telling.py").write_text(TELLING)
     arguments = (tmp_path / "telling.py", *COLOCATED, "--model.path", model, "--run-dir", tmp_path / name, *flags)
-    output = torchrun("train_grpo.py", *arguments, nproc=1, deadline=240)
+    output = torchrun("train_grpo.py", *arguments, nproc=1)
     (told,) = (json.loads(line[7:]) for line in output.splitlines() if line.startswith("engine "))
     return read_metrics(tmp_path / name), told
 
@@ -66,7 +66,7 @@ def test_speculation_is_refused_where_vllm_samples_drafts_wrongly(model: pathlib
     ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2})
     arguments = (TINY, *COLOCATED, "--model.path", model, "--run-dir", tmp_path / "run")
     options = ("--generator.engine", "speculative_config", ngram)
-    result = run_torchrun("train_grpo.py", *arguments, *options, nproc=1, deadline=120)
+    result = run_torchrun("train_grpo.py", *arguments, *options, nproc=1)
     assert "generator.engine speculative_config needs a GPU: vLLM's CPU backend samples drafted tokens" in result.stdout
     assert result.returncode != 0 and "Loading safetensors" not in result.stdout
 

@@ -98,7 +98,7 @@ def test_problems_of_public_sets_pay_the_right_program_alone(name, row, right):
     else:
         wrong = [right.replace("a + b", result) for result in results]
     texts = [f"```python\n{program}\n```" for program in (right, *wrong)]
-    rewards = code_reward(texts, tests=[made["tests"]] * len(texts), timeout_seconds=60.0)
+    rewards = code_reward(texts, tests=[made["tests"]] * len(texts), timeout_seconds=600.0)
     assert rewards == [1.0, *[0.0] * len(wrong)]
 
 

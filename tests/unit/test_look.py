@@ -1,6 +1,7 @@
 """`python -m grpo.look`: the rollouts of a step, in the order asked for, on a terminal that they cannot act on."""
 
 import json
+import math
 import pathlib
 import re
 import subprocess
@@ -92,10 +93,8 @@ def test_runs_are_compared_in_one_table_and_one_plot(tmp_path, capsys):
     assert rows["kl, mean of the last 10 steps"] == ["0.5", "-"]
     assert rows["algorithm.loss"] == ["'grpo'", "'dapo'"] and "run_dir" not in rows and "seed" not in rows
     chart = [line.partition("┤")[2].ljust(60) for line in plot.splitlines() if "┤" in line]
-    crosses = [(7 - number, x) for number, line in enumerate(chart) for x, mark in enumerate(line) if mark == "×"]
-    assert all(abs(height - (7 - 3.5 * x / 29.5)) < 0.7 for height, x in crosses)
-    assert {x for _, x in crosses} >= {*range(30)} and max(x for _, x in crosses) < 33
-    assert chart[0].endswith("•") and "•" in chart[-1]
+    assert chart[0].startswith("×") and chart[0].endswith("•") and "•" in chart[-1]
+    assert max(line.rfind("×") for line in chart) < 33  # the shorter run ends in the middle
     with pytest.raises(BadInput, match="rollouts are shown of one run"):
         main([first, second, "--worst"])
 
@@ -129,12 +128,6 @@ def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_afte
         assert len(texts) == 3 and all(text.startswith(answer) and f"reward {reward}" in text for text in texts)
 
 
-def test_without_such_a_run_there_is_one_line(tmp_path):
-    with pytest.raises(BadInput, match="does not exist: name the folder of a run") as stop:
-        main([str(tmp_path), "--step", "latest"])
-    assert "\n" not in str(stop.value)
-
-
 def test_what_others_wrote_cannot_act_on_a_terminal(tmp_path, capsys):
     """A field of run.json, which is shown where two runs differ, and a path that an error shows."""
     config = GRPOConfig()
@@ -146,12 +139,14 @@ def test_what_others_wrote_cannot_act_on_a_terminal(tmp_path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("algorithm.loss")]
     assert line.endswith(r"'grpo'\x1b]0;owned\x07 steps  9".replace("steps  9", "steps 9"))
     done = subprocess.run(
-        [sys.executable, "-m", "grpo.look", tmp_path / "\x1b[2J"], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "grpo.look", tmp_path / "\x1b[2J"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "\x1b" not in done.stderr
 
 
-@pytest.mark.parametrize("damage", [b"\0\0\0\n", b"\xff\n", b'{"step": 11}\n', b"3\n", b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize(
+    "damage", [b"\0\0\0\n", b"\xff\n", b'{"step": 11}\n', b"3\n", b'{"step": "x"}\n', b"[" * 100_000 + b"\n"]
+)
 @pytest.mark.parametrize("flags", [["--step", "latest"], ["--html"]])
 def test_a_damaged_line_is_named(run_dir, damage, flags):
     path = run_dir / "completions.jsonl"
@@ -162,10 +157,14 @@ def test_a_damaged_line_is_named(run_dir, damage, flags):
         main([str(run_dir), *flags])
 
 
-def test_a_damaged_line_of_metrics_is_named(run_dir):
-    (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0}\n{"step"\n')
-    with pytest.raises(BadInput, match="metrics.jsonl, line 2: "):
-        main([str(run_dir)])
+def test_what_is_no_number_is_shown_as_it_is(run_dir, capsys):
+    lines = [record(12, reward) for reward in (math.nan, "high", 0.5)]
+    (run_dir / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": NaN}\n')
+    main([str(run_dir), "--step", "12"])
+    assert re.findall(r"^--- reward (\S+)", capsys.readouterr().out, re.MULTILINE) == ["0.5", "NaN", "high"]
+    main([str(run_dir)])
+    assert re.search("mean reward .* 0.5\n", capsys.readouterr().out)
 
 
 def test_a_page_is_not_written_through_a_link(run_dir, tmp_path_factory):

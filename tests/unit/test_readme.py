@@ -3,9 +3,11 @@
 import ast
 import dataclasses
 import inspect
+import io
 import pathlib
 import re
 import shlex
+import tokenize
 
 import pytest
 
@@ -249,6 +251,35 @@ def test_the_step_is_that_of_the_script():
     named = [name for name in named if name not in ("group_size",)]
     assert len(parts) >= 8 and len(named) >= 12
     assert [name for name in named if name not in SOURCES["train_grpo.py"]] == []
+
+
+@pytest.mark.parametrize("script", DEFAULTS)
+def test_docstrings_and_comments_of_the_scripts_name_what_exists(script):
+    """`config.x` and `section.x` are fields; `module.x` is defined in that module; any other name is used in code."""
+    texts, code = [], set()
+    for token in tokenize.generate_tokens(io.StringIO(SOURCES[script]).readline):
+        if token.type == tokenize.COMMENT or token.string.startswith('"""'):
+            texts.append(token.string)
+        elif token.type == tokenize.NAME or token.type == tokenize.STRING:
+            code |= {token.string.strip('"'), re.sub("_[A-Z]+$", "", token.string)}  # without its suffix
+    fields = {*field_paths(DEFAULTS[script][0]())}
+    fields |= {field.rpartition(".")[2] for field in fields}
+    named = {name.removeprefix("config.") for name in re.findall(r"`([a-z][\w.]*)`", "\n".join(texts))}
+    for name in named - fields - code - {*SOURCES}:
+        owner, _, attribute = name.rpartition(".")
+        sources = [source for file, source in SOURCES.items() if pathlib.Path(file).stem == owner]
+        assert any(re.search(rf"\b(def {attribute}\(|{attribute} =)", source) for source in sources), name
+
+
+def test_the_table_of_waits_has_each_line_for_which_all_ranks_wait():
+    page = SOURCES["train_grpo.py"]
+    waits = page.partition("who waits for it")[2].partition("\ndef ")[0]
+    methods = re.findall(r"@(?:partial\()?(?:from|on)_driver(?:, .*)?\n    def (\w+)", SOURCES["grpo/run/driver.py"])
+    called = [name for name in methods if f"driver.{name}(" in page.partition("\ndef sample")[0]]
+    assert {"plan", "request_ahead", "log"} <= {*called}
+    assert [name for name in called if not re.search(rf"\b{name}\b", waits)] == []
+    rows = re.findall(r"^#     (\S+?),? .*  all$", waits, re.MULTILINE)
+    assert len(rows) >= 6 and all(f"{name}(" in page for name in rows)
 
 
 def test_who_talks_to_whom_names_what_exists():

@@ -1,27 +1,31 @@
 """Steps of 2 trainers, 1 reference and 1 generator without models, in which one rank fails in one way.
 
 Arguments: rank, phase, what happens to it there in the second step (a key of SIGNALS, raise, hang, spin, mute: a hang
-with sys.stdout and sys.stderr elsewhere), and the seconds for which nothing may happen.
+with sys.stdout and sys.stderr elsewhere, cut-LINK: that link of its network goes down), and the seconds for which
+nothing may happen.
 """
 
 import contextlib
 import io
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
 from grpo.config import RolesConfig
 from grpo.roles.comm import broadcast, gather_completions, wait_for_all
-from grpo.roles.process_groups import close_roles, setup_roles
+from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.run.step_timer import StepTimer
 from grpo.types import Completion
 from grpo.watch import watchdog
-from grpo.watch.failures import run_script, set_place
+from grpo.watch.failures import here, run_script, set_place
 from grpo.watch.stopping import end_with_launcher, stop_reason
 
 LAYOUT = RolesConfig(num_trainers=2, num_references=1, num_generators=1)
@@ -30,8 +34,10 @@ LAYOUT = RolesConfig(num_trainers=2, num_references=1, num_generators=1)
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 
-def fail(kind: str) -> None:
-    time.sleep(5 * watchdog.TICK_SECONDS)  # so that the others know the phase
+def fail(kind: str, roles: Roles) -> None:
+    store = PrefixStore("watch", roles.store.clone())
+    while json.loads(store.get(f"place/{roles.rank}"))["phase"] != here.phase:  # the others do not know the phase yet
+        time.sleep(0.1)
     if kind == "raise":
         raise RuntimeError("forced")
     if kind == "hang":
@@ -40,6 +46,9 @@ def fail(kind: str) -> None:
         nowhere = io.StringIO()  # without a file number
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             time.sleep(600)
+    if kind.startswith("cut-"):
+        subprocess.run(["ip", "link", "set", kind.removeprefix("cut-"), "down"], check=True)
+        return
     if kind == "spin":
         while True:
             pass
@@ -50,9 +59,9 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
     roles = setup_roles(LAYOUT, needs_reference=True)
     set_place(role=roles.name)
 
-    def at(step: int, here: str) -> None:
-        if (roles.rank, here, step) == (rank, phase, 1):
-            fail(kind)
+    def at(step: int, place: str) -> None:
+        if (roles.rank, place, step) == (rank, phase, 1):
+            fail(kind, roles)
 
     with watchdog.watched(roles, seconds / 60):
         timer = StepTimer()

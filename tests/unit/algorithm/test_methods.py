@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo.algorithm.advantages import AdvantageInputs
-from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig, RewardConfig
+from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GeneratorConfig, GRPOConfig, RewardConfig
 from grpo.config.fields import ADVANTAGES
 from grpo.config.user_files import load_function
 from grpo.data.batches import build_micro_batch, make_batch
@@ -19,40 +19,28 @@ from grpo.types import Sample
 from tests.methods import methods
 from train_grpo import add_advantages, grpo_objective
 
-NONE = math.nan
 # Three completions of a prompt: log-probs by the sampler and by the policy
 SAMPLER = [[-0.7], [-1.2, -0.3], [-2.0, -0.1, -0.9]]
 POLICY = [[-0.2], [-0.4, -1.5], [-2.5, -0.1, -0.3]]
-FUNCTIONS = {"a": 1.0, "b": 0.5}
 LONGEST = 8
+FILES = "configs/examples/methods"
 
 
-def gradients(algorithm, values, turns=None, earned=None):
-    """What the project takes as gradient, of each sequence's log-probs.
-
-    values: of each reward function, of each sequence. turns: of each token, with what had been earned before it.
-    """
-    environment = EnvironmentConfig(name="made.py:Up" if turns else "")
+def gradients(algorithm, rewards):
+    """What the project takes as gradient, of each sequence's log-probs."""
     config = GRPOConfig(
         group_size=3,
         algorithm=dataclasses.replace(algorithm, old_logprobs="generator"),
-        reward=RewardConfig(functions=FUNCTIONS),
-        environment=environment,
+        reward=RewardConfig(functions={"a": 1.0}),
         generator=GeneratorConfig(max_completion_tokens=LONGEST),
     )
     samples = []
-    for number, sampled in enumerate(SAMPLER):  # behind a prompt of one token
+    for sampled in SAMPLER:  # behind a prompt of one token
         mask_T = torch.arange(len(sampled) + 1) > 0
-        of_turns = (
-            {"turn_T": torch.tensor([0, *turns[number]]), "earned_T": torch.tensor([0.0, *earned[number]])}
-            if turns
-            else {}
-        )
-        samples.append(Sample(mask_T.long(), mask_T, torch.tensor([0.0, *sampled]), **of_turns))
-    parts_FS = torch.tensor(values)
-    weights = torch.tensor([*([1.0] if turns else []), *FUNCTIONS.values()])
-    rewards_S, has_S = (parts_FS.nan_to_num(0) * weights[:, None]).sum(0), torch.ones(3, dtype=torch.bool)
-    batch = add_advantages(config, make_batch(samples), rewards_S, has_S, parts_FS, 0.0, StepMetrics(3))
+        samples.append(Sample(mask_T.long(), mask_T, torch.tensor([0.0, *sampled])))
+    rewards_S = torch.tensor(rewards)
+    has_S = torch.ones(3, dtype=torch.bool)
+    batch = add_advantages(config, make_batch(samples), rewards_S, has_S, rewards_S[None], 0.0, StepMetrics(3))
     batch = dataclasses.replace(batch, old_logprobs_N=batch.generator_logprobs_N)
     policy_N = torch.tensor([x for sequence in POLICY for x in (0.0, *sequence)]).double().requires_grad_()
     objective = grpo_objective(config, batch, 0.0, first_update=True)
@@ -91,6 +79,53 @@ def surrogate(advantages, low=0.2, high=0.2):
     return loss
 
 
+def cispo(ratio, advantage, policy):
+    return -ratio.detach().clamp(0.5, 2.0) * advantage * policy
+
+
+def sapo(ratio, advantage, policy):
+    tau = 3.0 if advantage > 0 else 2.0
+    return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+
+
+def reinforce(ratio, advantage, policy):
+    return -ratio.detach().clamp(max=2.0) * advantage * policy
+
+
+def dual_clip(ratio, advantage, policy):
+    clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -(clipped if advantage > 0 else clipped.clamp(min=2 * advantage))
+
+
+def clipped(ratio, advantage, policy):
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+SAPO = {"temperature_positive": 3, "temperature_negative": 2}
+LOSSES = {  # the fields of the algorithm, the loss of a token, and how tokens are averaged
+    "grpo": ({}, clipped, by_sequence),
+    "dr_grpo": ({}, clipped, by_horizon),
+    "dapo": ({"clip_high": 0.2}, clipped, by_token),
+    "cispo": ({"clip_low": 0.5, "clip_high": 1.0}, cispo, by_token),
+    "sapo": ({"loss_options": SAPO}, sapo, by_sequence),
+    "reinforce": ({"loss_options": {"max_importance_weight": 2}}, reinforce, by_token),
+    "configs/examples/dual_clip.py:dual_clip": ({"loss_options": {"bound": 2}}, dual_clip, by_sequence),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_averages_are_their_formulas(name):
+    """Ratios from 0.3 to 2.2 with advantages of either sign, of which clips cut some and leave some."""
+    fields, formula, average = LOSSES[name]
+    algorithm = AlgorithmConfig(loss=name, advantages="none", **fields)
+    for rewards in ([2.0, -1.0, 0.5], [-4.0, 2.0, -1.0]):
+
+        def loss(s, t, policy, _, rewards=rewards):
+            return formula((policy - SAMPLER[s][t]).exp(), rewards[s], policy)
+
+        assert gradients(algorithm, rewards) == pytest.approx(plain(loss, average), abs=1e-7)
+
+
 @pytest.mark.parametrize("divergence, threshold", [("tv", 0.15), ("kl", 0.05)])
 def test_dppo(divergence, threshold):
     kept = []
@@ -103,29 +138,14 @@ def test_dppo(divergence, threshold):
         kept.append(not leaves)
         return -(policy - SAMPLER[s][t]).exp() * advantage * (not leaves)
 
-    found = gradients(AlgorithmConfig(loss="dppo", loss_options={"divergence": divergence}), [[1.0, 0, 0], [0.0] * 3])
+    algorithm = AlgorithmConfig(loss=f"{FILES}/dppo.py:dppo", loss_options={"divergence": divergence})
+    algorithm = dataclasses.replace(algorithm, advantages="group_mean", aggregation="fixed_horizon")
+    found = gradients(algorithm, [1.0, 0, 0])
     assert found == pytest.approx(plain(loss, by_horizon), abs=1e-7)
     # probabilities 0.50 -> 0.82 up, 0.74 -> 0.22 down, as their advantages say; 0.30 -> 0.67 against its own
     assert kept == [False, True, False, True, True, True]
 
 
-def test_maxrl():
-    # rewards 1 1 0, mean 2/3: (1/3) / (2/3) = 1/2, 1/2 and -1
-    found = gradients(AlgorithmConfig(advantages="maxrl", aggregation="token_mean"), [[1.0, 1, 0], [0.0] * 3])
-    assert found == pytest.approx(plain(surrogate([0.5, 0.5, -1.0]), by_token), abs=1e-7)
-
-
-def test_gdpo():
-    a, b = torch.tensor([1.0, 0.0, 0.0]).double(), torch.tensor([2.0, 6.0]).double()  # b says None of the second
-    sums = (a - a.mean()) / (a.std() + 1e-4)
-    b = 0.5 * (b - b.mean()) / (b.std() + 1e-4)
-    sums = sums + torch.stack([b[0], torch.zeros(()), b[1]])
-    advantages = (sums - sums.mean()) / (sums.std() + 1e-4)
-    found = gradients(AlgorithmConfig(advantages="gdpo"), [a.tolist(), [2.0, NONE, 6.0]])
-    assert found == pytest.approx(plain(surrogate(advantages.tolist()), by_sequence), abs=1e-7)
-
-
-FILES = "configs/examples/methods"
 ADVANTAGES_OF_1_0_0 = torch.tensor([2 / 3, -1 / 3, -1 / 3]) / (math.sqrt(1 / 3) + 1e-4)
 
 
@@ -142,7 +162,7 @@ def test_vespo():
         return -(w**k) * (rate * (1 - w)).exp() * ADVANTAGES_OF_1_0_0[s].item() * policy
 
     algorithm = AlgorithmConfig(loss=f"{FILES}/vespo.py:vespo", aggregation="token_mean")
-    found = gradients(algorithm, [[1.0, 0, 0], [0.0] * 3])
+    found = gradients(algorithm, [1.0, 0, 0])
     assert found == pytest.approx(plain(loss, by_token), abs=1e-7)
 
 
@@ -158,9 +178,7 @@ def test_gmpo(log_clip):
         sign = math.copysign(1.0, advantage)
         return -sign * worse.abs().prod() ** (1 / len(ratios))  # of the whole sequence, at each of its tokens
 
-    found = gradients(
-        AlgorithmConfig(loss=f"{FILES}/gmpo.py:gmpo", loss_options={"log_clip": log_clip}), [[1.0, 0, 0], [0.0] * 3]
-    )
+    found = gradients(AlgorithmConfig(loss=f"{FILES}/gmpo.py:gmpo", loss_options={"log_clip": log_clip}), [1.0, 0, 0])
     assert found == pytest.approx(plain(loss, by_sequence), abs=1e-7)
     assert sum(x == 0 for x in found) == (3 if log_clip == 0.4 else 0)
 
@@ -175,40 +193,32 @@ def test_luspo():
 
     options = {"clip_low": 0.9, "clip_high": 9.0}
     algorithm = AlgorithmConfig(loss=f"{FILES}/luspo.py:luspo", loss_options=options)
-    found = gradients(algorithm, [[1.0, 0, 0], [0.0] * 3])
+    found = gradients(algorithm, [1.0, 0, 0])
     assert found == pytest.approx(plain(loss, by_sequence), abs=1e-7)
-    by_default = gradients(dataclasses.replace(algorithm, loss_options={}), [[1.0, 0, 0], [0.0] * 3])
+    by_default = gradients(dataclasses.replace(algorithm, loss_options={}), [1.0, 0, 0])
     assert [x != 0 for x in by_default] == [False, False, False, True, True, True]  # exp(0.5) and exp(-0.2) are cut
 
 
 def test_clip_cov(monkeypatch):
-    """Against a plain loop over 2 groups of 3: a tenth of the tokens, of those within the bounds, has advantage 0."""
+    """Rewards 1 and 0, so A = +-a with a = 0.5 / (sqrt(1/2) + 1e-4) = 0.707; log-probs of a mean of -4/3.
+
+    A token's part a * (logp + 4/3) is 0.87, 0.24, -1.11 in the first sequence, and the opposite in the second.
+    """
     clip_cov = load_function(f"{FILES}/clip_cov.py:clip_cov", "test")
-    torch.manual_seed(0)
-    lengths = [9, 14, 11, 12, 8, 6]
-    samples = [Sample(torch.arange(n) + 1, torch.arange(n) > 0, -torch.rand(n) * 4) for n in lengths]
-    batch = make_batch(samples)
-    rewards_S = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 5.0])
-    has_S = torch.arange(6) != 5
-    config = GRPOConfig(group_size=3, reward=RewardConfig(functions={"a": 1.0}))
-    x = AdvantageInputs.of(batch, rewards_S, has_S, rewards_S[None], config)
-    of_sequences = [*ADVANTAGES_OF_1_0_0.tolist(), 0.0, 0.0, 0.0]
-    full = [of_sequences[s] for s, n in enumerate(lengths) for _ in range(n)]
-    counted = [place for place in range(60) if batch.loss_mask_N[place] and batch.owner_N[place] != 5]
-    mean_a, mean_p = (
-        sum(values[place] for place in counted) / len(counted) for values in (full, batch.generator_logprobs_N.tolist())
-    )
-    parts = {p: (full[p] - mean_a) * (batch.generator_logprobs_N[p].item() - mean_p) for p in counted}
-    chosen = {place for place, part in parts.items() if 0.2 < part < 1.0}
-    monkeypatch.setitem(clip_cov.__globals__, "COVARIANCES", (0.2, 1.0))
-    monkeypatch.setitem(clip_cov.__globals__, "CLIPPED_FRAC", 0.1)
-    advantages_N = clip_cov(x)
-    changed = {place for place in range(60) if advantages_N[place].item() != pytest.approx(full[place])}
-    assert len(counted) == 49 and len(chosen) == 7
-    assert len(changed) == 4 and changed < chosen and advantages_N[list(changed)].eq(0).all()
-    assert torch.equal(clip_cov(x), advantages_N)
-    monkeypatch.setitem(clip_cov.__globals__, "COVARIANCES", (50.0, 51.0))
-    assert clip_cov(x).tolist() == pytest.approx(full)
+    logprobs_T = torch.tensor([0.0, -0.1, -1.0, -2.9])
+    batch = make_batch([Sample(torch.arange(4), torch.arange(4) > 0, logprobs_T)] * 2)
+    config = GRPOConfig(group_size=2, reward=RewardConfig(functions={"a": 1.0}))
+    rewards_S = torch.tensor([1.0, 0.0])
+    x = AdvantageInputs.of(batch, rewards_S, torch.ones(2).bool(), rewards_S[None], config)
+    for bounds, share, cut in (((0.5, 1.0), 0.0, {1}), ((0.5, 2.0), 0.5, {1, 7}), ((1.2, 2.0), 0.5, set())):
+        monkeypatch.setitem(clip_cov.__globals__, "COVARIANCES", bounds)
+        monkeypatch.setitem(clip_cov.__globals__, "CLIPPED_FRAC", share)  # of 6 tokens, at least one
+        expected = [0 if n in cut else 0.70701 * (1 if n < 4 else -1) for n in range(8)]
+        assert clip_cov(x).tolist() == pytest.approx(expected, abs=1e-4)
+    monkeypatch.setitem(clip_cov.__globals__, "COVARIANCES", (0.5, 2.0))
+    monkeypatch.setitem(clip_cov.__globals__, "CLIPPED_FRAC", 0.0)
+    advantages_N = clip_cov(x)  # one of two, by chance, and the same again
+    assert advantages_N[[1, 7]].eq(0).sum() == 1 and torch.equal(clip_cov(x), advantages_N)
 
 
 def gspo_token(advantages, low, high):
@@ -236,20 +246,9 @@ def test_gspo_with_an_advantage_for_each_token(tmp_path):
     # ratios of the sequences: exp(0.5), exp(-0.2), exp(0.0333)
     for low, high in ((0.9, 9.0), (0.0003, 0.0004)):
         algorithm = AlgorithmConfig(loss="gspo", advantages=f"{tmp_path}/own.py:by_place", clip_low=low, clip_high=high)
-        found = gradients(algorithm, [[1.0, 0, 0], [0.0] * 3])
+        found = gradients(algorithm, [1.0, 0, 0])
         assert found == pytest.approx(plain(gspo_token(advantages, low, high), by_sequence), abs=1e-7)
         assert sum(x != 0 for x in found) == (3 if high > 1 else 2)  # that of the sixth token is cut
-
-
-def test_gspo_with_the_turns_of_episodes():
-    # turns 1; 1 2; 1 1 2, rewards 3 1 5; before their second turn the second had earned 2, the third 1.
-    # first turns: 3 - (1 + 5) / 2, 1 - (3 + 5) / 2, 5 - (3 + 1) / 2; second turns: (1 - 2) - (5 - 1), and the opposite
-    turns, earned = [[1], [1, 2], [1, 1, 2]], [[0.0], [0.0, 2.0], [0.0, 0.0, 1.0]]
-    advantages = [[0.0], [-3.0, -5.0], [3.0, 3.0, 5.0]]
-    algorithm = AlgorithmConfig(loss="gspo", advantages="return_to_go", clip_low=0.9, clip_high=9.0)
-    found = gradients(algorithm, [[3.0, 1.0, 5.0], [0.0] * 3, [NONE] * 3], turns, earned)
-    assert found == pytest.approx(plain(gspo_token(advantages, 0.9, 9.0), by_sequence), abs=1e-7)
-    assert sum(x != 0 for x in found) == 5
 
 
 def test_every_method_is_listed_with_what_follows_from_its_flags():

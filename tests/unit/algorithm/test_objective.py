@@ -154,14 +154,6 @@ def advantages(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[TrainBatc
     return add_advantages(config, batch, *REWARDS, algorithm.kl_coef, metrics), metrics.means()
 
 
-def test_every_token_has_its_sequences_advantage_and_the_mask_says_who_counts():
-    batch, metrics = advantages(AlgorithmConfig(advantages="group_mean"), make_batch(samples(4)))
-    assert batch.advantages_N.view(4, 3).tolist() == [[0.5] * 3, [-0.5] * 3, [0] * 3, [0] * 3]
-    counts = [False, True, True]
-    assert batch.loss_mask_N.view(4, 3).tolist() == [counts, counts, counts, [False] * 3]
-    assert metrics == {}
-
-
 def test_truncated_completions_compare_but_do_not_count_if_so_configured():
     batch = make_batch([*samples(1, truncated=True), *samples(3)])
     masked, _ = advantages(AlgorithmConfig(advantages="group_mean", mask_truncated=True), batch)
@@ -171,25 +163,16 @@ def test_truncated_completions_compare_but_do_not_count_if_so_configured():
     assert kept.num_loss_tokens_S.tolist() == [2, 2, 2, 0]
 
 
-def test_the_kl_may_be_taken_from_the_reward():
-    # generator over reference of the two tokens: 2 and 2 in the first sequence, 1 elsewhere: 0.5 * 2 log 2 less
-    log2 = math.log(2)
+@pytest.mark.parametrize(("gap", "penalty"), [(math.log(2), math.log(2)), (1000.0, 20.0)])
+def test_the_kl_may_be_taken_from_the_reward(gap, penalty):
+    """Half of the sum of both tokens' gaps in the first sequence; a token costs at most 20 nats."""
     ref_N = make_batch(samples(4)).generator_logprobs_N.clone()
-    ref_N[1:3] -= log2
+    ref_N[1:3] -= gap
     batch = dataclasses.replace(make_batch(samples(4)), ref_logprobs_N=ref_N)
     algorithm = AlgorithmConfig(advantages="none", kl_in="reward", kl_coef=0.5, kl_estimator="k1")
     batch, metrics = advantages(algorithm, batch)
-    assert batch.advantages_N.view(4, 3)[:, 0].tolist() == pytest.approx([1 - log2, 0, 3, 0])
-    assert metrics == {"reward/kl_penalty": pytest.approx(log2 / 3)}  # the mean over those that have a reward
-
-
-def test_a_kl_taken_from_the_reward_is_bounded():
-    """A token that the reference gives no chance costs 20 nats, with k1 times 0.5 of the coefficient."""
-    ref_N = make_batch(samples(4)).generator_logprobs_N.clone()
-    ref_N[1] -= 1000
-    batch = dataclasses.replace(make_batch(samples(4)), ref_logprobs_N=ref_N)
-    algorithm = AlgorithmConfig(advantages="none", kl_in="reward", kl_coef=0.5, kl_estimator="k1")
-    assert advantages(algorithm, batch)[0].advantages_N.view(4, 3)[:, 0].tolist() == [1 - 0.5 * 20, 0, 3, 0]
+    assert batch.advantages_N.view(4, 3)[:, 0].tolist() == pytest.approx([1 - penalty, 0, 3, 0])
+    assert metrics == {"reward/kl_penalty": pytest.approx(penalty / 3)}  # the mean over those that have a reward
 
 
 def test_a_reference_that_is_not_finite_reaches_the_trainer_which_skips_the_update():

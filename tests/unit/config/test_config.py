@@ -46,10 +46,10 @@ MAX_WEIGHT = {"algorithm.loss": "reinforce", "algorithm.loss_options": {"max_imp
 CLASSES = {"environment.classes": {"a": "x.py:A", "b": "x.py:B"}}
 KIND = {"data.environment_column": "kind"}
 TOOLS = {"environment.tools": ("calculator",)}
-PENALTY = {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1}
 EACH_TURN = {"algorithm.advantages": "return_to_go"}
 ROUNDED = {"trainer.moments": "bfloat16"}
 CARRY_8 = {"sampling.carry_over": 8}
+DPPO = "configs/examples/methods/dppo.py:dppo"
 CORRECTION, LOW = "algorithm.importance_correction", "algorithm.importance_correction_low"
 # What is changed in the defaults (4 trainers, 4 generators, 32 prompts of 8 completions), and what the message has
 REFUSED_IN_GRPO = [
@@ -102,6 +102,7 @@ REFUSED_IN_GRPO = [
     ({"sampling.carry_over": 32}, "carry_over=32 must be below prompts_per_step=32"),
     (CARRY_8 | {"generator.stop": ("END",)}, "generator.stop, .* does not go with sampling.carry_over"),
     ({"reward.functions": {}}, "reward.functions is empty"),
+    ({"reward.passes": "accuracy"}, "reward.passes='accuracy' .* name one of math_reward, thinking_reward"),
     (ONLY_TEACHER | {"evaluation.interval": 1}, "reward.functions is empty"),
     (ONLY_TEACHER | {"sampling.dynamic": True}, "reward.functions is empty"),
     ({"environment.name": "calculator"}, "environment.name .* 'calculator', which names no class .* environment.tools"),
@@ -114,13 +115,10 @@ REFUSED_IN_GRPO = [
     (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template .* with an environment: it has no turns"),
     (TOOLS | {"reward.functions": {}}, "reward.functions is empty; name one, .* or an environment"),
     (EACH_TURN, "return_to_go needs an environment: .* use rloo"),
-    (PENALTY | {"algorithm.advantages": "gdpo"}, "kl_in=reward does not go with .*=gdpo: the penalty is part of no"),
-    (PENALTY | {"algorithm.advantages": "maxrl"}, "kl_in=reward does not go with .*=maxrl: .* fall below it"),
-    ({"algorithm.loss": "dppo", CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
-    (
-        {"algorithm.loss": "dppo", "algorithm.old_logprobs": "policy", CORRECTION: "none", "overlap_steps": 1},
-        "none with old_logprobs=policy",
-    ),
+    ({"algorithm.loss": "dppo"}, "'dppo' is not built in; name its file, --algorithm.loss configs/.*/dppo.py:dppo,"),
+    ({"algorithm.advantages": "gdpo"}, "name its file, --algorithm.advantages configs/.*/methods/gdpo.py:gdpo"),
+    ({"algorithm.old_logprobs": "generator", CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
+    ({"algorithm.loss": DPPO, CORRECTION: "none", "overlap_steps": 1}, "none with old_logprobs=policy"),
     (
         {"checkpoint.push_to_hub": "a/b", "checkpoint.export": False},
         "push_to_hub uploads what checkpoint.export writes",
@@ -497,16 +495,15 @@ def test_a_loss_brings_its_papers_defaults(loss):
         ({"old_logprobs": "generator"}, "none"),  # the ratio has the generator in it already
         ({"importance_correction": "none"}, "none"),
         ({"old_logprobs": "generator", "importance_correction": "mask_sequences"}, "mask_sequences"),
-        ({"loss": "dppo"}, "none"),  # so does its paper's
-        ({"loss": "dppo", "old_logprobs": "policy"}, "truncate"),
     ],
 )
 def test_default_correction(given, expected):
     assert AlgorithmConfig(**given).resolved.importance_correction == expected
 
 
-def test_dppo_needs_no_correction_for_older_weights():
-    validate(change(GRPOConfig(), {"algorithm.loss": "dppo", "overlap_steps": 1, **CARRY_8}))
+def test_a_loss_of_ones_own_needs_no_correction_for_older_weights():
+    loss = {"algorithm.loss": DPPO, "algorithm.old_logprobs": "generator"}
+    validate(change(GRPOConfig(), {**loss, "overlap_steps": 1, **CARRY_8}))
 
 
 def test_recipe_text_neither_continues_nor_deletes_the_run_it_describes():

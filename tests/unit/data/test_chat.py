@@ -135,6 +135,7 @@ PROMPTS = [
     (THINKER, {}, "<think>\n", "prompts open <think>; reward functions get it"),
     (QWEN3, {"chat_template_kwargs": {"enable_thinking": False}}, "", "thinking is off: with enable_thinking False"),
     (MISTRAL, {}, "", "warning: the chat template of  drops data.system_prompt"),
+    (MISTRAL, {"system_prompt": "?"}, "", "warning: the chat template of  drops data.system_prompt"),
     (MISTRAL, {"system_prompt": ""}, "", ""),
     (QWEN3, {"system_prompt": "Be brief.\n\n  Think. "}, "", ""),
     (QWEN3, {"prompt_template": "{question} <think>"}, "<think>", "prompts open <think>"),

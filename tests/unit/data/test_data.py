@@ -134,7 +134,18 @@ def test_a_filter_passes_over_prompts_and_others_come_in_their_place(tokenizer, 
     prompts = stream.draw(3)
     assert [(prompt.row, prompt.index) for prompt in prompts] == [(3, 3), (8, 8), (3, 13)]
     stream.wanted = lambda prompt: False
-    with pytest.raises(ValueError, match="10 in a row, .* 10 rows"):
+    with pytest.raises(ValueError, match="keep_prompt refuses 10 of the 10 rows"):
+        stream.draw(1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_filter_may_leave_one_row(tokenizer, ten_rows, seed):
+    """Between two draws of it lie up to 18 other rows, nearly two epochs."""
+    stream = prompts_of(config_of(ten_rows), tokenizer, seed)
+    stream.wanted = lambda prompt: prompt.row == 3
+    assert rows_of(stream.draw(20)) == [3] * 20
+    stream.orders[""].chances = {3: 0.0}  # as a curriculum does
+    with pytest.raises(ValueError, match="keep_prompt refuses 9 of the 10 rows .* data.curriculum gives the other 1 "):
         stream.draw(1)
 
 
@@ -230,15 +241,23 @@ def test_prompts_that_are_too_long_are_never_drawn_and_counted_at_the_start(toke
     assert [p.columns["answer"] for p in prompts] == ["4", "5", "6", "4", "5", "6", "4", "5"]
     assert [p.index for p in prompts] == list(range(8))
     told = (
-        "warning: data: 3 of 5 rows of .*; an epoch is 1.5 steps; tokens 4 to 9, median 6, 95% have at most 8; left out"
+        "warning: data: 3 of 5 rows of .*; an epoch is 1.5 steps; tokens 4 to 9, median 6, 95% have at most 9; left out"
     )
     assert re.search(f"{told}: 2 longer than data.max_prompt_tokens=6", lines[0])
     assert len(lines) == 1 and capsys.readouterr().out == ""
 
 
+def test_rows_with_the_same_tokens_are_counted(tokenizer, tmp_path, capsys):
+    rows = [{"question": f"add n{i % 4}", "answer": "1"} for i in range(10)]
+    prompts_of(config_of(write_rows(tmp_path / "rows.jsonl", rows)), tokenizer)
+    assert (
+        "10 of 10 rows" in (told := capsys.readouterr().out) and "6 of them have the tokens of an earlier one" in told
+    )
+
+
 def test_no_row_that_fits_is_an_error_with_the_numbers(tokenizer, tmp_path):
     config = config_of(long_rows(tmp_path, [9, 8, 12]), max_prompt_tokens=6)
-    message = "0 of 3 rows of .*long.jsonl are left: 3 longer than data.max_prompt_tokens=6; .* 95% have at most 9; "
+    message = "0 of 3 rows of .*long.jsonl are left: 3 longer than data.max_prompt_tokens=6; .* 95% have at most 12; "
     with pytest.raises(ValueError, match=message):
         prompts_of(config, tokenizer, seed=0)
     with pytest.raises(ValueError, match=message):

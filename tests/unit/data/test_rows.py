@@ -15,6 +15,7 @@ from grpo.data.rows import (
     BadRow,
     ChatColumns,
     Example,
+    TableRow,
     column_of,
     detect_format,
     no_format,
@@ -224,8 +225,9 @@ def test_an_entry_of_a_message_may_be_nan():
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"messages": [{"from": "human", "value": "1+1?"}]}, "message 1 has ShareGPT's from and value.*--data.row"),
-        ({"messages": '[{"from": "human", "value": "1+1?"}]'}, "message 1 has ShareGPT's from and value.*--data.row"),
+        ({"messages": [{"from": "human", "value": "1+1?"}]}, "message 1 has ShareGPT's from; .*--data.row"),
+        ({"messages": '[{"from": "human", "value": "1+1?"}]'}, "message 1 has ShareGPT's from; .*--data.row"),
+        ({"messages": [{"role": "user", "value": "1+1?"}]}, "message 1 has ShareGPT's value; .*--data.row"),
         ({"messages": [USER, ASSISTANT | {"role": "gpt"}]}, "message 2, role is 'gpt', which .* call 'assistant'"),
         ({"messages": [USER | {"role": "User"}]}, "message 1, role is 'User', which .* call 'user'.*--data.row"),
         (
@@ -303,7 +305,7 @@ def test_what_a_table_adds_to_messages_is_left_out():
         "tools": '[{"type": "function", "function": {"name": "add"}}]',
     }
     before = repr(row)
-    assert chat_of(row) == Example(
+    assert chat_of(TableRow(row)) == Example(
         chat=[
             USER,
             {
@@ -314,12 +316,16 @@ def test_what_a_table_adds_to_messages_is_left_out():
                     {"name": "sub", "arguments": {"a": 1}},
                 ],
             },
-            {"role": "tool", "content": "2!", "name": "add"},
+            {"role": "tool", "content": "2\n!", "name": "add"},
         ],
         tools=[{"type": "function", "function": {"name": "add"}}],
     )
     assert repr(row) == before
-    assert chat_of({"messages": [USER], "tools": [{"name": "f", "default": None}]}).tools == [{"name": "f"}]
+    (_, turn, _) = chat_of(row).chat
+    assert turn["tool_calls"][1] == {"name": "sub", "arguments": {"a": 1, "b": None}}  # in JSON lines it is meant
+    tools = [{"name": "f", "default": None}]
+    assert chat_of(TableRow({"messages": [USER], "tools": tools})).tools == [{"name": "f"}]
+    assert chat_of({"messages": [USER], "tools": tools}).tools == tools
     as_text = '[{"name": "f", "default": null}]'  # in which no table has added anything
     assert chat_of({"messages": [USER], "tools": as_text}).tools == [{"name": "f", "default": None}]
     assert chat_of({"messages": [USER], "tools": []}).tools is None

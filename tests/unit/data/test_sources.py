@@ -256,6 +256,15 @@ def test_a_file_is_of_one_split_and_read_once(tmp_path):
         rows_of(tmp_path)
 
 
+def test_configurations_beside_each_other_are_not_read_as_one(tmp_path):
+    for name in ("main", "socratic"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(f'{{"a": "{name}"}}\n')
+    with pytest.raises(ValueError, match=r"split train in several folders \(main, socratic\)"):
+        rows_of(tmp_path)
+    assert rows_of(tmp_path / "main") == [{"a": "main"}]
+
+
 def test_a_folder_without_rows_or_with_several_kinds(tmp_path):
     with pytest.raises(ValueError, match="has no .jsonl, .json, .csv, .parquet file; give one with"):
         rows_of(tmp_path)

@@ -233,12 +233,30 @@ def test_qwen3_learns_every_turn_of_a_chat_as_if_it_were_the_last():
     assert ids[: mask.index(True)] == thinking
 
 
-def test_qwen3_chats_with_tools_are_refused():
+def test_qwen3_learns_every_turn_of_a_chat_with_tools():
+    """By hand, in the words of Qwen3's own template: calls are labels, what tools answer is the user's."""
     tokenizer = tokenizer_for(QWEN3_CHAT.read_text(), "<|im_end|>")
-    with pytest.raises(Refused, match="qwen3_chat.jinja writes the roles system, user and assistant, and .* has tool"):
-        encoded(tokenizer, TALK)
-    with pytest.raises(Refused, match="qwen3_chat.jinja writes no tools"):
-        encoded(tokenizer, TALK[:3], tools=[{"name": "add"}])
+    calls = [{"function": {"name": "add", "arguments": {"a": 2}}}, {"name": "stop", "arguments": {}}]
+    chat = [
+        *TALK[:2],
+        TALK[4] | {"tool_calls": calls},
+        TALK[5],
+        TALK[5] | {"content": "5"},
+        TALK[6],
+    ]
+    no_thoughts = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    turns = (
+        "<|im_start|>user\n1+1?<|im_end|>\n" + no_thoughts + "[call:\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call><|im_end|>]\n'
+        "<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response><|im_end|>\n"
+        + no_thoughts
+        + "[four.<|im_end|>]\n"
+    )
+    written = encoded(tokenizer, chat, tools=[{"name": "add"}])
+    assert written.startswith("<|im_start|>system\nbe brief\n\n# Tools\n\nYou may call one or more functions")
+    assert '<tools>\n{"name": "add"}\n</tools>\n' in written and written.endswith("</tool_call><|im_end|>\n" + turns)
+    assert encoded(tokenizer, chat[1:]) == turns
 
 
 def test_generation_markers_agree_with_transformers():
@@ -296,6 +314,7 @@ def test_tools_and_tool_calls():
 USER, TURN = TALK[1], TALK[2]
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
 OLD_CALL = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}
+LEAVES_SYSTEM_OUT = CHATML.replace("in messages %}", "in messages if message['role'] != 'system' %}")
 THOUGHT = "two is what 1+1 is"
 
 
@@ -322,6 +341,32 @@ def test_calls_are_lost_even_if_their_names_occur_elsewhere():
     for template, turn in ((CHATML, one), (CHATML, two), (first_only, two)):
         with pytest.raises(Refused, match="leaves out tool_calls of message 2"):
             encoded(tokenizer_for(template, "<|im_end|>"), [USER, turn])
+
+
+@pytest.mark.parametrize(
+    "turn, entry",
+    [
+        (TURN | {"reasoning_content": "1+1"}, "reasoning_content"),  # the question has these words
+        (TURN | {"reasoning_content": "two"}, "reasoning_content"),  # the answer has them
+        (CALL | {"content": "1+1?"}, "content"),
+    ],
+)
+def test_a_label_is_lost_even_if_its_words_occur_elsewhere(turn: dict, entry: str):
+    calls_alone = CHATML.replace("message['content']", "((message.tool_calls or message.content) | string)")
+    with pytest.raises(Refused, match=f"leaves out {entry} of message 2"):
+        encoded(tokenizer_for(calls_alone, "<|im_end|>"), [USER, turn])
+
+
+def test_a_history_or_system_prompt_is_lost_even_if_its_words_occur_elsewhere():
+    last_alone = "{% for m in messages[-1:] %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer = tokenizer_for(last_alone, "<|im_end|>")
+    chat = [USER | {"content": "1"}, TURN | {"content": "2"}, USER | {"content": "1+2?"}]
+    assert "bring content, which" in write_prompt(tokenizer, DATA, chat).notes[0]
+    data = DataConfig(system_prompt="1+1?")
+    (note,) = write_example(
+        tokenizer_for(LEAVES_SYSTEM_OUT, "<|im_end|>"), data, Example(chat=[USER, TURN]), "last"
+    ).notes
+    assert "bring data.system_prompt, which" in note
 
 
 def test_a_thought_that_only_ends_is_refused_if_the_template_writes_an_empty_one_before_it():
@@ -477,9 +522,20 @@ def test_a_template_that_is_not_prefix_stable():
     place = len("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n") + 1
     assert f"is not prefix-stable: from character {place} on, the first 3 of 5 messages are " in message
     assert "assistant\\n<think>hm</think>two." in message and "assistant\\ntwo.<|im_end|>\\n" in message
-    assert "train_on last may do, else give a template with {% generation %}" in message and "\n" not in message
+    assert "take train_on last, or give a template with {% generation %}" in message and "\n" not in message
     assert encoded(tokenizer, thinking, "last").endswith("<|im_start|>assistant\n[call:<|im_end|>]\n")
     assert "two." in encoded(tokenizer, thinking, "last") and "think" not in encoded(tokenizer, thinking, "last")
+
+
+def test_the_last_turn_is_advised_only_if_it_can_be_learned():
+    """As in Mistral's, the system prompt stands before the last question, if nothing follows that."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' and loop.last %}{{ messages[0].content }}{% endif %}"
+        "{% if m.role != 'system' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    for train_on in ("assistant", "last"):
+        with pytest.raises(Refused, match="cannot be told apart; give a template with"):
+            encoded(tokenizer_for(template, "<eos>"), TALK[:5], train_on)
 
 
 def test_an_answer_that_is_not_opened_as_the_prompt_says():
@@ -511,7 +567,7 @@ def test_templates_that_write_prompts_only(tmp_path):
     assert encoded(tokenizer, TALK[:3], data=text) == shown
     jinja = DataConfig(prompt_template=str(tmp_path / "q.jinja"), system_prompt="")
     for opening in ("Assistant:", "{% if add_generation_prompt %}Assistant:{% endif %}"):
-        tokenizer.chat_template = "be brief, {{ question }} {{ question }} " + opening
+        tokenizer.chat_template = "{{ messages[0].content }}, {{ question }} {{ question }} " + opening
         assert encoded(tokenizer, TALK[:3], data=jinja) == shown
         assert encoded(tokenizer, TALK[:3], "all", data=jinja) == "be[" + shown[2:].replace("[", "")
     for data in (text, jinja):

@@ -75,6 +75,11 @@ ROOM = """
         '''
         while place == "attic":
             pass
+        try:
+            while place == "shaft":
+                os.dup(0)
+        except OSError:
+            pass
         return f"{place} is empty, says {os.getpid()}"
 """
 
@@ -96,12 +101,12 @@ def host(tmp_path, monkeypatch):
         one.close()
 
 
-def say(host: EnvironmentHost, episode: int, do: str, *arguments, seconds: float = 120.0) -> dict:
+def say(host: EnvironmentHost, episode: int, do: str, *arguments, seconds: float = 600.0) -> dict:
     """One message and its reply."""
     host.ask(episode, do, list(arguments), seconds)
     replies = []
     while not replies:
-        replies = host.poll(180)
+        replies = host.poll(600)
     (reply,) = replies
     assert reply.pop("episode") == episode
     return reply
@@ -292,10 +297,10 @@ def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
         "    def get_reward(self): return 1.0\n"
     )
     served = host(name="served.py:Served")
-    for episode in range(3):
-        pid = say(served, episode, "reset", {}, 0, 0)["text"]
+    first, _, pid = (say(served, episode, "reset", {}, 0, 0)["text"] for episode in range(3))
     assert say(served, 0, "finish")["reward"] == 1.0
-    time.sleep(0.2)  # in which the supervisor learns of the death
+    while os.path.exists(f"/proc/{first}"):  # until somebody has waited for it
+        time.sleep(0.01)
     for episode in (1, 2):
         assert say(served, episode, "turn", "well?")["answers"] == ["None"]
     served.close()
@@ -308,11 +313,17 @@ def test_functions_share_processes_and_a_late_one_is_told(host):
         tools.ask(episode, "turn", [call("look", place="cellar")], 120.0)
     replies = []
     while len(replies) < 3:
-        replies += tools.poll(180)
+        replies += tools.poll(600)
     assert len({reply["answers"][0] for reply in replies}) == 1  # of one process
     late = say(tools, 0, "turn", call("look", place="attic"), seconds=1.0)
     assert "longer than 1 s" in late["answers"][0] and not late["ended"] and late["counts"]["hung_calls"] == 1
     assert "empty" in say(tools, 0, "turn", call("look", place="cellar"))["answers"][0]
+
+
+def test_functions_that_use_up_descriptors_get_another_process(host):
+    tools = host(num_processes=1, name="", tools=("room.py:look",))
+    pids = [say(tools, 0, "turn", call("look", place="shaft"))["answers"][0].split()[-1] for _ in range(2)]
+    assert pids[0] != pids[1]
 
 
 def test_nothing_survives(host):
@@ -444,7 +455,7 @@ def test_what_an_async_class_left_running_goes_on_between_two_calls(host, tmp_pa
     def wait_for_beats() -> None:
         beats = tmp_path / "beats"
         wanted = beats.stat().st_size + 5
-        give_up_at = time.monotonic() + 60
+        give_up_at = time.monotonic() + 600
         while beats.stat().st_size < wanted:
             assert time.monotonic() < give_up_at, "it stands still"
             time.sleep(0.01)

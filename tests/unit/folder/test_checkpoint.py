@@ -113,7 +113,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     changed, write = threading.Event(), dcp.FileSystemWriter.write_data
 
     def write_later(*arguments):
-        assert changed.wait(60), "the save waits until it is written"
+        assert changed.wait(600), "the save waits until it is written"
         return write(*arguments)
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_later)

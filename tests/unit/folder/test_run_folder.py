@@ -43,7 +43,7 @@ def started_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
 
 def finished_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
     started_run(folder, script)
-    for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "samples.txt", "metrics.jsonl.tmp"):
+    for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "metrics.jsonl.tmp"):
         (folder / name).write_text("{}\n")
     (folder / "config-step-00000002.py").write_text("")
     steps = ("checkpoints/step-00000003", "checkpoints/step-00000004.partial")

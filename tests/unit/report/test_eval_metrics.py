@@ -25,22 +25,6 @@ def make_rollout(value, reward=None, row=0, num_tokens=2, truncated=False):
 # ---- pass@k
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "num_passed", "k", "expected"),
-    [
-        (4, 1, 1, 1 / 4),
-        (4, 1, 2, 1 / 2),  # 3 of the 6 pairs hold the one that passed
-        (4, 2, 2, 5 / 6),  # one pair of 6 holds neither
-        (5, 2, 3, 9 / 10),  # one triple of 10 is the three that failed
-        (5, 3, 3, 1.0),  # only two failed
-        (8, 0, 8, 0.0),
-        (8, 8, 1, 1.0),
-    ],
-)
-def test_pass_at_k_by_hand(num_samples, num_passed, k, expected):
-    assert pass_at_k(num_samples, num_passed, k) == pytest.approx(expected, abs=1e-15)
-
-
 @pytest.mark.parametrize("num_samples", range(1, 8))
 def test_pass_at_k_is_the_share_of_subsets_with_a_pass(num_samples):
     for num_passed in range(num_samples + 1):

@@ -1,7 +1,6 @@
 """The run's books: times, averages, files and curves, with numbers a person can check."""
 
 import dataclasses
-import html
 import json
 import math
 import re
@@ -10,7 +9,6 @@ import types
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugin_util import markdown_to_safe_html
 
 from grpo import look
 from grpo.config import MetricsConfig
@@ -22,10 +20,8 @@ from grpo.report.rollout_metrics import function_names, rollout_metrics
 from grpo.report.samples import (
     completion_records,
     describe,
-    failing_calls_line,
     failure_lines,
     no_answer_line,
-    unequal_openings_line,
     unread_calls_line,
 )
 from grpo.rewards.builtin import math_reward
@@ -137,12 +133,6 @@ def test_rollout_metrics_of_two_groups():
     )
 
 
-def test_zero_variance_frac_counts_groups_not_completions():
-    rollouts = [make_rollout(reward) for reward in (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.5)]
-    assert rollout_metrics(rollouts, group_size=2)["groups/zero_variance_frac"] == 0.5
-    assert rollout_metrics(rollouts, group_size=4)["groups/zero_variance_frac"] == 0.0
-
-
 def test_rollout_metrics_without_any_reward_are_nan_not_zero():
     numbers = rollout_metrics([make_rollout(None, {"f": None}), make_rollout(None, {"f": None})], group_size=2)
     assert math.isnan(numbers["reward/mean"]) and math.isnan(numbers["reward/std"]) and math.isnan(numbers["reward/f"])
@@ -230,29 +220,6 @@ def with_episode(rollout, **episode):
     return dataclasses.replace(rollout, completion=completion)
 
 
-@pytest.mark.parametrize(
-    ("num_wrong", "num_bad", "is_told"), [(7, 0, True), (6, 0, False), (6, 2, True), (6, 4, False)]
-)
-def test_calls_that_mostly_raise_are_told_with_the_error(num_wrong, num_bad, is_told):
-    """Of twelve: calls that fit no tool are the policy's own, and fewer than ten say little."""
-    right = with_episode(make_rollout(0.0), counts={"calls": 12 - num_wrong, "bad_calls": num_bad})
-    turn = {"text": "", "answers": ["KeyError: 'KEY'\x1b"]}
-    wrong = with_episode(make_rollout(0.0), counts={"calls": 1, "tool_errors": 1}, turns=[turn])
-    line = failing_calls_line([make_rollout(0.0), right, *[wrong] * num_wrong])
-    assert bool(line) == is_told and line.isprintable()
-    if is_told:
-        assert line.startswith(f"{num_wrong} of {12 - num_bad} calls of tools raise, most often \"KeyError: 'KEY'")
-
-
-def test_different_beginnings_of_one_group_are_told():
-    first, second = (with_episode(make_rollout(0.0), opening=text) for text in ("Find 3.", "Find 5."))
-    other_prompt = dataclasses.replace(second, prompt=dataclasses.replace(second.prompt, index=1))
-    lost = with_episode(make_rollout(None), opening=None)
-    assert unequal_openings_line([make_rollout(0.0), lost, first, first, other_prompt]) == ""
-    line = unequal_openings_line([first, other_prompt, second])
-    assert "'Find 3.' and 'Find 5.'" in line and "seed" in line
-
-
 # --- files
 
 
@@ -276,41 +243,32 @@ def test_resume_drops_what_the_aborted_part_wrote_and_a_fresh_start_everything(t
         log.log(step, {"loss": loss})
         log.completions(step, [UNREWARDED], [f"prompt {step}"])
         log.evaluation_completions(step, "greedy", [UNREWARDED], [f"held out {step}"])
+        batch_path(tmp_path, step).parent.mkdir(exist_ok=True)
+        batch_path(tmp_path, step).touch()
 
     def steps_in(name):
-        return [record["step"] for record in read_records(tmp_path, name)]
+        return [record["step"] for record in read_records(tmp_path, f"{name}.jsonl")]
 
     aborted = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    aborted.log_held_out(0, {"eval/accuracy": 0.1})
     for step in (1, 2, 3, 4):
         log_step(aborted, step, float(step))
     for name in ("metrics", "completions"):
         with open(tmp_path / f"{name}.jsonl", "a") as file:
             file.write('{"step": 2, "time": 17')
 
-    for step in (1, 2, 3, 4):
-        batch_path(tmp_path, step).parent.mkdir(exist_ok=True)
-        batch_path(tmp_path, step).touch()
-
     resumed = RunLog(MetricsConfig(), str(tmp_path), num_steps=10, start_step=2)
     assert [batch_path(tmp_path, step).exists() for step in (1, 2, 3, 4)] == [True, True, False, False]
-    assert steps_in("metrics.jsonl") == [0, 1, 2]
-    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [1, 2]
     log_step(resumed, 3, 30.0)
     resumed.close()
-    found = [(record["step"], record.get("loss")) for record in read_records(tmp_path)]
-    assert found == [(0, None), (1, 1.0), (2, 2.0), (3, 30.0)]
-    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [1, 2, 3]
+    assert [(record["step"], record["loss"]) for record in read_records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert steps_in("completions") == steps_in("evaluation") == [1, 2, 3]
     assert read_scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    assert read_scalars(tmp_path, "eval/accuracy") == [(0, 0.1)]
-    assert not (tmp_path / "metrics.jsonl.tmp").exists()
 
     fresh = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == []
-    fresh.log_held_out(0, {"eval/accuracy": 0.2})
+    assert steps_in("metrics") == steps_in("completions") == steps_in("evaluation") == []
+    fresh.log(1, {"loss": 0.2})
     fresh.close()
-    assert [record["eval/accuracy"] for record in read_records(tmp_path)] == [0.2]
-    assert read_scalars(tmp_path, "eval/accuracy") == [(0, 0.2)]
+    assert read_scalars(tmp_path, "loss") == [(1, pytest.approx(0.2))]
 
 
 # --- the console
@@ -321,12 +279,14 @@ def test_console_line(tmp_path, capsys):
     log.log(11, {"time/step": 10.0})
     log.log(12, {"reward/mean": 0.5, "loss": -0.0123, "tokens_per_second": 4560.0, "time/step": 20.0, "adam/odd": 3.0})
     log.log(13, {"reward/mean": 0.0, "distill/reverse_kl": 0.25})  # a teacher; reward functions of weight 0 measure
+    log.log(14, {"reward/mean": math.nan, "loss": 0.0, "kl": math.nan})
     log.log_held_out(13, {"eval/accuracy": 0.8125, "eval/accuracy_stderr": 0.0276, "eval/reward_mean": 0.9})
     log.close()
     assert capsys.readouterr().out.splitlines() == [
         "step  11/200   6%  10 s  eta 31m30s",  # 189 steps of 10 s
         "step  12/200   6%  reward 0.5     loss -0.0123  4.56k tok/s  20 s  eta 47m00s",  # 188 steps of 15 s
         "step  13/200   6%  teacher kl 0.25    eta 46m45s",
+        "step  14/200   7%  reward -       loss 0       kl -       eta 46m30s",
         "eval  13/200   6%  accuracy 0.812 ± 0.0276  reward_mean 0.9",
     ]
 
@@ -379,12 +339,11 @@ def test_recorded_completions_can_be_scored_again(tmp_path):
     assert records[0]["columns"] == columns | {"weight": None, "tests": [[1, 2], {"x": None}]}
 
 
-def test_a_sample_shows_the_answer_and_no_column_that_the_prompt_has(tmp_path):
+def test_a_sample_shows_the_answer_and_no_column_that_the_prompt_has():
     columns = {"messages": [{"role": "user", "content": "3+0?"}], "answer": "3", "level": "hard"}
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=1)
-    log.completions(1, [make_rollout(1.0, text="7", columns=columns)], ["user: 3+0?" + " " * 700])
-    sample = (tmp_path / "samples.txt").read_text()
-    assert "answer: 3\nlevel: hard\ncompletion: 7\n" in sample and "messages:" not in sample
+    (record,) = completion_records([make_rollout(1.0, text="7", columns=columns)], ["user: 3+0?"])
+    sample = describe(record)
+    assert "answer: 3\nlevel: hard\ncompletion: 7" in sample and "messages:" not in sample
 
 
 def test_a_damaged_log_does_not_keep_a_run_from_going_on(tmp_path, capsys):
@@ -406,48 +365,18 @@ HARMLESS = r"a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \frac ü
 def test_samples_cannot_act_on_a_terminal_and_completions_are_strict_json(tmp_path):
     rollout = make_rollout(1.0, {"f": 1.0}, text=HOSTILE, columns={"question": HOSTILE, "answer": f"{HOSTILE} "})
     failed = make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": HOSTILE})
-    log = RunLog(MetricsConfig(tensorboard=True), str(tmp_path), num_steps=3)
+    episode = {"turns": [], "ended_by": "done", "info": {"all": [math.nan, 0.5]}, "waited": 0.1}
+    failed = dataclasses.replace(failed, completion=dataclasses.replace(failed.completion, episode=episode))
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
     log.completions(1, [rollout, failed], [HOSTILE, HOSTILE])
-    log.close()
-    text = (tmp_path / "samples.txt").read_text(encoding="utf-8")
+    text = "".join(map(describe, completion_records([rollout, failed], [HOSTILE, HOSTILE])))
     assert text.count(HARMLESS) == 5  # two prompts, two completions, an answer
     assert not set(text) & {"\x1b", "\x07", "\r", "\u202e", "\x9b", "\u2028", "\x00"}
-    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
-    accumulator.Reload()
-    shown = html.unescape(accumulator.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode())
-    assert shown.count(HARMLESS) == 5 and "\x1b" not in shown and "\u202e" not in shown
     _, line = (tmp_path / "completions.jsonl").read_bytes().splitlines()  # strict JSON, with the whole text
     record = json.loads(line.decode("utf-8"))
     assert record["completion"] == record["prompt"] == HOSTILE.replace("\ud800", "\\ud800")
     assert json.dumps(record, ensure_ascii=False).encode("utf-8")  # which no lone surrogate would allow
-    assert b"\x1b" not in line
-
-
-def test_what_an_environment_says_is_strict_json(tmp_path):
-    """Its numbers may be none, by what the policy did."""
-    rollout = make_rollout(1.0, {"f": 1.0})
-    episode = {"turns": [], "ended_by": "done", "info": {"score": math.inf, "all": [math.nan, 0.5]}, "waited": 0.1}
-    rollout = dataclasses.replace(rollout, completion=dataclasses.replace(rollout.completion, episode=episode))
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
-    log.completions(1, [rollout], ["prompt"])
-    log.close()
-    *_, record = read_records(tmp_path, "completions.jsonl")
-    assert record["episode"] == {"turns": [], "ended_by": "done", "info": {"score": None, "all": [None, 0.5]}}
-
-
-def test_tensorboard_shows_samples_as_they_are(tmp_path):
-    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    log.completions(5, [UNREWARDED, TRUNCATED], ["_a_ & `b`", "1+2[x](y) &lt;\n\n\\|~1~"])
-    log.close()
-    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
-    accumulator.Reload()
-    (event,) = accumulator.Tensors("samples/text_summary")
-    assert event.step == 5
-    page = html.unescape(markdown_to_safe_html(event.tensor_proto.string_val[0]))
-    best, worst = page.split("--- ")[1:]
-    assert best.startswith("reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | mismatch 0.00125")
-    assert f"prompt: 1+2[x](y) &lt;\n\n\\|~1~\nanswer: 3\ncompletion: {TRUNCATED.text}" in best
-    assert "thinking_reward failed: took longer than 10 s\n" in best and "prompt: _a_ & `b`" in worst
+    assert b"\x1b" not in line and record["episode"]["info"] == {"all": [None, 0.5]}
 
 
 # --- curves and the summary
@@ -456,10 +385,6 @@ def test_tensorboard_shows_samples_as_they_are(tmp_path):
 def test_curve_of_a_straight_line():
     chart = terminal_curves([list(enumerate([0, 1, 2, 3]))], width=4, height=4)
     assert chart.splitlines() == ["3 ┤   •", "2 ┤  •", "1 ┤ •", "0 ┤•"]
-
-
-def test_curve_of_equal_values_has_no_other_value_at_its_side():
-    assert terminal_curves([[(0, 0.5), (20, 0.5)]], width=4).splitlines() == ["0.5 ┤••••"]
 
 
 def table(run_dir, *more) -> dict[str, list[str]]:
@@ -497,15 +422,6 @@ def test_summary_of_a_supervised_run_tells_its_losses(tmp_path):
     assert rows[""][0].strip().startswith("2 ┤") and rows[""][-1].strip().startswith("1.25 ┤")
     log.log_held_out(4, {"validation/loss": 1.5})
     assert table(tmp_path)[""][0].strip().startswith("1.75 ┤")
-
-
-def test_summary_of_a_distillation_tells_the_distance_to_the_teacher(tmp_path):
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=2)
-    for step, distance in ((1, 0.5), (2, 0.25)):
-        log.log(step, {"reward/mean": 0.0, "distill/reverse_kl": distance, "time/step": 1.0})
-    rows = table(tmp_path)
-    assert rows["KL from the policy to its teacher"] == ["0.5 to 0.25"] and "0.5 ┤" in rows[""][0]
-    assert not any("reward" in label for label in rows)  # a function of weight 0 earns nothing
 
 
 def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import math
 import pathlib
 import re
 from dataclasses import replace
@@ -56,6 +57,7 @@ def recorded_run(tmp_path) -> pathlib.Path:
     sample = Sample(torch.tensor(ids), mask, logprobs, prompt_tokens=len(prompt))
     batch = make_batch([sample, sample])
     batch = replace(batch, ref_logprobs_N=batch.generator_logprobs_N - 1)
+    batch.ref_logprobs_N[len(prompt) + 1] = torch.nan  # of a reference that is not finite
     save_step(
         str(tmp_path), 2, RecordedStep(batch, torch.ones(2), torch.ones(2, dtype=torch.bool), torch.ones(1, 2), 2, {})
     )
@@ -79,7 +81,7 @@ def test_tokens_are_those_of_the_recorded_batch(recorded_run, capsys):
     assert tokens["sampled"] == [1] * num_said + [0] * num_answer + [1] * rest
     assert tokens["in_loss"] == [1] * num_said + [0] * num_answer + [1] * (rest - 1) + [0]
     assert tokens["logprobs"]["generator"][:num_said] == [-(num_prompt + i) / 8 for i in range(num_said)]
-    assert tokens["logprobs"]["reference"][:num_said] == [-(num_prompt + i) / 8 - 1 for i in range(num_said)]
+    assert tokens["logprobs"]["reference"][:2] == [-num_prompt / 8 - 1, "nan"] and num_said == 2
     assert {tokens["logprobs"]["generator"][i] for i in (*range(num_said, after), -1)} == {None}
     assert excluded["tokens"] == tokens | {"in_loss": [0] * len(tokens["texts"])}
 
@@ -166,20 +168,21 @@ def test_without_a_recorded_batch_there_are_texts_turn_by_turn_of_held_out_promp
     assert not page.run("document.getElementById('no-tokens').hidden") and page.run("legend.hidden")
 
 
-def test_the_list_has_prompts_and_what_is_filtered_away_is_not_shown(tmp_path, browser):
-    record = {"step": 1, "row": 0, "completion": "3", "reward": 1.0, "advantage": 0.0, "num_tokens": 1}
-    asked = record | {
-        "prompt": "system and a template, 7*6? assistant",
-        "columns": {"question": "7*6?", "answer": "42"},
-    }
-    write_run(tmp_path, [record, asked | {"reward": 0.5}])
+def test_what_is_no_number_is_shown_as_it_is(tmp_path, browser):
+    """NaN, which other writers of JSON allow, a number beyond all floats, and a text, in rollouts and in metrics."""
+    record = {"step": 1, "row": 0, "completion": "3", "advantage": "1e999", "num_tokens": 1}
+    write_run(tmp_path, [record | {"reward": reward} for reward in (math.nan, "high", 0.5, -math.inf)])
+    file = tmp_path / "completions.jsonl"
+    file.write_text(file.read_text().replace('"1e999"', "1e999"))
+    with open(tmp_path / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 4, "reward/mean": NaN, "loss": "low", "time/step": Infinity}\n')
     page = opened(browser, tmp_path)
-    cells = page.run("[...document.querySelectorAll('#rows .row')].map((row) => row.children[4].textContent)")
-    assert cells == ["1+2=", "7*6?"]
-    assert page.run("document.querySelectorAll('#head > *').length") == 6
-    page.run("Object.assign(document.getElementById('search'), { value: '7*6' }).dispatchEvent(new Event('input'))")
-    assert page.run("document.querySelectorAll('#rows .row').length") == 1
-    assert page.run("document.getElementById('detail').textContent") == ""
+    cells = page.run(
+        "[...document.querySelectorAll('#rows .row')].map((r) => [0, 1].map((i) => r.children[i].innerText))"
+    )
+    assert cells == [[reward, "1e999"] for reward in ("0.5", "NaN", "high", "-Infinity")]
+    charts = page.run("[...document.querySelectorAll('.chart header')].map((node) => node.textContent)")
+    assert charts == ["reward/mean0.75"]
 
 
 def test_what_models_write_stays_text_and_nothing_is_loaded(tmp_path, browser):

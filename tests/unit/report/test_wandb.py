@@ -90,7 +90,7 @@ def test_the_package_itself_offline(monkeypatch, tmp_path):
     log.completions(1, [ROLLOUT], ["1+2="])
     log.close()
     (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 120  # a process of wandb's own writes it
+    deadline = time.monotonic() + 600  # a process of wandb's own writes it
     while not (b"loss" in (content := written.read_bytes()) and b"samples" in content):
         assert time.monotonic() < deadline, content
         time.sleep(0.1)

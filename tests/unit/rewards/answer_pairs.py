@@ -31,7 +31,7 @@ def documented() -> list[Case]:
         if len(cells) != 5 or not cells[0].startswith("`"):
             continue
         text, reference = (cell[1:-1].replace("⏎", "\n") for cell in cells[:2])
-        if cells[2] in ("answer_tag", "boxed", "hashes"):
+        if cells[2] in ("answer_tag", "boxed", "hashes", "answer_line"):
             verdicts = [(cells[2], text, cells[3])]
         else:
             completions = f"<answer>{text}</answer>", rf"so $\boxed{{{text}}}$."

@@ -10,7 +10,7 @@ from grpo.rewards.builtin import code_reward
 from grpo.workers.programs import Outcome
 
 # For a program that ends by itself, on a machine that may be busy.
-SECONDS = 60.0
+SECONDS = 600.0
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```\n"
 SUBTRACT = "```python\ndef add(a, b):\n    return a - b\n```\n"

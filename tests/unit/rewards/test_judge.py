@@ -60,9 +60,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         statuses = dict(enumerate(STUMBLES.get(answer, [])))
         status, text = statuses.get(server.asked[answer] - 1, 200), (REPLIES | GARBAGE).get(answer, "7")
         if answer.startswith("meets"):
-            server.meeting.wait(120)
+            server.meeting.wait(600)
         if answer == "never" or (answer == "late once" and server.asked[answer] == 1):
-            server.is_closed.wait(240)
+            server.is_closed.wait(600)
         if answer == "locked":
             status, text = 401, f"wrong key {self.headers['Authorization']}"
         if status:
@@ -91,7 +91,7 @@ def scores(server, monkeypatch):
     """A function from completions to what the pool says of them."""
     pools = []
 
-    def scores(*texts: str, key: str = KEY, timeout_seconds: float = 120.0) -> list[Rollout]:
+    def scores(*texts: str, key: str = KEY, timeout_seconds: float = 600.0) -> list[Rollout]:
         monkeypatch.setenv("OPENAI_API_KEY", key)
         if not pools:
             options = {NAME: {"url": server.url, "model": "any", "request_seconds": 5.0}}
@@ -156,7 +156,7 @@ def test_the_latest_scores_alone_are_kept(server, monkeypatch):
     module = run_file(FILE)
     monkeypatch.setattr(module, "MOST_KNOWN", 2)
     for text in ("a", "b", "c", "b", "a"):
-        assert asyncio.run(module.judge([text], ["What?"], url=server.url, model="any", call_timeout_seconds=120)) == [
+        assert asyncio.run(module.judge([text], ["What?"], url=server.url, model="any", call_timeout_seconds=600)) == [
             0.7
         ]
     assert server.asked == {"a": 2, "b": 1, "c": 1} and len(module.KNOWN) == 2

@@ -108,7 +108,7 @@ def own(tmp_path: pathlib.Path) -> str:
 
 def rewards(functions: list[str], *texts: str, fields: dict | None = None, **columns) -> list[Rollout]:
     config = RewardConfig(
-        functions=dict.fromkeys(functions, 1.0), num_workers=1, timeout_seconds=120.0, **(fields or {})
+        functions=dict.fromkeys(functions, 1.0), num_workers=1, timeout_seconds=600.0, **(fields or {})
     )
     pool = RewardPool(config, 100)
     try:
@@ -164,7 +164,7 @@ def test_built_in_functions_and_the_users_own_run_in_different_processes(own, tm
 
     code = "\n```python\nx = 1\n```"
     text = f"<think>a</think><answer>5</answer>{code}"
-    fields = {"options": {"code_reward": {"timeout_seconds": 60.0}}}
+    fields = {"options": {"code_reward": {"timeout_seconds": 590.0}}}
     (scored,) = rewards(functions, text, fields=fields, answer="5", tests="assert x == 1")
     assert scored.rewards == dict.fromkeys(functions, 1.0) and scored.failures == {}
     assert (tmp_path / "written").read_text().startswith("<think>")

@@ -22,7 +22,7 @@ print(max(new_pages[-10:]))
 def new_pages(in_a_run: bool) -> int:
     """Return the most pages that the system clears for a tensor of 64 MiB, after thirty of its kind."""
     command = [sys.executable, "-c", ALLOCATES.format(in_a_run=in_a_run)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return int(ended.stdout.split()[-1])
 
 

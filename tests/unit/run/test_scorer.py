@@ -77,11 +77,21 @@ def test_an_episode_passes_by_its_class_or_without_get_reward_by_the_first_funct
     assert pass_rate(scored, scorer.pass_functions, 1.0) == (None if failure else accuracy)
 
 
+@pytest.mark.parametrize(("passes", "accuracy"), [("", 0.0), ("right.py:accuracy", 1.0)])
+def test_a_field_chooses_the_function_by_which_a_completion_passes(passes, accuracy):
+    """Scripts of TRL put the function for the format first, which would be taken for accuracy."""
+    functions = {"format_reward": 0.2, "right.py:accuracy": 1.0}
+    scorer, rollout = of_episode({"reward.functions": functions, "reward.passes": passes})
+    scored = [replace(rollout, rewards={"format_reward": 0.0, "right.py:accuracy": 1.0})]
+    assert evaluation_metrics(scored, [], 0, scorer.pass_functions)["eval/accuracy"] == accuracy
+
+
 def of_episode(fields: dict) -> tuple[Scorer, Rollout]:
     """Return what scores an episode by these fields, without its processes, and an episode with the pool's reward."""
     config = change(GRPOConfig(), fields)
     scorer = Scorer.__new__(Scorer)
     scorer.environment = config.environment
     scorer.weights = config.reward_weights
+    scorer.passes = config.reward.passes
     completion = replace(Completion((Piece.nothing(),), False), episode={"reward": 1.0, "failure": ""})
     return scorer, Rollout(Prompt(0, [5]), completion, "text", rewards={"math_reward": 1.0}, reward=0.5)

@@ -52,7 +52,7 @@ def test_a_full_disk_is_one_line_wherever_it_was_written(monkeypatch, capsys):
 def test_a_reader_who_left_sees_no_traceback(tool):
     """`true` has ended before the help is written; `head` does so in the middle of a long text."""
     command = f"{sys.executable} {tool} --help | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stderr == "" and done.returncode == failures.READER_LEFT
 
 

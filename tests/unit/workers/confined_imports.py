@@ -13,7 +13,7 @@ from grpo.rewards.loading import confine  # noqa: E402
 from grpo.workers.processes import Call, Workers  # noqa: E402
 from grpo.workers.programs import Limits, run_python  # noqa: E402
 
-SECONDS = 120.0
+SECONDS = 600.0
 
 
 def load():

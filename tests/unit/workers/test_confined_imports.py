@@ -120,7 +120,7 @@ def tried(home: pathlib.Path, mode: str, variables: dict[str, str]) -> dict:
         f"enter({mode!r}); os.chdir({str(home / 'work')!r})\n"
         f"os.execve({command[0]!r}, {command!r}, {dict(HOME=str(home), PATH=os.environ['PATH'], **variables)!r})"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

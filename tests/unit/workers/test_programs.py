@@ -22,7 +22,7 @@ needs_filters = pytest.mark.skipif(not lockdown.kernel.can_deny_calls(), reason=
 pytestmark = needs_filters
 
 # Seconds for what happens within moments, on a machine that may be busy.
-DEADLINE = 120.0
+DEADLINE = 600.0
 
 
 def run(code: str, stdin: str = "", timeout_seconds: float = DEADLINE, memory_gib: float = 1.0, **limits) -> Outcome:
@@ -93,11 +93,11 @@ def test_the_limits_are_set_and_cannot_be_raised():
         "for name in ('CPU', 'AS', 'FSIZE', 'CORE', 'NOFILE'): print(r.getrlimit(getattr(r, f'RLIMIT_{name}')))\n"
         "r.setrlimit(r.RLIMIT_AS, (r.RLIM_INFINITY, r.RLIM_INFINITY))"
     )
-    outcome = run(code, timeout_seconds=30.5, memory_gib=0.5, file_bytes=100_000)
+    outcome = run(code, timeout_seconds=30.5, memory_gib=0.5)
     assert outcome.stdout.splitlines() == [
         "(31, 32)",
         "(536870912, 536870912)",
-        "(100000, 100000)",
+        "(0, 0)",
         "(0, 0)",
         "(64, 64)",
     ]
@@ -132,15 +132,11 @@ def test_a_caller_that_ignores_signals_and_keeps_files_private_changes_nothing()
 
 @pytest.mark.parametrize(
     "code",
-    [
-        "while True:\n    with open(str(n := n + 1), 'wb') as file: file.write(bytes(500_000))\n    time.sleep(0.01)",
-        "while True:\n    open(str(n := n + 1), 'w').close()",
-        "while True:\n    os.mkdir('d'); os.chdir('d')",
-        "os.mkdir('d', 0o300); os.chdir('d')\nwhile True:\n    open(str(n := n + 1), 'wb').write(bytes(500_000))",
-    ],
+    ["open('out.txt', 'w')", "import tempfile\ntempfile.mkdtemp()", "import subprocess\nsubprocess.run(['true'])"],
 )
-def test_all_files_share_the_limit(code):
-    assert run("import os, time\nn = 0\n" + code, file_bytes=8 << 20).status == "killed"
+def test_a_program_that_asks_for_more_reads_why_it_cannot(code):
+    outcome = run(code)
+    assert outcome.status == "failed" and outcome.stderr.endswith(f"\n{programs.REASON}")
 
 
 def test_the_environment_is_empty(monkeypatch):
@@ -152,16 +148,8 @@ def test_the_environment_is_empty(monkeypatch):
     assert run("import grpo").status == "failed"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "for _ in range(1500):\n    os.mkdir('d'); os.chdir('d')",
-        "os.makedirs('a/b'); os.mkdir('c', 0)\nopen('a/b/file', 'w').close()",
-        "os.remove('program.py')",
-    ],
-)
-def test_the_folder_is_empty_and_removed(code):
-    outcome = run("import os\nprint(os.getcwd(), os.listdir())\n" + code)
+def test_the_folder_has_the_program_alone_and_is_removed():
+    outcome = run("import os\nprint(os.getcwd(), os.listdir())")
     folder, _, listed = outcome.stdout.partition(" ")
     assert (outcome.status, listed) == ("ok", "['program.py']\n")
     assert os.path.basename(folder).startswith("program-") and not os.path.exists(folder)
@@ -172,8 +160,15 @@ def test_what_a_program_needs_is_there():
     code = f"import {modules}\nprint(open('/dev/stdin').read(), numpy.ones(3).sum())"
     outcome = run(code, "abc", memory_gib=2)
     assert (outcome.status, outcome.stdout) == ("ok", "abc 3.0\n"), outcome.stderr
-    code = "import tempfile, threading\nwith tempfile.TemporaryFile() as file: file.write(b'x')\nprint('done')"
-    assert run(code).stdout == "done\n"
+    code = (
+        "import contextlib, io, sqlite3, sys, tempfile, threading\n"
+        "with tempfile.SpooledTemporaryFile() as file: file.write(b'x')\n"
+        "sqlite3.connect(':memory:').execute('create table t (x)')\n"
+        "threading.Thread(target=lambda: open('/dev/null', 'w').write('x'), name='writer').start()\n"
+        "with contextlib.redirect_stdout(io.StringIO()): print('hidden')\n"
+        "print('done', sys.stdout.isatty())"
+    )
+    assert run(code).stdout == "done False\n"
 
 
 def test_it_is_not_root_and_goes_first_when_memory_runs_out():
@@ -269,7 +264,9 @@ def test_a_program_that_could_not_be_run_is_not_a_program_that_failed(monkeypatc
 def test_the_start_of_a_run_says_what_programs_run_under_and_refuses_what_is_too_little(monkeypatch):
     if lockdown.landlock_version():
         line = check_programs(allow_without_landlock=False)
-        assert line.startswith("programs run with: no network, only its own") and "\n" not in line
+        assert (
+            line.startswith("programs run with: no network, only the interpreter's files, to read") and "\n" not in line
+        )
     monkeypatch.setattr(lockdown, "landlock_version", lambda: 0)
     with pytest.raises(ValueError, match=r"has or allows no Landlock .* set --reward.allow-without-landlock$"):
         check_programs(allow_without_landlock=False)
@@ -290,7 +287,7 @@ def test_an_environment_that_only_root_may_read_does_not_mean_running_as_root():
     """Made under umask 077, in a folder that only root may enter. Capability 1 or 2 is to read."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         make = f"umask 077; mkdir {folder}/e; {sys.executable} -m venv --without-pip {folder}/e/env"
-        subprocess.run(["sh", "-c", make], check=True, timeout=120)
+        subprocess.run(["sh", "-c", make], check=True, timeout=600)
         package = pathlib.Path(sysconfig.get_path("purelib", vars={"base": f"{folder}/e/env"})) / "package.py"
         package.write_text("print('imported')")
         package.chmod(0o600)
@@ -307,7 +304,7 @@ def test_an_environment_that_only_root_may_read_does_not_mean_running_as_root():
             f"print(check_programs(False))\nprint(run_python({code!r}, '', Limits(120, 1.0)))"
         )
         result = subprocess.run(
-            [f"{folder}/e/env/bin/python", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+            [f"{folder}/e/env/bin/python", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600
         )
     line, outcome = result.stdout.splitlines()
     assert line.startswith("programs run with: ")
