@@ -436,6 +436,5 @@ def check_saved(what: str, saved: Iterable[str], expected: Iterable[str]) -> Non
     if lacking or unknown:
         raise ValueError(
             f"{what} in the checkpoint: {', '.join(lacking) or 'nothing'} lacking, {', '.join(unknown) or 'nothing'} "
-            "unknown; another version of PlainRL saved it: resume with that version, whose commit is in run.json, or "
-            "leave out what does not fit with --allow-changes"
+            "unknown; another version of PlainRL saved it: resume with that version, whose commit is in run.json"
         )

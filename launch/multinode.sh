@@ -6,7 +6,9 @@
 #
 # Environment:
 #   NNODES          machines (1)
-#   NODE_RANK       which one this is, from 0 (0)
+#   NODE_RANK       which one this is, from 0 (0); 0 is where all meet. It does not say which ranks are here: torchrun
+#                   counts through the machines in the order of their names, so rank 0, which prints and saves, is on
+#                   the machine whose name (hostname -f) is the first of the alphabet
 #   MASTER_ADDR     name or address of machine 0, which all others reach (127.0.0.1 on one machine)
 #   MASTER_PORT     a free port there (29500)
 #   GPUS_PER_NODE   processes to start here (as many as nvidia-smi lists)

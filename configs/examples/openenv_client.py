@@ -14,6 +14,8 @@ import json
 
 from openenv.core import GenericEnvClient
 
+from grpo.environments.tools import Lost
+
 
 class Remote:
     def __init__(self, url: str, action: str = "message", observation: str = "", task: str = ""):
@@ -27,8 +29,13 @@ class Remote:
         return "\n\n".join(filter(None, [self._task, self._text(self._client.reset(seed=seed))]))
 
     def reply(self, text: str) -> str:
-        """What is raised here, as by a connection that is gone, leaves the rollout out of the loss."""
-        result = self._client.step({self._action: text.rpartition("</think>")[2].strip()})
+        """Take a step. If the server is gone, the rollout is left out of the loss; if it refuses, it is not."""
+        try:
+            result = self._client.step({self._action: text.rpartition("</think>")[2].strip()})
+        except RuntimeError:  # the server's own word about the action
+            raise
+        except Exception as error:
+            raise Lost(f"the server is gone: {error!r}") from error
         self.reward += result.reward or 0.0
         self.done = result.done
         return self._text(result)

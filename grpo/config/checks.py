@@ -23,6 +23,7 @@ from grpo.config.fields import (
 )
 from grpo.config.user_files import near_miss
 from grpo.config.values import check_fields, names_function, settings
+from grpo.text import without_secrets
 
 A_CLASS = "environment.name environment.classes"
 # Fields -> switches, one of which must be on, or nothing reads the field
@@ -45,6 +46,8 @@ READ_WITH = {
 }
 # Adapters need about ten times the learning rate of all weights, which is 1e-6 to 3e-6 in GRPO
 LEAST_LORA_RATE = 5e-6
+# Random weights need about a thousand times the rate of weights that are trained already
+LEAST_RATE_FROM_NOTHING = 1e-5
 OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
 # Fields -> those that are read in their place
 REPLACED_BY = {
@@ -176,10 +179,6 @@ def _check_features(config: GRPOConfig) -> None:
             "a text as data.prompt_template does not go with an environment: it has no turns; give a .jinja file",
         ),
         (
-            environment.rounds and environment.answer_steps,
-            "environment.rounds does not go with environment.answer_steps: both say when an answer joins; drop one",
-        ),
-        (
             config.reference_moves and (config.trainer.lora_rank or config.model.reference_path or by_policy),
             "algorithm.reference_interval does not go with trainer.lora_rank, model.reference_path or "
             "algorithm.teacher=policy: what moves is a copy of the policy's start; drop one",
@@ -265,7 +264,7 @@ def _check_features(config: GRPOConfig) -> None:
         if ":" not in spec:
             raise ValueError(
                 f"environment.name or classes has {spec!r}, which names no class in a file; write path/file.py:Class "
-                "(functions, calculator and python belong in environment.tools)"
+                "(functions and `python` belong in environment.tools)"
             )
 
 
@@ -371,6 +370,12 @@ def check_effects(config: Config, recipe: Config) -> None:
 def cautions(config: Config) -> list[str]:
     """Return warnings of what is allowed but may surprise, one sentence each; `load` prints them once."""
     warnings = []
+    secret: list[str] = [path for path, value in settings(config).items() if without_secrets(value) != value]
+    if secret:
+        warnings.append(
+            f"{', '.join(secret)} holds what looks like a secret, which config.py and run.json in the run folder keep; "
+            "put it into the environment, and its variable's name into reward.environment"
+        )
     data = config.data
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
         warnings.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
@@ -380,6 +385,11 @@ def cautions(config: Config) -> list[str]:
             f"trainer.learning_rate={trainer.learning_rate:g} hardly moves adapters, which need about ten times the "
             "rate of all weights, and bfloat16 rounds most of so small a change away; set --trainer.learning-rate 1e-5 "
             "or more"
+        )
+    if config.model.is_built and 0 < trainer.learning_rate < LEAST_RATE_FROM_NOTHING:
+        warnings.append(
+            f"trainer.learning_rate={trainer.learning_rate:g} hardly moves a model that starts from random weights, as "
+            f"one built by {config.model.path} may; set --trainer.learning-rate 1e-3 for a small one"
         )
     if isinstance(config, SFTConfig):
         return warnings

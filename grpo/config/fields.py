@@ -356,7 +356,7 @@ class EnvironmentConfig:
     name: str = ""
     """Your own class, `path/file.py:Class`: `reset` begins an episode, other public methods are tools."""
     tools: tuple[str, ...] = ()
-    """Functions that the model may call: your own `path/file.py:function`, or the built-in calculator and python."""
+    """Functions that the model may call: your own `path/file.py:function`, or the built-in `python`."""
     classes: Table[str] = field(default_factory=dict)
     """Several classes in place of `name`, by names of your own, which `data.environment_column` gives each row."""
     options: Table[Json] = field(default_factory=dict)
@@ -364,7 +364,7 @@ class EnvironmentConfig:
     max_turns: Positive = 8
     """Most turns of the model; calls in the last one are carried out and not answered."""
     max_turn_tokens: Count = 0
-    """Longest turn in tokens; one that reaches it ends the episode. 0: what is left of
+    """Longest turn in tokens; one that reaches it ends the episode, and its calls are carried out. 0: what is left of
     `generator.max_completion_tokens`, which answers take from too."""
     max_answer_tokens: Positive = 512
     """Longest answer of a tool or environment in tokens; a longer one is cut in its middle, and says so."""
@@ -379,18 +379,17 @@ class EnvironmentConfig:
     most 256. A rollout of a class keeps its process, so more of them wait."""
     memory_gib: Annotated[AboveZero, ResumeSafe] = 1.0
     """Address space of one such process, what your file imports included."""
-    calls: Literal["auto", "hermes", "llama3_json", "tag", "fence"] = "auto"
-    """How the model writes a call. hermes: JSON in <tool_call>..</tool_call>; llama3_json: JSON alone; tag:
-    <tool>name argument</tool>; fence: JSON in a ```json block; auto: hermes or llama3_json, whichever the chat template
-    asks for."""
+    calls: Literal["auto", "hermes", "llama3_json", "fence"] = "auto"
+    """How the model writes a call. hermes: JSON in <tool_call>..</tool_call>; llama3_json: JSON alone; fence: JSON in a
+    ```json block; auto: hermes or llama3_json, whichever the chat template asks for."""
     reply_as: Literal["tool", "user"] = "tool"
     """Role of the message that answers a call; user: for chat templates that cannot write tool messages."""
     hung_reward: float | None = 0.0
-    """Reward of a rollout whose environment computed past `call_seconds`; None leaves it out of the loss."""
+    """Reward of a rollout whose environment computed past `call_seconds`, or failed in another way that the policy may
+    have caused; None leaves it out of the loss."""
     answer_steps: Count = 0
-    """Engine steps from a turn's end until its answer joins, however fast the tool is; 0: once it is there."""
-    rounds: bool = False
-    """Answers wait until no rollout samples, so that slow tools change nothing in what is sampled together."""
+    """Engine steps from a turn's end until its answer joins, however fast the tool is; 0: once it is there. Steps in
+    which no rollout would sample are skipped."""
     weight: float = 1.0
     """Weight of `get_reward` beside those of `reward.functions`; 0 measures only."""
 

@@ -9,14 +9,24 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from grpo.config.checks import cautions, check_effects, validate
 from grpo.config.fields import OWN_LOSS_DEFAULTS, SHARED_GPU, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, near_miss, run_file
-from grpo.config.values import ResumeSafe, check_fields, field_paths, settings
+from grpo.config.values import ResumeSafe, check_fields, field_paths, names_function, path_here, settings
 
+# Fields that name files and folders, and fields that may name a function `path/file.py:function`
+NAME_PATHS = (
+    "model.path model.reference_path reward.model data.path data.sources data.prompt_template evaluation.path "
+    "evaluation.sets validation.path validation.sets"
+)
+NAME_FUNCTIONS = (
+    "algorithm.loss algorithm.advantages algorithm.aggregation reward.functions reward.options data.row "
+    "data.curriculum environment.name environment.classes environment.tools"
+)
 SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 # Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
 FOR_ONE_START: dict[str, Any] = {
@@ -179,6 +189,9 @@ def _value_parsers():
 def load_recipe(path: str, *config_types: type) -> Any:
     """Run a recipe file and return the `config` it binds, which must be of one of the types.
 
+    A relative path in it starts in the folder that the run starts in. What is not there is taken from the folder of the
+    recipe, if it is there.
+
     Raises ValueError if there is none, a field does not take its value, or a line raised, which the message names.
     """
     file = Path(path)
@@ -202,7 +215,36 @@ def load_recipe(path: str, *config_types: type) -> Any:
         if script:
             message += f", which is for {script}"
         raise ValueError(message)
-    return config
+    return _with_paths_beside(file, config)
+
+
+def _with_paths_beside(recipe: Path, config: Any) -> Any:
+    """Return the config with paths into the folder of its recipe, for files that are there and not here."""
+    values = settings(config)
+    changes = {}
+    for field in f"{NAME_PATHS} {NAME_FUNCTIONS}".split():
+        find = partial(_beside, recipe.parent, names_functions=field in NAME_FUNCTIONS.split())
+        value = values.get(field)
+        found = value
+        if isinstance(value, str):
+            found = find(value)
+        elif isinstance(value, tuple):
+            found = tuple(map(find, value))
+        elif value:
+            found = {find(name): find(entry) if isinstance(entry, str) else entry for name, entry in value.items()}
+        if found != value:
+            changes[field] = found
+    return change(config, changes)
+
+
+def _beside(folder: Path, path: str, *, names_functions: bool) -> str:
+    """Return `path`, behind the folder if its file is there and not here. names_functions: other words are names."""
+    there = str(folder / path)
+    if names_functions and not names_function(path):
+        return path
+    if path and path_here(there) and not path_here(path):
+        return there
+    return path
 
 
 def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
@@ -309,23 +351,6 @@ def written_fields(config: Config) -> dict[str, str]:
     """Return each field by its dotted path, as Python writes its value; fields for one start as in `as_recipe`."""
     saved = dataclasses.replace(config, **FOR_ONE_START)
     return {path: repr(value) for path, value in settings(saved).items()}
-
-
-def changes_since(before: dict[str, str], config: Config) -> dict[str, bool]:
-    """Return `path: old -> new` for each field that differs from `before`, the `written_fields` of another config.
-
-    The value is True if what the run samples or learns depends on the field. A field that `before` does not know is
-    newer than it, and had its default's effect.
-    """
-    now: dict[str, str] = written_fields(config)
-    defaults = written_fields(type(config)())
-    changes = {}
-    for path in dict.fromkeys([*now, *before]):
-        old = before.get(path, defaults.get(path, "not there"))
-        new = now.get(path, "not there")
-        if old != new:
-            changes[f"{path}: {old} -> {new}"] = path not in now or not is_resume_safe(path, config)
-    return changes
 
 
 def is_resume_safe(path: str, config: Config) -> bool:

@@ -5,13 +5,17 @@ import importlib.util
 import inspect
 import os
 import pathlib
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from grpo.config.values import fits
+from grpo.config.values import fits, settings
+
+# `path/file.py:function` with anything behind it, as a split of rows, or a chat template
+_NAMES_FILE = re.compile(r"(.+\.py):\w.*|(.+\.jinja)")
 
 
 def load_function(spec: str, what: str) -> Callable:
@@ -93,6 +97,44 @@ def run_file(file: str) -> ModuleType:
         del sys.modules[name]  # half a module must not be found by the next call
         raise
     return module
+
+
+def own_files(config: Any) -> dict[str, str]:
+    """Return the texts of the user's files that a config names, and of modules beside them, by the files' names.
+
+    These are files of functions and chat templates. Modules from the folder of such a file are those that were imported
+    so far. A file with the name of another one gets its folder's name in front.
+    """
+    paths: dict[str, None] = {}
+    for text in _texts_in(settings(config)):
+        match = _NAMES_FILE.fullmatch(text)
+        if match and os.path.isfile(match[1] or match[2]):
+            paths[os.path.abspath(match[1] or match[2])] = None
+    folders = {os.path.dirname(path) for path in paths}
+    for module in [*sys.modules.values()]:
+        path = getattr(module, "__file__", None)
+        if path and os.path.dirname(path) in folders and os.path.isfile(path):
+            paths[path] = None
+    texts = {}
+    for path in map(pathlib.Path, paths):
+        name = path.name
+        folder = path.parent
+        while name in texts:
+            name = f"{folder.name}-{name}"
+            folder = folder.parent
+        texts[name] = path.read_text("utf-8", errors="replace")
+    return texts
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in a value, those that name an entry of a table too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts_in([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _texts_in(entry)
 
 
 def cause_and_line(error: BaseException, file: str) -> str:

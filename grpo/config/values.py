@@ -190,7 +190,7 @@ def parse_source(spec: str, field: str, label: str = "", split: str = "train", w
     The path of an existing file or folder is taken as it is, also with a split behind it. Raises ValueError, which
     names the config's `field`, for a text of another form, and for a revision or configuration of what has none.
     """
-    path = _path_here(spec)
+    path = path_here(spec)
     own_split = spec[len(path) + 1 :]
     if path and (own_split or path == spec):
         return Source(label, path, split=own_split or split, weight=weight)
@@ -220,7 +220,7 @@ def parse_source(spec: str, field: str, label: str = "", split: str = "train", w
     return source
 
 
-def _path_here(spec: str) -> str:
+def path_here(spec: str) -> str:
     """Return the file, folder or function that `spec` is, or names before a colon; empty if none of that name exists.
 
     It is the longest one, since names of files may have colons too.

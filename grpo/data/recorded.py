@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from grpo.text import naming
 from grpo.types import TrainBatch
 
 BATCHES = "batches"
@@ -67,7 +68,8 @@ def save_step(run_dir: str | Path, step: int, recorded: RecordedStep) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
-    partial.write_bytes(save(tensors, facts))
+    with naming(partial):
+        partial.write_bytes(save(tensors, facts))
     os.replace(partial, path)
 
 

@@ -15,9 +15,6 @@ from grpo.config.user_files import cause_and_line, load_function
 from grpo.data.encode import Encoded, EncodedRows
 from grpo.types import Prompt, check_saved
 
-# Facts about a source that must be equal when a saved place in it is used
-BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle", "checksum")
-
 
 @dataclass(frozen=True)
 class Seen:
@@ -60,11 +57,6 @@ class Order:
         self._epoch = -1
         self._epoch_rows: list[int] = []
 
-    @property
-    def checksum(self) -> str:
-        """Checksum of the rows, see `EncodedRows`."""
-        return self.rows.checksum
-
     def weigh(self, curriculum: Curriculum, step: int) -> None:
         """Give each row its chance of being drawn when its turn comes: its weight divided by the largest weight.
 
@@ -106,16 +98,15 @@ class Order:
         return self._epoch_rows[position]
 
     def state_dict(self) -> State:
-        """Return the place in the rows, what is known of them, and the facts that it belongs to; fit for JSON."""
-        state = {name: getattr(self, name) for name in (*BELONGS_TO, "num_drawn")}
-        state["seen"] = [[row, *astuple(seen)] for row, seen in self.seen.items()]
-        return state
+        """Return the place in the rows and what is known of them; fit for JSON."""
+        return {
+            "num_drawn": self.num_drawn,
+            "seen": [[row, *astuple(seen)] for row, seen in self.seen.items()],
+        }
 
     def load_state_dict(self, state: State) -> None:
-        """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
+        """Continue where `state` was taken, in the same rows. Raises ValueError if another version saved it."""
         check_saved(f"the place in {self.source}", state, self.state_dict())
-        for name in BELONGS_TO:
-            _check_same(name, state[name], getattr(self, name))
         self.num_drawn = state["num_drawn"]
         names = [field.name for field in fields(Seen)]
         for row, *facts in state["seen"]:
@@ -178,9 +169,8 @@ class Stream:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continue where `state` was taken. Raises ValueError if it is of other sources."""
+        """Continue where `state` was taken, in the same sources. Raises ValueError if another version saved it."""
         check_saved("the place in the data", state, self.state_dict())
-        _check_same("data.sources", list(state["sources"]), list(self.orders))
         for label, order in self.orders.items():
             order.load_state_dict(state["sources"][label])
         self._owed = dict(state["owed"])
@@ -281,12 +271,3 @@ def checked_curriculum(spec: str) -> Curriculum:
         return weight
 
     return checked
-
-
-def _check_same(name: str, saved: Any, ours: Any) -> None:
-    """Raise ValueError if a fact that belongs to a saved place is another one in this run."""
-    if saved != ours:
-        raise ValueError(
-            f"the saved place in the data has {name}={saved!r}, this run has {ours!r}; resume with the data sets, "
-            "weights, limits, seed and shuffle it was saved with, or start a new run"
-        )

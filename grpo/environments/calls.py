@@ -1,15 +1,14 @@
-"""Find the tool calls in what the model wrote, in one of four styles, and say to the model what is wrong with a call.
+"""Find the tool calls in what the model wrote, in one of three styles, and say to the model what is wrong with a call.
 
     hermes        <tool_call>{"name": "look", "arguments": {"place": "attic"}}</tool_call>, any number of them
     llama3_json   {"name": "look", "parameters": {"place": "attic"}} as the whole turn; several are separated by ;
-    tag           <tool>look attic</tool>, or an object of arguments instead of the text; short enough for tiny models
     fence         the object of hermes in a Markdown block that begins with ```json; Qwen2.5-Coder writes calls this way
 
 Left out: styles that write each argument in its own tag, as GLM and Qwen3-Coder do.
 """
 
-import contextlib
 import json
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,13 +18,11 @@ from typing import Any
 STYLES = {
     "hermes": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
     "llama3_json": '{"name": ..., "parameters": {...}}',
-    "tag": "<tool>name argument</tool>",
     "fence": '```json {"name": ..., "arguments": {...}} ```',
 }
 # Style -> the tags around a call
 TAGS = {
     "hermes": ("<tool_call>", "</tool_call>"),
-    "tag": ("<tool>", "</tool>"),
     "fence": ("```json", "```"),
 }
 THOUGHT = "<think>"
@@ -37,14 +34,25 @@ MARKS = {style: re.compile(f"{opening}|{THOUGHT}|{END_OF_THOUGHT}") for style, o
 ANY_TAG = {style: re.compile(f"{opening}|{closing}") for style, (opening, closing) in TAGS.items()}
 BLANKS = re.compile(r"\s*")
 BETWEEN_OBJECTS = re.compile(r"[;,\s]*")
-NAME_BEFORE_OBJECT = re.compile(r"\s*([^\s<]+)\s+(?={)")
 # What `other_style` returns for a call in none of the styles, and how such calls begin: those of Qwen3-Coder, of Python
 # (Llama 3.2, Gemma), Mistral and Gemma 4
 UNKNOWN_STYLE = "unknown"
 UNKNOWN_CALL = (
     r"<function={name}\b|(?:\A|{end}|<\|python_tag\|>|```\w*\n)\s*\[?{name}\(|\[TOOL_CALLS\]|\bcall:{name}\{{"
 )
-DECODER = json.JSONDecoder()
+
+
+def _finite(number: str) -> float:
+    """Read a number of JSON. Raises ValueError for NaN, Infinity and 1e999, with which a reward would be no number."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is no finite number")
+    return value
+
+
+# Nesting of a call's arguments. Python reads and writes about 900 levels, fewer where more functions are at work.
+MAX_LEVELS = 50
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 # The arguments of a call, by name
 Arguments = dict[str, Any]
 
@@ -54,8 +62,7 @@ class ToolCall:
     """A call of a tool by the model."""
 
     name: str
-    arguments: Arguments | str
-    """A text is the first argument of the tool."""
+    arguments: Arguments
 
 
 def parse(text: str, style: str, tools: Collection[str] = ()) -> list[ToolCall | str]:
@@ -91,8 +98,6 @@ def parse(text: str, style: str, tools: Collection[str] = ()) -> list[ToolCall |
 
 def written_call(name: str, arguments: Arguments, style: str) -> str:
     """Write a call as a model does, to try out an environment."""
-    if style == "tag":
-        return f"<tool>{name} {json.dumps(arguments)}</tool>"
     if style == "llama3_json":
         return json.dumps({"name": name, "parameters": arguments})
     opening, closing = TAGS[style]
@@ -118,7 +123,7 @@ def other_style(text: str, style: str, tools: Collection[str]) -> str:
 
 
 def style_of(template: str) -> str:
-    """Return the style that a chat template asks the model for. Raises ValueError if it is not one of the four."""
+    """Return the style that a chat template asks the model for. Raises ValueError if it is not one of these."""
     if "<tool_call>" in template and not re.search("<function=|<arg_key>", template):
         return "hermes"
     if "ipython" in template and '"parameters"' in template:
@@ -170,12 +175,9 @@ def _read_tagged(
     end = start
     problem = None
     try:
-        if style == "tag":
-            call, end = _read_name_and_argument(text, start)
-        else:
-            after_blanks = BLANKS.match(text, start).end()
-            value, end = DECODER.raw_decode(text, after_blanks)
-            call = _from_json(value)
+        after_blanks = BLANKS.match(text, start).end()
+        value, end = DECODER.raw_decode(text, after_blanks)
+        call = _from_json(value)
     except (ValueError, RecursionError) as error:
         problem = error
     tag = ANY_TAG[style].search(text, end)
@@ -198,24 +200,6 @@ def _complaint(error: Exception, style: str) -> str:
     return f"This call cannot be read: {reason}. Write {STYLES[style]}."
 
 
-def _read_name_and_argument(text: str, start: int) -> tuple[ToolCall, int]:
-    """Read a name and an object, or else a name and the text up to the next tag. Returns the call and its end."""
-    head = NAME_BEFORE_OBJECT.match(text, start)
-    if head:
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments, end = DECODER.raw_decode(text, head.end())
-            end = BLANKS.match(text, end).end()
-            if text.startswith(TAGS["tag"][1], end):
-                return ToolCall(head[1], arguments), end
-    tag = ANY_TAG["tag"].search(text, start)
-    body = text[start : tag and tag.start()]
-    words = body.strip().split(maxsplit=1)
-    if not words:
-        raise ValueError("it names no tool")
-    name, argument = [*words, ""][:2]
-    return ToolCall(name, argument), start + len(body)
-
-
 def _from_json(call: Any) -> ToolCall:
     """Make a call of a JSON value. Raises ValueError if the value is not a call."""
     name = call.get("name") if isinstance(call, dict) else None
@@ -223,8 +207,18 @@ def _from_json(call: Any) -> ToolCall:
         raise ValueError("it names no tool")
     arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):  # some models write the object as a text
-        arguments = json.loads(arguments)
+        arguments = DECODER.decode(arguments)
     arguments = arguments or {}
     if not isinstance(arguments, dict):
         raise ValueError("its arguments are no object")
+    if not _is_shallow(arguments, MAX_LEVELS):
+        raise ValueError(f"its arguments are nested in more than {MAX_LEVELS} levels")
     return ToolCall(name, arguments)
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    """Decide whether objects and lists are nested in at most `levels` levels."""
+    if not isinstance(value, dict | list):
+        return True
+    entries = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(entry, levels - 1) for entry in entries)

@@ -4,41 +4,33 @@ The processes run on the host of the replica's head, so that nothing passes over
 episode. A supervisor imports the user's file once and forks the processes. An episode keeps its process to its end. If
 there are only functions as tools, any process answers any turn.
 
-What the policy may have caused becomes an answer that it reads. What it cannot have caused is raised, and the episode
-gets no reward. Left out: deadlines, which the supervisor keeps.
+What the policy may have caused becomes an answer that it reads, or ends the episode with `hung_reward`. What it cannot
+have caused is raised as `Lost`, and the episode gets no reward. Left out: deadlines, which the supervisor keeps.
 """
 
 import contextlib
 import functools
 import json
 import os
-import time
+import signal
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from grpo.config import EnvironmentConfig
 from grpo.environments.calls import ToolCall, other_style, parse
-from grpo.environments.tools import Lost, Toolbox, await_result, load_toolboxes, run_call
+from grpo.environments.tools import Lost, Toolbox, await_result, is_outage, load_toolboxes, run_call
 from grpo.text import shorten
 from grpo.workers import kernel
 from grpo.workers.processes import Call, Workers
-from grpo.workers.worker import Failure, plain_values
+from grpo.workers.worker import Failure, describe_error, plain_values
 
 Values = dict[str, Any]  # as JSON has them, by name
 # Limit for all answers to a turn together, and for what `get_info` returns. A flood is cut before it fills a socket.
 MAX_CHARACTERS = 32_000
 # Limit for what `reset` returns, above what prompts have
 MAX_OPENING_CHARACTERS = 500_000
-
-
-@dataclass
-class PendingCall:
-    """A call of an environment that waits for its reply."""
-
-    do: str
-    call: Call
-    is_retry: bool = False
+# A `reset` that is tried once more, in another process
+SECOND_RESET = "second reset"
 
 
 class EnvironmentHost:
@@ -57,7 +49,7 @@ class EnvironmentHost:
         ValueError if the file cannot be loaded.
         """
         self.config = config
-        self._pending: dict[int, PendingCall] = {}
+        self._pending: dict[int, tuple[str, Call]] = {}  # episode -> what was asked, and its call
         load = functools.partial(load_environment, config, style)
         self.workers = Workers(
             "environments",
@@ -87,7 +79,7 @@ class EnvironmentHost:
             conversation=conversation,
             ends=do == "finish",
         )
-        self._pending[episode] = PendingCall(do, call)
+        self._pending[episode] = (do, call)
         self.workers.submit([call])
 
     def drop(self, episode: int) -> None:
@@ -95,53 +87,49 @@ class EnvironmentHost:
         self.workers.drop(episode)
 
     def poll(self, seconds: float = 0.0) -> list[Values]:
-        """Return the replies that have arrived. If there are none, wait up to `seconds` for the first.
+        """Return the replies that have arrived. If there are none, wait up to `seconds`; it may return earlier.
 
         Raises RuntimeError if the supervisor has ended.
 
-        A reply is `{episode, ...}` with what `LiveEnvironment` returned, or `{episode, failed, kind}`. `kind` is `hung`
-        if the process was still computing at its deadline or reached its memory limit: the policy's call has most
-        likely caused that. It is `lost` if the process was waiting or died, or if the call was `reset`, which the
-        policy cannot have caused.
+        A reply is `{episode, ...}` with what `LiveEnvironment` returned, or `{episode, failed, kind}`. `kind` is `lost`
+        for what the policy cannot have caused: any failure of `reset`, an outage, a process that waited at its
+        deadline, or that was killed from outside. Anything else is `hung`, because what the policy wrote may have
+        caused it. Functions without a class then answer instead.
         """
-        give_up_at = time.monotonic() + seconds
-        while True:  # a `reset` that is tried again has no reply yet
-            seconds_left = give_up_at - time.monotonic()
-            outcomes = self.workers.poll(max(0.0, seconds_left))
-            replies = list(filter(None, map(self._reply, outcomes)))
-            if replies or not outcomes:
-                return replies
+        outcomes = self.workers.poll(seconds)
+        return list(filter(None, map(self._reply, outcomes)))
 
     def _reply(self, outcome: Values) -> Values | None:
         """Return the reply to a call. A `reset` that failed is tried once more in another process: None."""
         episode = outcome["call"]
-        pending = self._pending[episode]
+        do, call = self._pending[episode]
         if "value" in outcome:
             return {"episode": episode, **outcome["value"]}
         cause = outcome["cause"]
-        do = pending.do
-        if do == "reset" and not pending.is_retry:
-            pending.is_retry = True
-            self.workers.submit([pending.call])
+        if do == "reset":
+            self._pending[episode] = (SECOND_RESET, call)
+            self.workers.submit([call])
             return None
-        is_late = do == "turn" and cause in ("late", "busy")
-        if is_late and not self.config.all_classes:
-            answer = f"It took longer than {pending.call.seconds:g} s and was stopped."
+        failure = outcome["failed"]
+        if cause in ("late", "busy"):
+            failure = f"it took longer than {call.seconds:g} s and was stopped"
+        elif cause == "memory":
+            failure = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
+        was_killed = failure.endswith(f"killed by signal {signal.SIGKILL:d}")  # the machine had no more memory
+        has_class = bool(self.config.all_classes)
+        is_lost = do == SECOND_RESET or cause == "lost" or was_killed or (cause == "late" and has_class)
+        if not is_lost and not has_class:
             return {
                 "episode": episode,
-                "answers": [answer],
+                "answers": [failure],
                 "role": "",
                 "ended": False,
                 "counts": {"calls": 1, "hung_calls": 1},
             }
-        failure = outcome["failed"]
-        if cause == "memory":
-            failure = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
-        is_hung = (cause == "memory" and do != "reset") or (is_late and cause == "busy")
         return {
             "episode": episode,
             "failed": f"{do}: {failure}",
-            "kind": "hung" if is_hung else "lost",
+            "kind": "lost" if is_lost else "hung",
         }
 
     def close(self) -> None:
@@ -161,8 +149,10 @@ def load_environment(config: EnvironmentConfig, style: str) -> Callable[..., Val
             raise Lost("its process ended between two turns")
         try:
             return getattr(environment, do)(*arguments)
-        except BaseException:
+        except BaseException as error:
             environment.close()  # this process will be killed
+            if is_outage(error):
+                raise Lost(describe_error(error)) from error
             raise
 
     return answer
@@ -213,20 +203,24 @@ class LiveEnvironment:
         text: str,
         earns: bool = False,
         opened_thought: str = "",
+        is_cut: bool = False,
     ) -> Values:
         """Answer a turn of the model: each of its calls, or by `reply` if it has none. No answer ends the episode.
 
         opened_thought: the beginning of the thoughts if the chat template wrote it; calls inside thoughts do not count.
+        is_cut: the turn ran out of tokens and is the last one. Its calls are carried out, except one that is cut off.
 
         Returns `answers`, `counts` and whether the episode has `ended`. `role`: who answers; empty for the tools.
-        `unread`: the style of the calls, if it is not the one that is read. `earned`: the reward so far, if the turn
-        earns and is not the last one. Raises Lost if that is None, because the rewards of this turn and the next are
-        then unknown.
+        `calls`: one for each answer as a dict, None if it could not be read. `unread`: the style of the calls, if it is
+        not the one that is read. `earned`: the reward so far, if the turn earns and is not the last one. Raises Lost if
+        that is None, because the rewards of this turn and the next are then unknown.
         """
         turn = opened_thought + text
         calls = []
         if self.toolbox.tools:
             calls = parse(turn, self.style, self.toolbox.tools)
+        if is_cut and calls and isinstance(calls[-1], str):
+            calls.pop()
         answers = []
         kinds = []
         for call in calls:
@@ -244,12 +238,12 @@ class LiveEnvironment:
         if not calls:
             unread = other_style(turn, self.style, self.toolbox.tools)
         role = ""
-        if not answers and self.toolbox.has_reply:
+        if not answers and self.toolbox.has_reply and not is_cut:
             role = "user"
             answer = await_result(self.object.reply(text))
             if answer is not None:
                 answers = [str(answer)]
-        ended = not answers or self.is_done
+        ended = is_cut or not answers or self.is_done
 
         counts = {
             "calls": len(kinds),
@@ -267,6 +261,9 @@ class LiveEnvironment:
 
         if unread:
             reply["unread"] = unread
+        if calls:
+            carried_out = calls[: len(answers)]
+            reply["calls"] = [vars(call) if isinstance(call, ToolCall) else None for call in carried_out]
         if earns and self.toolbox.has_reward and not ended:
             reply["earned"] = self._reward()
             if reply["earned"] is None:
@@ -280,7 +277,7 @@ class LiveEnvironment:
         else:
             info = _plain_attributes(self.object)
         if not isinstance(info, dict) or len(json.dumps(info)) > MAX_CHARACTERS:
-            raise Lost(f"get_info returned no dict of at most {MAX_CHARACTERS} characters as JSON")
+            raise Failure(f"get_info returned no dict of at most {MAX_CHARACTERS} characters as JSON")
         reward = self._reward()
         self.close()
         return {"reward": reward, "info": info}
@@ -288,7 +285,7 @@ class LiveEnvironment:
     def close(self) -> None:
         """Let the object end what it holds. What that raises says nothing about the episode."""
         if hasattr(self.object, "close"):
-            with contextlib.suppress(Exception, SystemExit):
+            with contextlib.suppress(BaseException):
                 await_result(self.object.close())
         self.object = None
         with contextlib.suppress(ChildProcessError):  # none is left
@@ -296,14 +293,14 @@ class LiveEnvironment:
                 pass
 
     def _reward(self) -> float | None:
-        """Ask for the reward. Raises Lost if it is not a finite number."""
+        """Ask for the reward. Raises Failure if it is neither None nor a finite number."""
         if not self.toolbox.has_reward:
             return None
+        reward = await_result(self.object.get_reward())
         try:
-            reward = await_result(self.object.get_reward())
             return plain_values([reward], 1)[0]
         except Failure as error:
-            raise Lost(f"get_reward {error}") from error
+            raise Failure(f"get_reward {error}") from None
 
 
 def _plain_attributes(environment: Any) -> Values:

@@ -2,14 +2,13 @@
 
 The tokens of the answer are appended to the ids of the rollout, which joins the engine again as a new request while the
 others decode on. `environment.answer_steps` says when it joins. With 0 it joins as soon as the answer is there. With N
-it joins N steps of the engine after its turn ended, so that the speed of a tool changes no bit of what is sampled. With
-`environment.rounds` it joins when no other rollout is running.
+it joins N steps of the engine after its turn ended, so that the speed of a tool changes no bit of what is sampled.
+Steps in which no rollout would sample are skipped.
 
 The head of a replica talks to the environments. It sends its decisions to the other ranks of the replica, because all
 of them must add the same requests in the same order.
 """
 
-import math
 import socket
 import time
 from collections import Counter
@@ -67,8 +66,10 @@ class Episode:
     """The prompt and all that followed. Only appended to."""
     pieces: list[Piece] = field(default_factory=list)
     turns: list[Values] = field(default_factory=list)
-    """`text`, `tokens` and `answers` of each turn of the model. `role`: who answered, if it was not a tool. `earned`:
-    the reward after it, if it was asked for. `unread`: the style of its calls, if it is not the one that is read."""
+    """`text`, `tokens` and `answers` of each turn of the model. Where there are some: its `calls` by `name` and
+    `arguments`; None for one that could not be read. `role`: who answered, if it was not a tool. `earned`: the reward
+    after it, if it was asked for. `unread`: the style of its calls, if it is not the one that is read. `failed`: why
+    the environment ended the episode with `hung_reward`."""
     counts: Counter = field(default_factory=Counter)
     opening: str | None = None
     """The user's message, if `reset` wrote the end of it."""
@@ -162,7 +163,7 @@ class Player:
         reason: str,
         kept: Sequence[np.ndarray] = (),
     ) -> None:
-        """Add a turn that the engine has finished. A turn that ran out of tokens ends the episode.
+        """Add a turn that the engine has finished. One that ran out of tokens is the last; its calls are carried out.
 
         kept: as in `Piece.sampled`.
         """
@@ -172,8 +173,8 @@ class Player:
         piece = Piece.sampled(ids_T, logprobs_T, episode.version, kept)
         episode.pieces.append(piece)
         episode.ids += ids
-        is_whole = reason != "length"
-        text_ids = ids[:-1] if is_whole else ids
+        is_cut = reason == "length"
+        text_ids = ids if is_cut else ids[:-1]
         text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
         turn = {
             "text": text,
@@ -181,10 +182,10 @@ class Player:
             "answers": [],
         }
         episode.turns.append(turn)
-        if not is_whole:
-            return self._end(episode, "tokens")
+        if is_cut:
+            episode.ended_by = "tokens"
         thought = self.turns[episode.environment].opened_thought
-        arguments = [text, self.turns_earn, thought]
+        arguments = [text, self.turns_earn, thought, is_cut]
         self._ask(episode, "turn", arguments, self.config.call_seconds)
 
     def collect(self, due: list[int], min_decisions: int) -> list[Decision]:
@@ -261,11 +262,11 @@ class Player:
         turn["answers"] = answers
         if answers and reply["role"]:
             turn["role"] = reply["role"]
-        for name in ("earned", "unread"):
+        for name in ("calls", "earned", "unread"):
             if name in reply:
                 turn[name] = reply[name]
-        if reply["ended"]:
-            return self._end(episode, "done")
+        if reply["ended"] or episode.ended_by:
+            return self._end(episode, episode.ended_by or "done")
         if len(episode.turns) == config.max_turns:
             return self._end(episode, "turns")
         seconds = time.monotonic() - episode.began
@@ -295,15 +296,11 @@ class Player:
         if len(places) <= self.config.max_answer_tokens:
             return answer
         counts["cut_answers"] += 1
-        half = self.config.max_answer_tokens // 2
+        half = max(1, self.config.max_answer_tokens // 2)
+        _, end_of_first = places[half - 1]
+        start_of_last, _ = places[-half]
         num_left_out = len(places) - 2 * half
-        first = last = ""
-        if half:
-            _, end_of_first = places[half - 1]
-            start_of_last, _ = places[-half]
-            first = answer[:end_of_first]
-            last = answer[start_of_last:]
-        return f"{first}\n[.. {num_left_out} tokens left out ..]\n{last}"
+        return f"{answer[:end_of_first]}\n[.. {num_left_out} tokens left out ..]\n{answer[start_of_last:]}"
 
     def _end(self, episode: Episode, ended_by: str) -> None:
         """End an episode and ask its environment for the reward."""
@@ -312,25 +309,24 @@ class Player:
             self._ask(episode, "finish", [], FINISH_SECONDS)
 
     def _fail(self, episode: Episode, reason: str, kind: str) -> None:
-        """End an episode that failed. If it is hung it gets `hung_reward`, since the policy most likely caused that."""
+        """End an episode that failed. If it is hung it gets `hung_reward`, since the policy may have caused that."""
         episode.reward = None
         if kind == "hung":
             episode.reward = self.config.hung_reward
+            episode.turns[-1]["failed"] = reason
         if episode.reward is None:
             episode.failure = f"{reason} ({socket.gethostname()}, seed {episode.seed}, row {episode.prompt.row})"
-            episode.end(kind)
-        else:
-            episode.end(episode.ended_by or kind)
+        episode.end(kind)
         self.host.drop(episode.number)
 
 
 def num_at_once(config: EnvironmentConfig, num_rollouts: int, num_processes: int) -> int:
     """Return how many episodes begin together. Each of the others begins when one has ended.
 
-    With `answer_steps` or `rounds` the engine waits for all environments that are due. If one of them had no process,
-    it would wait for the end of an episode that waits for the engine.
+    With `answer_steps` the engine waits for all environments that are due. If one of them had no process, it would wait
+    for the end of an episode that waits for the engine.
     """
-    if config.all_classes and (config.rounds or config.answer_steps):
+    if config.all_classes and config.answer_steps:
         return min(num_rollouts, num_processes)
     return num_rollouts
 
@@ -351,14 +347,13 @@ def play(
     None on other ranks. send: sends the head's decisions to all ranks. They call it at the same steps, because these
     follow from counts alone. num_first: how many rollouts begin together, as in `Player.begin`.
     """
-    delay = math.inf if config.rounds else config.answer_steps
     numbers = range(num_rollouts)
     first = numbers[:num_first]
     later = iter(numbers[len(first) :])
     # rollout that waits for its next turn -> first step at which it may begin
-    begins_at = dict.fromkeys(first, 0.0)
+    begins_at = dict.fromkeys(first, 0)
     all_ids = [[] for _ in range(num_rollouts)]
-    step = 0.0
+    step = 0
 
     while begins_at or loop.num_running:
         is_idle = not loop.num_running
@@ -367,7 +362,7 @@ def play(
             step = max(step, earliest)
         due = sorted(number for number in begins_at if begins_at[number] <= step)
         if due:
-            min_decisions = len(due) if delay else int(is_idle)
+            min_decisions = len(due) if config.answer_steps else int(is_idle)
             decisions = None
             if player:
                 decisions = player.collect(due, min_decisions)
@@ -381,16 +376,14 @@ def play(
                     continue
                 successor = next(later, None)
                 if successor is not None:
-                    begins_at[successor] = step + delay
+                    begins_at[successor] = step + config.answer_steps
                     if player:
                         player.reset(successor)
 
         if loop.num_running:
             step += 1
-            if math.isinf(step):
-                step = 1.0  # with rounds, each round counts from 1
             for stretch in sorted(loop.step(), key=lambda stretch: stretch.request):
                 all_ids[stretch.request] += stretch.ids
-                begins_at[stretch.request] = step + delay
+                begins_at[stretch.request] = step + config.answer_steps
                 if player:
                     player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason, stretch.kept)

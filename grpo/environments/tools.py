@@ -21,12 +21,12 @@ from typing import Any, Literal
 from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function, near_miss
 from grpo.config.values import fits
-from grpo.environments.builtin import calculator, python_tool
 from grpo.environments.calls import Arguments, ToolCall
+from grpo.environments.programs import python_tool
 from grpo.text import one_line
 from grpo.workers import worker
 from grpo.workers.programs import ProgramError
-from grpo.workers.worker import Failure
+from grpo.workers.worker import Lost
 
 # Optional public methods of a class that are not tools -> what the run calls them with
 OPTIONAL_METHODS = {
@@ -35,40 +35,17 @@ OPTIONAL_METHODS = {
     "get_info": [],
     "close": [],
 }
-# Errors that come from the machine or the network, not from the call
-OUTAGES = (ConnectionError, TimeoutError, ProgramError)
+# Errors of the system that are outages, beside a connection that breaks off. A call may have chosen an address that is
+# not there or refuses, and may have used up what this process alone has: its memory and its descriptors.
 OUTAGE_NUMBERS = {
     errno.ENOSPC,
     errno.EDQUOT,
-    errno.EMFILE,
     errno.ENFILE,
     errno.EAGAIN,  # no more processes
     errno.EIO,
-    errno.ENOMEM,
-    errno.ENETUNREACH,
     errno.ENETDOWN,
-    errno.EHOSTUNREACH,
     errno.ETIMEDOUT,
-    socket.EAI_AGAIN,  # no name server answers
 }
-# Errors of clients for a connection that broke off, without an error of the system behind them: library and class
-BROKEN_OFF = {
-    "aiohttp": ("ServerDisconnectedError", "ClientPayloadError"),
-    "anyio": ("BrokenResourceError", "ClosedResourceError"),  # also of MCP's clients
-    "http": ("IncompleteRead",),
-    "httpcore": ("RemoteProtocolError", "ReadError", "WriteError"),  # a ConnectError may be a host that there is not
-    "httpx": ("RemoteProtocolError", "ReadError", "WriteError"),
-    "urllib3": ("ProtocolError",),
-    "websockets": ("ConnectionClosed",),
-}
-# Answers of a server that is overloaded or behind a proxy that cannot reach it
-OUTAGE_STATUSES = {429, 502, 503, 504}
-# How asyncio begins the text of an OSError without a number: no address of a host took the connection
-OF_SEVERAL_ADDRESSES = "Multiple exceptions: "
-
-
-class Lost(Failure):
-    """A failure that the policy cannot have caused. The rollout gets no reward and is left out of the loss."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +144,12 @@ def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
 
     If there is only one, its name is empty. Raises ValueError, with the reason, for what cannot be used.
     """
-    built_ins = {"calculator": calculator, "python": python_tool(config)}
-    field_name = f"environment.tools (built in: {', '.join(built_ins)})"
     functions = []
     for spec in config.tools:
-        function = built_ins.get(spec) or load_function(spec, field_name)
+        if spec == "python":
+            function = python_tool(config)
+        else:
+            function = load_function(spec, "environment.tools (built in: python)")
         if not inspect.isroutine(function):
             raise ValueError(f"environment.tools {spec} is no function; write def ..., and a class as environment.name")
         functions.append(function)
@@ -248,14 +226,13 @@ def run_call(
         return f"There is no tool {call.name!r}{hint}. Tools: {names}.", "bad"
     function = toolbox.functions.get(call.name) or getattr(environment, call.name)
     signature = inspect.signature(function)
-    first_argument = next(iter(signature.parameters), "")
     hints = typing.get_type_hints(function)
-    arguments = _by_name(call.arguments, first_argument, hints)
-    for name, value in list(arguments.items()):  # some models write null for what they leave out
+    arguments = dict(call.arguments)
+    for name, value in call.arguments.items():  # some models write null for what they leave out
         parameter = signature.parameters.get(name)
         has_default = parameter is not None and parameter.default is not parameter.empty
         if value is None and has_default and not _has_type(value, hints.get(name)):
-            arguments = {key: arguments[key] for key in arguments if key != name}
+            del arguments[name]
     try:
         signature.bind(**arguments)
         for name, value in arguments.items():
@@ -268,7 +245,7 @@ def run_call(
         return _as_text(result), "ok"
     except (MemoryError, Lost):
         raise
-    except (Exception, SystemExit) as error:  # a tool of the user may raise anything
+    except BaseException as error:  # a tool of the user may raise anything, CancelledError too
         if is_outage(error):
             raise Lost(f"{call.name}: {error_for_model(error)}") from error
         return error_for_model(error), "error"
@@ -308,41 +285,29 @@ def _as_text(result: Any) -> str:
     if not isinstance(result, dict | list):
         return str(result)
     if isinstance(result, list):
-        kinds = [isinstance(part, dict) and part.get("type") for part in result]
-        if kinds and all(kind in ("text", "image") for kind in kinds):
-            if "image" in kinds:
-                raise Lost("a tool answered with an image, which these models do not read; answer with text")
+        kinds = {isinstance(part, dict) and part.get("type") for part in result}
+        if "image" in kinds:
+            raise TypeError("it is an image, which this model cannot read")
+        if kinds == {"text"}:
             return "".join(part["text"] for part in result)
     return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Decide whether the machine or the network caused an error, or an error that it follows from."""
+    """Decide whether the machine or the network caused an error, or an error that it follows from.
+
+    A timeout that the user's code sets itself is none: it has no number of the system.
+    """
     while error is not None:
-        is_of_machine = isinstance(error, OSError) and (
-            error.errno in OUTAGE_NUMBERS or str(error).startswith(OF_SEVERAL_ADDRESSES)
-        )
+        is_broken_off = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+        has_number = isinstance(error, OSError) and error.errno in OUTAGE_NUMBERS
         has_one = isinstance(error, BaseExceptionGroup) and any(map(is_outage, error.exceptions))
-        if is_of_machine or has_one or isinstance(error, OUTAGES) or _is_broken_off(error):
+        if is_broken_off or has_number or has_one or isinstance(error, Lost | ProgramError):
             return True
         if error.__suppress_context__:
             error = error.__cause__
         else:
             error = error.__cause__ or error.__context__
-    return False
-
-
-def _is_broken_off(error: BaseException) -> bool:
-    """Decide whether a client's library says that its connection broke off or its server cannot serve."""
-    for kind in type(error).__mro__:
-        library, _, _ = kind.__module__.partition(".")
-        if kind.__name__ in BROKEN_OFF.get(library, ()):
-            return True
-    for holder in (getattr(error, "response", None), error):
-        for name in ("status_code", "status", "code"):
-            status = getattr(holder, name, None)
-            if isinstance(status, int) and status in OUTAGE_STATUSES:
-                return not isinstance(error, SystemExit)
     return False
 
 
@@ -353,28 +318,6 @@ def error_for_model(error: BaseException) -> str:
     return f"{kind}: {message}" if message else kind
 
 
-def _by_name(
-    arguments: Arguments | str,
-    first: str,
-    hints: Mapping[str, Any],
-) -> Arguments:
-    """Return arguments by name. A text goes to the argument `first`, as JSON unless only the text itself has its type.
-
-    first: empty for a tool without arguments.
-    """
-    if isinstance(arguments, dict):
-        return arguments
-    hint = hints.get(first)
-    if hint is not str:
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(arguments)
-            if _has_type(value, hint) or not _has_type(arguments, hint):
-                return {first: value}
-    if not first and not arguments:
-        return {}
-    return {first: arguments}
-
-
 def _has_type(value: Any, hint: Any) -> bool:
     """Check that a JSON value has the type of a hint. Hints that JSON has no values for allow every value."""
     kind = typing.get_origin(hint) or hint
@@ -383,10 +326,8 @@ def _has_type(value: Any, hint: Any) -> bool:
         return fits(value, hint)
     if kind in (typing.Union, types.UnionType):
         return any(_has_type(value, part) for part in parts)
-    if kind is tuple:
-        return isinstance(value, list)
-    if kind is list:
-        item_hint = parts[0] if parts else None
+    if kind in (list, tuple):
+        item_hint = parts[0] if kind is list and parts else None
         return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
     if kind in (str, bool, dict, type(None)):
         return isinstance(value, kind)

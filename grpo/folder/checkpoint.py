@@ -2,11 +2,12 @@
 
 torch.distributed.checkpoint holds the sharded model, optimizer and schedule and the random states of each rank, so a
 run may resume on another number of trainer ranks. What the driver needs (step, config, place in the data, groups in
-flight) is in `driver.pt`, which is written last; then the folder gets its name. A save copies everything to the host's
-memory, and a thread writes the copy while training goes on. Reading runs no code. Files that are missing or cut short
-are found before anything is loaded; a bit that a disk flipped is not.
+flight) is in `driver.pt`, the checksums of all files in `checksums.json`, which is written last; then the folder gets
+its name. A save copies everything to the host's memory, and a thread writes the copy while training goes on. Reading
+runs no code. What is missing or cut short is found by rank 0 at the start, a damaged shard when the trainers load it.
 """
 
+import contextlib
 import enum
 import io
 import json
@@ -14,7 +15,8 @@ import os
 import pathlib
 import pickle
 import shutil
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,15 +29,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 from grpo.config.fields import Config
-from grpo.config.recipes import changes_since
 from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, check_run_folder, read_marker, step_folders, step_of
 from grpo.roles.process_groups import make_savers_group
-from grpo.text import reason_of
+from grpo.text import naming, reason_of
 from grpo.watch.failures import FULL_DISK, BadInput
 
 DRIVER_FILE = "driver.pt"
 METADATA_FILE = ".metadata"
-SAVED_CONFIG = "config"  # in the driver's state: the `written_fields` of the run
+CHECKSUMS_FILE = "checksums.json"
+CHECKED_BYTES = 16 << 20  # of a file at once
 # All that torch's description of a checkpoint may contain: passive classes, mostly of one module, and dtypes
 _CLASSES = [
     pathlib.PosixPath,
@@ -67,7 +69,7 @@ MALFORMED = (
 )
 
 
-# ---- How a run begins in its folder
+# ---- Which checkpoints there are
 
 
 def open_run_folder(
@@ -77,53 +79,19 @@ def open_run_folder(
 ) -> tuple[pathlib.Path | None, dict[str, Any]]:
     """Return the newest checkpoint and the driver's state in it, if the run resumes from one. Changes nothing.
 
-    inputs: paths and hub names that the run reads. If the config has changed, groups in flight are left out, because
-    they belong to the old one. Raises ValueError if the folder is not for this run (see `check_run_folder`), if the
-    checkpoint cannot be used, or if the result would not be that of the run which is resumed.
+    inputs: paths and hub names that the run reads. Raises ValueError if the folder is not for this run (see
+    `check_run_folder`), or if the checkpoint cannot be used.
     """
     check_run_folder(config, script, inputs)
     if not config.resume:
         return None, {}
     checkpoint, state = newest_checkpoint(config.run_dir)
-    if checkpoint is None:
-        return None, {}
-    if step_of(checkpoint) > config.num_steps:
+    if checkpoint and step_of(checkpoint) > config.num_steps:
         raise ValueError(
             f"{checkpoint} is beyond num_steps={config.num_steps}; --num-steps {step_of(checkpoint)} exports what it "
             "has, and a larger number trains it further; remove its folder to go back to the one before"
         )
-    # not run.json's first: what ran last may have ended before it saved; older checkpoints do not say their config
-    old_config = state.get(SAVED_CONFIG) or read_marker(config.run_dir)["config"]
-    if not is_same_run(config, old_config):
-        groups = state.get("flight")
-        if groups:
-            state["flight"] = None
-            num_groups = len(groups.get("counts", ()))
-            if num_groups:
-                print(f"{num_groups} groups in flight are left out: they are of the old config")
     return checkpoint, state
-
-
-def is_same_run(config: Config, old_config: dict[str, str]) -> bool:
-    """Return whether the result is that of the run which is resumed, and print each field of the config that differs.
-
-    old_config: its `written_fields`. Raises ValueError if the result depends on a field that differs, unless
-    `allow_changes` is set.
-    """
-    changes = changes_since(old_config, config)
-    refused = [text for text, breaks_exactness in changes.items() if breaks_exactness]
-    if refused and not config.allow_changes:
-        raise ValueError(
-            f"{config.run_dir} would not go on as the run that it is: {'; '.join(refused)}. Resume with the old "
-            "values, take --allow-changes if the change is meant, or start a new run in another --run-dir"
-        )
-    if changes:
-        lines = ["resumed with another config than before", *changes]
-        print("\n  ".join(lines))
-    return not refused
-
-
-# ---- Which checkpoints there are
 
 
 def newest_checkpoint(run_dir: str) -> tuple[pathlib.Path | None, dict[str, Any]]:
@@ -138,19 +106,23 @@ def newest_checkpoint(run_dir: str) -> tuple[pathlib.Path | None, dict[str, Any]
     try:
         return newest, check_checkpoint(newest)
     except ValueError as error:
-        then = "start again"
-        if len(folders) > 1:
-            then = f"continue after step {step_of(folders[-2])}"
-        raise ValueError(
-            f"the checkpoint of step {step_of(newest)} cannot be used: {error}; remove {newest} to {then}"
-        ) from error
+        raise ValueError(unusable(newest, error)) from error
+
+
+def unusable(checkpoint: pathlib.Path, reason: object) -> str:
+    """Write why a checkpoint cannot be used, and how the run goes on without it."""
+    earlier = [folder for folder in step_folders(checkpoint.parents[1]) if step_of(folder) < step_of(checkpoint)]
+    then = f"continue after step {step_of(earlier[-1])}" if earlier else "start again"
+    return f"the checkpoint of step {step_of(checkpoint)} cannot be used: {reason}; remove {checkpoint} to {then}"
 
 
 def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """Return the driver's state in a checkpoint. Raises ValueError with a file's name if it is missing or cut short."""
+    """Return the driver's state in a checkpoint. Raises ValueError with a file's name if it is missing or cut short.
+
+    All files except the shards are compared with their checksums. `load_checkpoint` does that with the shards.
+    """
     state = _read_driver_state(checkpoint)
-    description = SafeReader(checkpoint).read_metadata()
-    for piece in description.storage_data.values():
+    for piece in SafeReader(checkpoint).read_metadata().storage_data.values():
         shard = checkpoint / piece.relative_path
         if shard.parent != checkpoint or not shard.is_file():
             raise ValueError(f"{shard} is missing, which {METADATA_FILE} names")
@@ -247,7 +219,7 @@ class CheckpointSaver:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             cause = _cause(error)
-            if not isinstance(cause, OSError | RuntimeError):  # torch's writer raises either one for a full disk
+            if not isinstance(cause, OSError):
                 raise cause from error
             free_gib = shutil.disk_usage(self.config.run_dir).free / 2**30
             raise BadInput(
@@ -270,6 +242,41 @@ def _check_shared(run_dir: str, group: dist.ProcessGroup) -> None:
         )
 
 
+class _SummedFile(io.BufferedWriter):
+    """A file that is written from its beginning to its end, and its checksum."""
+
+    checksum = 0
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write and sum up."""
+        try:
+            count = super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+        self.checksum = zlib.crc32(data, self.checksum)
+        return count
+
+
+class _SummedFiles(filesystem.FileSystem):
+    """The files that this rank writes, and their checksums by name."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        """Open a file to write it. Raises OSError with its path if it cannot be written, as on a full disk."""
+        with naming(path), _SummedFile(io.FileIO(path, mode)) as file:
+            try:
+                yield file
+            except RuntimeError as error:  # torch's writer goes on behind a full disk, and then its counts differ
+                raise (file.failure or error) from None
+        name = pathlib.Path(path).name.removesuffix(".tmp")  # of .metadata, which then gets its name
+        self.checksums[name] = f"{file.checksum:08x}"
+
+
 class _Writer(dcp.FileSystemWriter):
     """Writes one checkpoint under a temporary name, and renames it when it is complete."""
 
@@ -282,16 +289,27 @@ class _Writer(dcp.FileSystemWriter):
         # All lies in the host's memory. With a number above 0 torch's thread would wait, again and again, for what
         # GPU 0 computes, and take memory there, whichever GPU this rank has.
         super().__init__(_partial_folder(config.run_dir, step), per_thread_copy_ahead=0)
+        self.fs = _SummedFiles()
         self.config = config
         self.driver_file = io.BytesIO()
         torch.save(driver_state, self.driver_file)  # now: the driver goes on
 
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
+        """Write this rank's shard. The result, which rank 0 gets from all ranks, has its checksum too."""
+        written = super().write_data(plan, planner)
+        result = torch.futures.Future()
+        result.set_result((written.value(), self.fs.checksums))
+        return result
+
     def finish(self, metadata: dcp.Metadata, results: list) -> None:
         """Give the folder its name after all ranks have written, and delete what is not kept. On rank 0."""
-        super().finish(metadata, results)
+        super().finish(metadata, [written for written, _ in results])
         partial = pathlib.Path(self.path)
-        (partial / DRIVER_FILE).write_bytes(self.driver_file.getbuffer())
-        _bring_to_disk(partial / DRIVER_FILE)
+        self._write(DRIVER_FILE, self.driver_file.getbuffer())
+        checksums = self.fs.checksums
+        for _, of_rank in results:
+            checksums |= of_rank
+        self._write(CHECKSUMS_FILE, json.dumps(checksums, indent=2).encode())
         _bring_to_disk(partial)
         partial.rename(partial.with_suffix(""))  # atomic: a crash before it leaves the older ones as they are
         _bring_to_disk(partial.parent)
@@ -302,6 +320,12 @@ class _Writer(dcp.FileSystemWriter):
         for old in step_folders(self.config.run_dir)[: -options.keep]:
             if old != best:
                 _delete(old)
+
+    def _write(self, name: str, content: bytes | memoryview) -> None:
+        with self.fs.create_stream(pathlib.Path(self.path) / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _delete(checkpoint: pathlib.Path) -> None:
@@ -378,6 +402,8 @@ def _load(state: dict[str, Any], checkpoint: pathlib.Path) -> None:
         dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner())
     except dcp.api.CheckpointException as error:
         cause = _cause(error)
+        if isinstance(cause, Damaged):
+            raise BadInput(unusable(checkpoint, cause)) from cause
         raise BadInput(
             f"{checkpoint} cannot be loaded: {reason_of(cause)}. If it lacks something, another version of PlainRL or "
             "another config saved it: resume with those, which run.json has"
@@ -387,7 +413,7 @@ def _load(state: dict[str, Any], checkpoint: pathlib.Path) -> None:
 def _read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
     """Read step, place in the data and the rest of the driver's state. Raises ValueError if the file is damaged."""
     path = checkpoint / DRIVER_FILE
-    content = io.BytesIO(content_of(path))
+    content = io.BytesIO(checked_content(path))
     try:
         state = torch.load(content, weights_only=True)
     except (RuntimeError, *MALFORMED) as error:
@@ -400,11 +426,39 @@ def _read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
 # ---- Reading without running anything that is in it
 
 
+class Damaged(ValueError):
+    """A file of a checkpoint is not as it was written."""
+
+
 def content_of(path: pathlib.Path) -> bytes:
     """Read a regular file. Raises ValueError if there is none; reading a pipe of this name would not end."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing")
+        raise Damaged(f"{path} is missing")
     return path.read_bytes()
+
+
+def checked_content(path: pathlib.Path) -> bytes:
+    """Read a file of a checkpoint. Raises Damaged if it is missing, or is not as it was written."""
+    content = content_of(path)
+    check_file(path)
+    return content
+
+
+def check_file(path: pathlib.Path) -> None:
+    """Raise Damaged if a file of a checkpoint has not the checksum that it was written with."""
+    checksums = path.with_name(CHECKSUMS_FILE)
+    try:
+        written = json.loads(content_of(checksums))[path.name]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        if isinstance(error, Damaged):
+            raise
+        raise Damaged(f"{checksums} cannot be read, or lacks {path.name}") from error
+    checksum = 0
+    with open(path, "rb") as file:
+        while content := file.read(CHECKED_BYTES):
+            checksum = zlib.crc32(content, checksum)
+    if f"{checksum:08x}" != written:
+        raise Damaged(f"{path} is damaged: its checksum is {checksum:08x}, and {CHECKSUMS_FILE} has {written}")
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -414,7 +468,9 @@ class SafeReader(dcp.FileSystemReader):
         """Return torch's description of the checkpoint. Raises ValueError if it cannot be read or would run code."""
         path = self.path / METADATA_FILE
         try:
-            description = _MetadataUnpickler(io.BytesIO(content_of(path))).load()
+            description = _MetadataUnpickler(io.BytesIO(checked_content(path))).load()
+        except Damaged:
+            raise
         except MALFORMED as error:
             raise ValueError(f"{path} cannot be read: {error or type(error).__name__}") from error
         if not isinstance(description, dcp.Metadata) or not description.storage_data:
@@ -422,6 +478,13 @@ class SafeReader(dcp.FileSystemReader):
         description.storage_meta = description.storage_meta or metadata.StorageMeta()
         description.storage_meta.load_id = self.load_id
         return description
+
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        """Compare this rank's share of the shards with their checksums before anything is loaded."""
+        shards = {self.path / piece.relative_path for piece in self.storage_data.values()}
+        for path in sorted(shards)[dist.get_rank() :: dist.get_world_size()]:
+            check_file(path)
+        return super().prepare_local_plan(plan)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

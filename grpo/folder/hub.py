@@ -1,22 +1,20 @@
 """A trained model at Hugging Face's hub: its repository before the run, its files and card afterwards."""
 
 import json
-import re
 from pathlib import Path
 
 import httpx
 from huggingface_hub import HfApi
 
 from grpo.config.fields import RunConfig
+from grpo.config.recipes import as_recipe
 from grpo.models.hf_folder import name_and_revision
-from grpo.text import SECRET, reason_of
+from grpo.text import reason_of, without_secrets
 
 # Weights of an earlier upload. One in other pieces would stay beside the new one, and be loaded in its place.
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 # ValueError for a name or a card that the hub refuses, RuntimeError for a large file that does not arrive
 HUB_ERRORS = (httpx.HTTPError, ValueError, RuntimeError, OSError)
-# A text in an option of a recipe whose name says that it is secret, such as 'api_key': 'sk-123'
-SECRET_OPTION = re.compile(rf"""('\w*{SECRET}': )(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.IGNORECASE)
 
 
 def open_repository(name: str) -> str:
@@ -59,7 +57,7 @@ def push(config: RunConfig, repository: str) -> str:
 
 
 def model_card(config: RunConfig, repository: str, run_dir: Path) -> str:
-    """Write a model's card: its base, what was measured first and last, and the recipe without secret options."""
+    """Write a model's card: its base, what was measured first and last, and the recipe without secrets."""
     measured = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -72,12 +70,13 @@ def model_card(config: RunConfig, repository: str, run_dir: Path) -> str:
     for name, cells in sorted(measured.items()):
         rows.append(f"| `{name}` | {cells[0]} | {cells[-1]} |")
 
+    config = without_secrets(config)
     facts = ["library_name: transformers", "tags: [plainrl]"]
     base = config.model.path
     if not config.model.is_built and not Path(base).exists():  # the hub refuses a base that it does not know
         name, _ = name_and_revision(base)
         facts.append(f"base_model: {name}")
-    recipe = SECRET_OPTION.sub(r"\1'...'", (run_dir / "config.py").read_text("utf-8").strip())
+    recipe = as_recipe(config).strip()
     return "\n\n".join(
         [
             "\n".join(["---", *facts, "---"]),

@@ -20,24 +20,26 @@ import socket
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from grpo.config.fields import RunConfig
 from grpo.config.recipes import as_recipe, written_fields
-from grpo.text import replace_file
+from grpo.text import naming, replace_file
 
 MARKER = "run.json"
 LOCK = "run.lock"
 CONFIG = "config.py"
 SCRIPT = "script.py"
+FILES = "files"
 CHECKPOINTS = "checkpoints"
 # What a run writes into its folder, and all that `overwrite` deletes
 RUN_FILES = (
     CONFIG,
     SCRIPT,
+    FILES,
     "metrics.jsonl",
     "completions.jsonl",
     "evaluation.jsonl",
@@ -54,7 +56,7 @@ RUN_FILES = (
     MARKER,
 )
 # These of them are there already when a start fails while models load; the corrected run may begin
-WRITTEN_BEFORE_RUN = (CONFIG, SCRIPT, "tensorboard", "wandb", "initial_model", LOCK, MARKER)
+WRITTEN_BEFORE_RUN = (CONFIG, SCRIPT, FILES, "tensorboard", "wandb", "initial_model", LOCK, MARKER)
 PARTIAL = ".partial"  # ending of a checkpoint that is being written or deleted
 UNFINISHED = (PARTIAL, ".tmp")  # endings of what is being written, or was when its run died
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
@@ -128,14 +130,19 @@ def check_run_folder(
         )
 
 
-def begin_run(config: RunConfig, script: str, step: int = 0, script_text: str = "") -> int:
-    """Take the folder, delete what must go, save config, script and `run.json`; prints the versions of packages.
+def begin_run(
+    config: RunConfig,
+    script: str,
+    step: int = 0,
+    texts: Mapping[str, str] | None = None,
+) -> int:
+    """Take the folder, delete what must go, save config, texts and `run.json`; prints the versions of packages.
 
-    Files that an earlier run was writing when it was killed are deleted, and with `overwrite` all that it left. A
-    resumed run replaces `run.json`, config and script, so they describe what ran last. If the config has changed, the
-    one of the steps up to `step` stays as config-step-N.py, and likewise script-step-N.py. script_text: the
-    script as the user edited it; "" if it is not known. Returns the descriptor of the lock: the folder belongs to this
-    process until it ends or closes the descriptor. Raises ValueError if another run holds the lock.
+    Files that an earlier run was writing when it was killed are deleted, and with `overwrite` all that it left. texts:
+    the script and the user's files, by their names in the folder. A resumed run replaces `run.json`, config and texts,
+    so they describe what ran last. If the config has changed, the one of the steps up to `step` stays as
+    config-step-N.py, and likewise script-step-N.py and the others. Returns the descriptor of the lock: the folder
+    belongs to this process until it ends or closes the descriptor. Raises ValueError if another run holds the lock.
     """
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +152,8 @@ def begin_run(config: RunConfig, script: str, step: int = 0, script_text: str = 
     if "SLURM_JOB_ID" in os.environ:
         holder += f", job {os.environ['SLURM_JOB_ID']}"
     os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{holder}, since {now}\n".encode(), 0)
+    with naming(folder / LOCK):
+        os.pwrite(lock, f"{holder}, since {now}\n".encode(), 0)
 
     overwrites = config.overwrite and not config.resume
     for path in _files_of_runs(folder):
@@ -167,11 +175,11 @@ def begin_run(config: RunConfig, script: str, step: int = 0, script_text: str = 
     }
     replace_file(folder / MARKER, json.dumps(marker, indent=2) + "\n")
 
-    for name, text in ((CONFIG, as_recipe(config)), (SCRIPT, script_text)):
-        if not text:
-            continue
+    texts = {CONFIG: as_recipe(config), **(texts or {})}
+    for name, text in texts.items():
         saved = folder / name
-        earlier = folder / f"{saved.stem}-step-{step:08d}.py"
+        saved.parent.mkdir(exist_ok=True)
+        earlier = saved.with_name(f"{saved.stem}-step-{step:08d}{saved.suffix}")
         # if `earlier` exists, it has what led up to this step; what came later led to no checkpoint
         may_differ = config.resume and step and saved.is_file() and not earlier.exists()
         if may_differ and saved.read_text("utf-8") != text:

@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from grpo.config import MetricsConfig
 from grpo.data.recorded import drop_batches_after
 from grpo.report.samples import completion_records, describe, finite_or_none, ranked_by_reward
 from grpo.report.warnings import CurveReader
-from grpo.text import compact_duration, compact_number, reason_of, without_secrets
+from grpo.text import compact_duration, compact_number, naming, reason_of, replace_file, without_secrets
 from grpo.types import Record, Rollout, Scalars
 
 # How the console line shows metrics, padded so that numbers of successive lines mostly line up
@@ -182,9 +183,10 @@ class RunLog:
             time=time.time(),
         )
         if self.tensorboard:
-            for name, value in values.items():
-                self.tensorboard.add_scalar(name, value, step)
-            self.tensorboard.flush()
+            with naming(self.tensorboard.log_dir):
+                for name, value in values.items():
+                    self.tensorboard.add_scalar(name, value, step)
+                self.tensorboard.flush()
         if self.wandb:
             self.wandb.log({"step": step, **values})
         for warning in self.curve_reader.look(metrics):
@@ -202,8 +204,12 @@ class RunLog:
         for record in records:
             line = json.dumps(facts | record, allow_nan=False)
             lines.append(f"{line}\n")
-        with open(self.run_dir / name, "a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        self._append(name, "".join(lines))
+
+    def _append(self, name: str, text: str) -> None:
+        path = self.run_dir / name
+        with naming(path), open(path, "a", encoding="utf-8") as file:
+            file.write(text)
 
     def _progress(self, step: int) -> str:
         if not self.num_steps:  # an evaluation alone
@@ -220,7 +226,7 @@ def drop_steps_after(path: Path, step: int) -> None:
     """
     num_damaged = 0
     new_path = f"{path}.tmp"
-    with open(path, "rb") as old, open(new_path, "wb") as new:
+    with naming(new_path), open(path, "rb") as old, open(new_path, "wb") as new:
         for line in old if step else ():
             try:
                 is_whole = line.endswith(b"\n")
@@ -253,14 +259,16 @@ def open_wandb(
     id_file = run_dir / "wandb" / "run-id.txt"
     id_file.parent.mkdir(exist_ok=True)
     if start_step == 0 or not id_file.is_file():
-        id_file.write_text(secrets.token_hex(8))
+        replace_file(id_file, secrets.token_hex(8))
+    arguments = sys.argv
+    sys.argv = without_secrets(arguments)  # many can read a project, which gets the command line too
     try:
         run = wandb.init(
             project=project,
             id=id_file.read_text(),
             name=run_dir.name,
             dir=str(run_dir),
-            config=without_secrets(config),  # many can read a project
+            config=without_secrets(config),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),  # the console line is the log's own
         )
@@ -269,6 +277,8 @@ def open_wandb(
             f"metrics.wandb_project={project!r}: {reason_of(error)}; log in with `wandb login`, set "
             "WANDB_MODE=offline to log into the run folder, or name no project"
         ) from error
+    finally:
+        sys.argv = arguments
     # not wandb's built-in axis, on which it drops what a resumed run repeats
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

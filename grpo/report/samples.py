@@ -132,6 +132,8 @@ def describe(record: Record, turns: bool = False) -> str:
                 tokens += f", then get_reward {turn['earned']:g}"
             lines.append(f"turn {number} ({tokens}): {turn['text']}")
             lines += [f"  <- {answer}" for answer in turn["answers"]]
+            if "failed" in turn:
+                lines.append(f"environment failed: {turn['failed']}")
     else:
         lines.append(f"completion: {record['completion']}")
     return printable("\n".join(lines))
@@ -160,6 +162,21 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     for limit, count in limits.items():
         line += f"; {count} run out of {limit}"
     return line
+
+
+def broken_line(rollouts: list[Rollout]) -> str:
+    """Return a warning if environments failed as the policy may have caused it: how many, and the first reason."""
+    reasons = []
+    for rollout in rollouts:
+        episode = rollout.completion.episode
+        if episode and episode["ended_by"] == "hung" and not episode["failure"]:
+            reasons.append(episode["turns"][-1]["failed"])
+    if not reasons:
+        return ""
+    return (
+        f"{len(reasons)} of {len(rollouts)} episodes get environment.hung_reward, since what the policy wrote may have "
+        f"caused the failure of their environment; the first: {_one_line(reasons[0])}"
+    )
 
 
 def unread_calls_line(rollouts: list[Rollout]) -> str:

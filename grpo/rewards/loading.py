@@ -71,14 +71,13 @@ class ForEachCompletion:
 
     def __call__(
         self,
-        completions: list,
+        completions: list[str],
         prompts: list,
         answer: list,
         **columns: list,
     ) -> Rewards:
         """Return the value of each completion. A prompt is given as the data has it."""
-        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-        triples = zip(prompts, texts, answer, strict=True)
+        triples = zip(prompts, completions, answer, strict=True)
         return [self.judge(prompt=prompt, response=text, target=target) for prompt, text, target in triples]
 
 
@@ -100,16 +99,21 @@ def call_arguments(
     """Return the arguments of a call. Completions go by their name if the function has it: `f(prompts, completions)`.
 
     Otherwise they are its first argument, unless that has the name of a column: `f(environments, **_)`. The completion
-    of a prompt that is a list of messages is a list of one message. Built-in functions always get texts.
+    of a prompt that is a list of messages is a list of one message; that of an episode, all messages behind the prompt,
+    as TRL has them. Built-in functions and classes always get texts.
     """
     names = argument_names(function)
     prompts = columns.get("prompts")
-    if prompts and not is_built_in(function):
+    if prompts and not is_built_in(function) and not isinstance(function, ForEachCompletion):
         texts = completions
         completions = []
-        for prompt, text in zip(prompts, texts, strict=True):
-            is_chat = isinstance(prompt, list)
-            completions.append([{"role": "assistant", "content": text}] if is_chat else text)
+        for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            completion = text
+            if isinstance(prompt, list):
+                completion = [{"role": "assistant", "content": text}]
+                if "environments" in columns:
+                    completion = columns["messages"][place][len(prompt) :]
+            completions.append(completion)
     if "completions" in names or (names and names[0] in columns):
         return (), {"completions": completions, **columns}
     return (completions,), dict(columns)

@@ -5,6 +5,7 @@ the completion has no reward, and the run ends if a function fails for every com
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -195,9 +196,13 @@ def episode_columns(rollouts: list[Rollout], opening: str = "") -> Columns:
             messages[-1] = messages[-1] | {"content": episode["opening"]}
         texts = [opening + turn["text"] for turn in episode["turns"]]
         for text, turn in zip(texts, episode["turns"], strict=True):
-            messages.append({"role": "assistant", "content": text})
-            role = turn.get("role", "tool")
-            messages += [{"role": role, "content": answer} for answer in turn["answers"]]
+            calls = turn.get("calls", [])
+            read = [{"type": "function", "function": call} for call in calls if call]
+            message = {"role": "assistant", "content": text}
+            messages.append(message | {"tool_calls": read} if read else message)
+            for answer, call in itertools.zip_longest(turn["answers"], calls):
+                answered = {"role": turn.get("role", "tool"), "content": answer}
+                messages.append(answered | {"name": call["name"]} if call else answered)
         columns["turns"].append(texts)
         columns["messages"].append(messages)
         columns["environment"].append(episode["info"])

@@ -161,6 +161,7 @@ def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
     opening: the end of the prompt that belongs to the answer, such as an opened `<think>`; each turn begins with it.
     """
     if rollout.completion.episode:
-        return episode_columns([rollout], opening)["messages"][0]
+        (messages,) = episode_columns([rollout], opening)["messages"]
+        return [{"role": m["role"], "content": m["content"]} for m in messages]  # calls stand in the content already
     answer = as_messages(opening + rollout.text, "assistant")
     return as_messages(rollout.prompt.content) + answer

@@ -4,15 +4,14 @@ Bad input is refused here, before GPUs are used. Each function raises ValueError
 and the way out. A check that every run needs belongs in `open_run`.
 """
 
-import contextlib
 import itertools
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.algorithm.trial import try_algorithm
@@ -36,9 +35,9 @@ from grpo.data.prepare import (
 from grpo.data.rows import Tools
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import end_of_turn
-from grpo.environments.serving import serving_template
 from grpo.environments.tools import load_toolboxes
-from grpo.folder.checkpoint import SAVED_CONFIG, open_run_folder
+from grpo.folder.checkpoint import open_run_folder
+from grpo.folder.was_read import READ, WasRead
 from grpo.models import hf_folder
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import ChatForm
@@ -53,10 +52,6 @@ from grpo.run.groups import Group, saved_groups
 from grpo.run.scorer import Scorer
 from grpo.types import Prompt, check_saved
 
-# Part of the driver's state in a checkpoint: `Inputs.weights`. Older checkpoints lack it.
-WEIGHTS = "weights"
-Stream = TypeVar("Stream", PromptStream, ChatStream)
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -68,6 +63,8 @@ class Inputs:
     """The checkpoint to continue from."""
     saved_state: Mapping[str, Any]
     """The driver's state in that checkpoint."""
+    read: WasRead
+    """What was read so far, as the next checkpoint keeps it."""
     step: int = 0
     """The number of steps that were done when it was saved."""
     stream: PromptStream | ChatStream | None = None
@@ -88,8 +85,6 @@ class Inputs:
     """The examples of each validation set, by its name."""
     form: ChatForm = ChatForm()
     """How the exported model writes chats."""
-    weights: Mapping[str, str] = field(default_factory=dict)
-    """Checksum of each model that is no part of a checkpoint, by the config's field."""
 
     @property
     def vocab_size(self) -> int:
@@ -132,7 +127,7 @@ def read_grpo(
     try_rewards(config, first_columns)
 
     paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
-    inputs = open_run(config, script, build_dir, paths, texts_of(sources))
+    inputs = open_run(config, script, build_dir, paths, texts_of(sources), ("data", "flight"))
     if config.needs_reference:
         folder = reference_folder(config, inputs)
         inputs = replace(inputs, reference_folder=folder)
@@ -145,18 +140,16 @@ def read_grpo(
         tools,
         inputs.vocab_size,
     )
-    new_stream = partial(PromptStream, rows, config)
-    stream = resumed_stream(new_stream, inputs.saved_state, ("step", "data", "flight"), config.allow_changes)
-    form = learned_form(config, inputs.tokenizer)
-    groups = groups_in_flight(inputs.saved_state, config.allow_changes, begins_again=not stream.num_drawn)
-    inputs = replace(inputs, stream=stream, form=form, groups=groups)
+    inputs = with_stream(inputs, PromptStream(rows, config))
+    inputs = replace(inputs, form=learned_form(config, inputs.tokenizer))
     if config.evaluation.interval:
         prompts = held_out_prompts(config, inputs)
         if not config.environment.all_classes:  # whose rows may have one prompt for all, and differ in their columns
             warn_of_repeated_rows("evaluation", [prompt.ids for prompt in prompts], rows)
         inputs = replace(inputs, eval_prompts=prompts)
     inputs = with_scorer(config, inputs)
-    return with_checked_weights(config, inputs)
+    note_weights(config, inputs)
+    return inputs
 
 
 def read_sft(
@@ -169,16 +162,14 @@ def read_sft(
         check_functions(config)
     sources = load_chat_sources(config)
     paths = data_paths(config, config.validation, config.evaluation)
-    inputs = open_run(config, script, build_dir, paths, texts_of(sources))
+    inputs = open_run(config, script, build_dir, paths, texts_of(sources), ("data", "recent_losses"))
     form = learned_form(config, inputs.tokenizer)
     rows = usable_chats(sources, config, inputs.tokenizer, inputs.vocab_size)
-    new_stream = partial(ChatStream, rows, config)
-    parts = ("step", "data", "recent_losses")
-    stream = resumed_stream(new_stream, inputs.saved_state, parts, config.allow_changes)
     if config.show:
-        first_examples = new_stream().draw(config.show)
+        first_examples = ChatStream(rows, config).draw(config.show)
         show_examples(first_examples, inputs.tokenizer)
-    inputs = replace(inputs, stream=stream, form=form)
+    inputs = with_stream(inputs, ChatStream(rows, config))
+    inputs = replace(inputs, form=form)
     if config.validation.interval:
         validation = load_validation(config, inputs.tokenizer, inputs.vocab_size)
         held_out = [example.ids for examples in validation.values() for example in examples]
@@ -186,7 +177,8 @@ def read_sft(
         inputs = replace(inputs, validation=validation)
     if config.evaluation.interval:
         inputs = read_evaluation(config, inputs)
-    return with_checked_weights(config, inputs)
+    note_weights(config, inputs)
+    return inputs
 
 
 def read_evaluation(config: RunConfig, inputs: Inputs) -> Inputs:
@@ -222,17 +214,21 @@ def open_run(
     build_dir: str,
     paths: Sequence[str],
     texts: Iterable[str] = (),
+    parts: Sequence[str] = (),
 ) -> Inputs:
     """Check the run folder, find the checkpoint to continue from, and open the model's folder and tokenizer.
 
-    paths: folders, files and hub names that the run reads besides its model and reward model. For the other arguments
-    and for what raises ValueError see `open_run_folder` and `open_model_folder`.
+    paths: folders, files and hub names that the run reads besides its model and reward model. parts: what the script
+    saves of its driver. For the other arguments and for what raises ValueError see `open_run_folder`, `WasRead` and
+    `open_model_folder`.
     """
     paths = [config.model.path, config.reward.model, *paths]
     checkpoint, saved_state = open_run_folder(config, script, paths)
+    if saved_state:
+        check_saved("the driver's state", saved_state, ("step", READ, *parts))
+    read = WasRead(config, saved_state)
     folder, tokenizer = open_model_folder(config, texts, build_dir)
-    step = saved_state.get("step", 0)
-    return Inputs(folder, tokenizer, checkpoint, saved_state, step)
+    return Inputs(folder, tokenizer, checkpoint, saved_state, read, read.step)
 
 
 def open_model_folder(
@@ -279,11 +275,10 @@ def reference_folder(config: GRPOConfig, inputs: Inputs) -> str:
     return config.model.reference_path
 
 
-def with_checked_weights(config: RunConfig, inputs: Inputs) -> Inputs:
-    """Add the checksum of each model that a checkpoint does not hold: base of adapters, fixed reference, reward model.
+def note_weights(config: RunConfig, inputs: Inputs) -> None:
+    """Note the checksum of each model that a checkpoint does not hold: base of adapters, fixed reference, reward model.
 
-    Raises ValueError if the resumed run had other weights; with `allow_changes` it prints that. An older checkpoint
-    does not say which it had. The folders must have been checked.
+    Raises what `WasRead.note` raises. The folders must have been checked.
     """
     folders = {}
     if config.trainer.lora_rank:
@@ -293,75 +288,36 @@ def with_checked_weights(config: RunConfig, inputs: Inputs) -> Inputs:
         folders[name] = hf_folder.resolve_folder(inputs.reference_folder)
     if inputs.reward_model:
         folders["reward.model"] = hf_folder.resolve_folder(inputs.reward_model, scores=True)
-    weights = {name: hf_folder.weights_checksum(folder) for name, folder in folders.items()}
-
-    saved_weights = inputs.saved_state.get(WEIGHTS, {})
-    for name, checksum in weights.items():
-        saved = saved_weights.get(name, checksum)
-        with refuse_unless_allowed(config.allow_changes, "resumed all the same"):
-            if saved != checksum:
-                raise ValueError(
-                    f"{name}: {folders[name]} has other weights than when step {inputs.step} was saved (checksum "
-                    f"{checksum}, then {saved}), and the checkpoint does not hold them; put the old ones back, take "
-                    "--allow-changes if the change is meant, or start a new run in another --run-dir"
-                )
-    return replace(inputs, weights=weights)
+    checksums = {}
+    for name, folder in folders.items():
+        checksums[f"the weights of {name}"] = f"checksum {hf_folder.weights_checksum(folder)}"
+    inputs.read.note("weights", checksums)
 
 
-def resumed_stream(
-    new_stream: Callable[[], Stream],
-    state: Mapping[str, Any],
-    parts: Sequence[str],
-    allow_changes: bool,
-) -> Stream:
-    """Return a new stream of data, at the place that the `state` of a checkpoint names, if there is one.
+def with_stream(inputs: Inputs, stream: PromptStream | ChatStream) -> Inputs:
+    """Add a new stream of data. If the run is resumed, add the groups in flight, and go to the saved place in the data.
 
-    parts: all that the state should have. Raises ValueError if it has others, if the place is one in other data, or if
-    another version of the project saved it; with `allow_changes` it prints that, and data without a place begin again.
+    If the rows are others, which `allow_changes` allows, the data begin again. Then, and after any other change on
+    which the result depends, groups in flight are left out, because they belong to the old run. Raises ValueError if
+    another version of the project saved them, and what `WasRead.note` raises.
     """
-    stream = new_stream()
-    if state:
-        with refuse_unless_allowed(allow_changes, "resumed all the same"):
-            check_saved("the driver's state", {*state} - {SAVED_CONFIG, WEIGHTS}, parts)
-        with refuse_unless_allowed(allow_changes, "the data begin again"):
-            check_saved("the driver's state", state, {*state, "data"})
-            stream.load_state_dict(state["data"])
-            return stream
-        stream = new_stream()  # some sources of the first one may have their place already
-    return stream
-
-
-def groups_in_flight(
-    state: Mapping[str, Any],
-    allow_changes: bool,
-    *,
-    begins_again: bool = False,
-) -> list[Group]:
-    """Return the groups that the `state` of a checkpoint has in flight.
-
-    begins_again: the data do, so these groups are of other rows, and fresh prompts will get their indices. They are
-    left out. Raises ValueError if another version of the project saved them; with `allow_changes` they are left out.
-    """
+    checksums = {}
+    for label, order in stream.orders.items():
+        name = f"the rows of {label}" if label else "the rows"
+        checksums[name] = f"{order.num_rows} of {order.source}, checksum {order.rows.checksum}"
+    has_same_rows = inputs.read.note("rows", checksums)
+    state = inputs.saved_state
     groups = []
+    if state and has_same_rows:
+        stream.load_state_dict(state["data"])
+    elif state:
+        print("the data begin again")
     if state.get("flight"):
-        with refuse_unless_allowed(allow_changes, "groups in flight are left out"):
-            groups = saved_groups(state["flight"])
-    if groups and begins_again:
-        print(f"{len(groups)} groups in flight are left out: they are of other data")
-        return []
-    return groups
-
-
-@contextlib.contextmanager
-def refuse_unless_allowed(allow_changes: bool, consequence: str) -> Iterator[None]:
-    """Let the block raise ValueError, or with `allow_changes` print its reason and what follows instead."""
-    try:
-        yield
-    except ValueError as error:
-        if not allow_changes:
-            raise
-        reason, _, _ = str(error).partition(";")
-        print(f"{consequence}: {reason}")
+        groups = saved_groups(state["flight"])
+    if groups and not inputs.read.is_same_run:
+        print(f"{len(groups)} groups in flight are left out: they are of the old config or data")
+        groups = []
+    return replace(inputs, stream=stream, groups=groups)
 
 
 # ---- Held-out prompts and rewards
@@ -391,7 +347,8 @@ def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
         inputs.tokenizer,
         inputs.form.end_token_ids,
     )
-    check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder))
+    on_gpu = config.gpus > 0 or torch.cuda.is_available()  # a dry run may be for another machine
+    check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder), on_gpu=on_gpu)
     if config.environment.enabled:
         check_environment(config, inputs.tokenizer, scorer.stop_token_ids)
     check_best(config, inputs.eval_prompts, scorer)
@@ -445,7 +402,7 @@ def check_best(
         raise ValueError(f"checkpoint.keep_best={best} is not among the held-out metrics{hint}: {', '.join(names)}")
 
 
-# ---- Environments, tools and the exported chat template
+# ---- Environments, tools and the exported chat form
 
 
 def tool_schemas(config: RunConfig) -> dict[str, Tools]:
@@ -491,9 +448,8 @@ def check_environment(
 def learned_form(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatForm:
     """Return how a model trained with this config writes chats, as far as its own folder does not say so.
 
-    A template that reads `question` is not exported, because nobody else passes that. With an environment the exported
-    template keeps all of the earlier turns, as training did; a line says if it cannot be made to. Tokens that ended
-    completions in training end answers of the exported model too.
+    A template that reads `question` is not exported, because nobody else passes that. Tokens that ended completions in
+    training end answers of the exported model too.
     """
     data = config.data
     template = ""
@@ -503,14 +459,4 @@ def learned_form(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatF
         end = end_of_turn(tokenizer, data)
         end_token_ids = () if end is None else (end,)
         return ChatForm(template, end_token_ids)
-    serving = ""
-    if config.environment.enabled:
-        serving = serving_template(tokenizer, data)
-    if serving != "":
-        template = serving or ""
-        result = "keeps them too" if serving else "cannot be made to keep them: serve it with another one"
-        print(
-            "thoughts and all else of earlier turns stay as sampled, which the chat template would change; that of the "
-            f"exported model {result}"
-        )
     return ChatForm(template, config.generator.stop_token_ids)

@@ -11,6 +11,7 @@ from grpo.data.chat import detokenize, look_at_prompt, template_name
 from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
 from grpo.report.samples import (
+    broken_line,
     failure_lines,
     finite_or_none,
     no_answer_line,
@@ -25,6 +26,8 @@ from grpo.workers.programs import check_programs
 
 # By what name an episode is lost that has functions as tools and no class
 TOOLS = "environment.tools"
+# Warnings about episodes, each of which is given once
+EPISODE_LINES = (unread_calls_line, broken_line)
 
 
 def check_version(completions: list[Completion], version: int) -> None:
@@ -137,7 +140,7 @@ class Scorer:
         self.pool = RewardPool(reward, generator.max_completion_tokens, opening)
         self.answer_format = answer_format_of(self.pool.functions)
         self.collected_before = False
-        self.has_unread_calls = False
+        self.episode_lines = list(EPISODE_LINES)
 
     @property
     def pass_functions(self) -> list[str]:
@@ -194,10 +197,11 @@ class Scorer:
         warnings = failure_lines(rollouts)
         if self.answer_format and not self.collected_before:
             warnings.append(no_answer_line(rollouts, self.answer_format))
-        if not self.has_unread_calls:  # the warning is given once
-            line = unread_calls_line(rollouts)
+        for line_of in list(self.episode_lines):
+            line = line_of(rollouts)
             warnings.append(line)
-            self.has_unread_calls = bool(line)
+            if line:
+                self.episode_lines.remove(line_of)
         self.collected_before = True
         for line in filter(None, warnings):
             print(printable(f"warning: {where}{line}"))

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.checks import check_world_size, describe_roles, num_processes, validate
 from grpo.config.fields import MAX_NUM_SEQS, Config
-from grpo.config.recipes import written_fields
+from grpo.config.user_files import own_files
 from grpo.folder import checkpoint
 from grpo.folder.hub import open_repository, push
-from grpo.folder.run_folder import begin_run
+from grpo.folder.run_folder import FILES, SCRIPT, begin_run
+from grpo.folder.was_read import READ, checksum_of
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
@@ -35,7 +36,7 @@ from grpo.roles.reference import Reference
 from grpo.roles.reward_model import RewardModel
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
-from grpo.run.inputs import WEIGHTS, Inputs
+from grpo.run.inputs import Inputs
 from grpo.run.machine import fit_to_machine, print_what_fits
 from grpo.run.scorer import check_version
 from grpo.run.step_timer import StepTimer, profile_step
@@ -86,7 +87,7 @@ def run(
         deadline_minutes=config.deadline_minutes,
         needs_reward_model=bool(config.reward.model) and layout is None,
     )
-    set_place(role=roles.name)
+    set_place(role=roles.name, run_dir=config.run_dir)
     with watched(roles, config.deadline_minutes) as watchdog:
         session = Session(config, script, read_inputs, layout, roles, text_around(train))
         try:
@@ -169,8 +170,12 @@ class Session:
                 self.held.callback(inputs.scorer.pool.close)
             if config.checkpoint.push_to_hub and self.layout.num_trainers:
                 self.repository = open_repository(config.checkpoint.push_to_hub)
+            texts = {f"{FILES}/{name}": text for name, text in own_files(config).items()}
+            if self.script_text:
+                texts[SCRIPT] = self.script_text
+            inputs.read.note(FILES, {name: checksum_of(text) for name, text in texts.items()})
             # another run may have begun there meanwhile
-            lock = begin_run(config, self.script, inputs.step, self.script_text)
+            lock = begin_run(config, self.script, inputs.step, texts)
             self.held.callback(os.close, lock)
             forget_old_stop(config.run_dir)
             self.run_log = self._open_log(inputs.step)  # W&B may refuse
@@ -369,12 +374,7 @@ class Session:
             with self.timer.phase("save"):
                 state = None
                 if self.roles.is_driver:
-                    state = {
-                        "step": step,
-                        checkpoint.SAVED_CONFIG: written_fields(self.config),
-                        WEIGHTS: self.inputs.weights,
-                        **driver_state(),
-                    }
+                    state = {"step": step, READ: self.inputs.read.parts, **driver_state()}
                 self.saver.save(step, trainer, state)
         self.saved_step = step
 

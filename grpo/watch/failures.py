@@ -46,6 +46,7 @@ class Here:
 
     role: str = "rank"
     phase: str = "start"
+    run_dir: str = "the run folder"
     changes: int = 0
     """Phases begun so far."""
     in_steps: bool = False
@@ -63,9 +64,10 @@ class BadInput(Exception):
     """The user's input cannot work. The message says why and what to do; rank 0 prints it without a traceback."""
 
 
-def set_place(*, role: str = "", phase: str = "") -> None:
-    """Remember this rank's role and current phase."""
+def set_place(*, role: str = "", phase: str = "", run_dir: str = "") -> None:
+    """Remember this rank's role and current phase, and the run folder."""
     here.role = role or here.role
+    here.run_dir = run_dir or here.run_dir
     if phase:
         here.phase = phase
         here.changes += 1
@@ -120,7 +122,10 @@ def run_rank(main: Callable[[], Result]) -> Result:
         why = str(error) or type(error).__name__
         line = f"error: rank {rank} ({here.role}) failed in phase {here.phase}: {why}"
         if any(sign in why for sign in FULL_DISK):
-            line += "; make room, and the same command with --resume goes on from the last checkpoint, if there is one"
+            line += (
+                f"; make room for {here.run_dir}, and the same command with --resume goes on from the last checkpoint, "
+                "if there is one"
+            )
         else:
             trace = traceback.format_exc()
     here.ending = True

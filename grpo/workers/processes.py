@@ -164,9 +164,9 @@ class Workers:
         """Return the outcomes that are there, or the first ones within `seconds`.
 
         Each is `{call, value}` or `{call, failed, cause}`: the reason in words, and a cause. raised: by what was
-        called. memory: it reached the limit. late, busy: its time was over while it waited, or computed. died: its
-        process ended, or wrote what no worker writes. Raises RuntimeError if the supervisor is gone, or if no worker
-        can load any more.
+        called. lost: the same, by an outage. memory: it reached the limit. late, busy: its time was over while it
+        waited, or computed. died: its process ended, or wrote what no worker writes. Raises RuntimeError if the
+        supervisor is gone, or if no worker can load any more.
         """
         give_up_at = time.monotonic() + seconds
         while b"\n" not in self._inbox:

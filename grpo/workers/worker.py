@@ -34,6 +34,10 @@ class Failure(Exception):
     """A failed call whose text is the whole reason, so that messages show no line of code."""
 
 
+class Lost(Failure):
+    """A failure of the machine or of a server. What the model wrote cannot have caused it."""
+
+
 class Peer:
     """The other end of one of the supervisor's connections: its owner, or a worker, which is killed at its deadline.
 
@@ -83,7 +87,7 @@ class Peer:
                     if call.num_values is not None:
                         value = plain_values(value, call.num_values)
                     return {"value": value}
-                case {"call": call.number, "failed": str() as reason, "cause": "memory" | "raised" as cause}:
+                case {"call": call.number, "failed": str() as reason, "cause": "memory" | "lost" | "raised" as cause}:
                     return {"failed": shown(reason, FAILURE_CHARACTERS), "cause": cause}
         return None
 
@@ -114,7 +118,11 @@ def work(load: Load, connection: socket.socket) -> None:
                 value = None
             send(call=call, value=value)
         except BaseException as error:  # a user's code may raise anything, and only this call fails
-            cause = "memory" if isinstance(error, MemoryError) else "raised"
+            cause = "raised"
+            if isinstance(error, MemoryError):
+                cause = "memory"
+            elif isinstance(error, Lost):
+                cause = "lost"
             send(call=call, failed=describe_error(error), cause=cause)
 
 

@@ -4,7 +4,6 @@ import json
 import pathlib
 
 import pytest
-from transformers import AutoTokenizer
 
 from grpo.data.recorded import read_step
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
@@ -83,28 +82,6 @@ def test_credit_for_turns_is_recorded_and_replayed(model, tmp_path):
     assert result.returncode and "does not say what turns earned" in result.stdout
 
 
-def test_the_exported_template_writes_what_was_trained(model, tmp_path):
-    """The template drops what stands before a 5 in an earlier turn, as others drop thoughts."""
-    (tmp_path / "drops.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content.split('5')[-1] | trim }}{{ eos_token }}"
-        "{% else %}{{ m.content }}={% endif %}{% endfor %}"
-    )
-    flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--data.prompt-template", tmp_path / "drops.jinja")
-    assert "exported model keeps them too" in run(model, tmp_path / "run", 1, *flags)
-    tokenizer, dropped = AutoTokenizer.from_pretrained(tmp_path / "run" / "model"), 0
-    for record in read_completions(tmp_path / "run"):
-        messages = [{"role": "user", "content": record["prompt"].removesuffix("=")}]
-        for turn in record["episode"]["turns"]:
-            messages.append({"role": "assistant", "content": turn["text"]})
-            messages += [{"role": "user", "content": answer} for answer in turn["answers"]]
-        while messages[-1]["role"] == "user":  # an answer that nobody read
-            messages.pop()
-        written = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert written.removesuffix(tokenizer.eos_token) == record["prompt"] + record["completion"]
-        dropped += any("5" in turn["text"] for turn in record["episode"]["turns"])
-    assert dropped
-
-
 def test_answers_by_counts_repeat_a_run(model, tmp_path):
     for name in ("a", "b"):
         flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--environment.answer-steps", 4)
@@ -114,28 +91,23 @@ def test_answers_by_counts_repeat_a_run(model, tmp_path):
 
 
 def test_lost_episodes_are_left_out_and_too_many_end_the_run(model, tmp_path):
-    flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--environment.options", "loses")
-    run(model, tmp_path / "some", 1, *flags, 4)
-    for record in read_metrics(tmp_path / "some"):
-        if "time/step" in record:
-            assert record["environment/lost_count"] == record["reward/none_count"] == 4  # one of each group
-    output = run(model, tmp_path / "most", 1, *flags, 1, succeeds=False)
-    assert "episodes were lost" in output and "seed" in output and "row" in output
-
-
-def test_a_prompt_that_reset_makes_too_long_loses_its_episode(model, tmp_path):
-    """It is longer than a micro-batch."""
+    """Also one whose prompt `reset` makes longer than a micro-batch."""
     (tmp_path / "long.py").write_text(
-        "class Long:\n    def __init__(self, every): self.every = every\n"
-        "    def reset(self, rollout): return '3+4' * (1 if rollout % self.every else 200)\n"
+        "class Long:\n    def __init__(self, loses): self.loses = loses\n"
+        "    def reset(self, rollout): return '3+4' * (1 if rollout % self.loses else 200)\n"
         "    def reply(self, text): return None\n    def get_reward(self): return 1.0\n"
     )
-    long = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--environment.name", f"{tmp_path}/long.py:Long")
-    run(model, tmp_path / "some", 1, *long, "--environment.options", "every", 4)
-    records = [record for record in read_metrics(tmp_path / "some") if "time/step" in record]
-    assert [record["environment/lost_count"] for record in records] == [4] * len(records)  # one of each group
-    output = run(model, tmp_path / "all", 1, *long, "--environment.options", "every", 1, succeeds=False)
-    assert "raise data.max_prompt_tokens=16" in output and "generator is broken" not in output
+    for name, flags, reason in (
+        ("judge", (), "the judge is down"),
+        ("long", ("--environment.name", f"{tmp_path}/long.py:Long"), "raise data.max_prompt_tokens=16"),
+    ):
+        flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, *flags, "--environment.options", "loses")
+        run(model, tmp_path / name, 1, *flags, 4)
+        for record in read_metrics(tmp_path / name):
+            if "time/step" in record:
+                assert record["environment/lost_count"] == record["reward/none_count"] == 4  # one of each group
+        output = run(model, tmp_path / f"{name} most", 1, *flags, 1, succeeds=False)
+        assert "episodes were lost" in output and reason in output and "seed" in output and "row" in output
 
 
 def test_an_environment_that_cannot_be_used_is_one_line(model, tmp_path):
@@ -143,12 +115,9 @@ def test_an_environment_that_cannot_be_used_is_one_line(model, tmp_path):
         "class Bare:\n    def reset(self): return 'go'\n    def reply(self, text): return None\n"
         "class Needs:\n    def reset(self, city): return city\n    def reply(self, text): return None\n"
     )
-    for name, flags, reason in (
-        ("Bare", ("--reward.functions",), "no get_reward"),
-        ("Needs", (), "missing a required argument: 'city'"),
-        ("Gone", (), "no function 'Gone'"),
-    ):
-        flags = (*COLOCATED, "--roles.num-trainers", 1, "--environment.name", f"{tmp_path}/bad.py:{name}", *flags)
+    for name, reason in (("Bare", "no get_reward"), ("Needs", "missing a required argument: 'city'")):
+        flags = (*COLOCATED, "--roles.num-trainers", 1, "--environment.name", f"{tmp_path}/bad.py:{name}")
+        flags += ("--reward.functions",) if name == "Bare" else ()
         output = run(model, tmp_path / name, 1, *flags, succeeds=False)
         (line,) = [line for line in output.splitlines() if line.startswith("error:")]
         assert reason in line and not (tmp_path / name).exists()

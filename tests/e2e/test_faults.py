@@ -31,11 +31,19 @@ reference.Reference.logprobs = broken
 """
 
 
+MINE = """
+def share_of_digits(completions, **columns):
+    return [sum(map(str.isdigit, text)) / (len(text) + 1) + len(text) / 100 for text in completions]
+"""
+
+
 def test_nan_then_a_damaged_checkpoint_then_another_config(model: pathlib.Path, tmp_path: pathlib.Path):
-    recipe, run_dir = tmp_path / "recipe.py", tmp_path / "run"
+    recipe, run_dir, reward = tmp_path / "recipe.py", tmp_path / "run", tmp_path / "mine.py"
     recipe.write_text(NAN_IN_STEP_2)
+    reward.write_text(MINE)
     layout = ("--roles.num-trainers", 2, "--roles.num-references", 0)
     arguments = (recipe, *layout, "--model.path", model, "--run-dir", run_dir, "--checkpoint.no-export")
+    arguments += ("--reward.functions", f"{reward}:share_of_digits", 1)
     output = torchrun("train_grpo.py", *arguments, nproc=3)
     assert output.count("warning: step 2 skipped 100% of its update, because not finite: reference") == 1
     first, second, third = read_metrics(run_dir)
@@ -49,9 +57,13 @@ def test_nan_then_a_damaged_checkpoint_then_another_config(model: pathlib.Path, 
     output = run_torchrun("train_grpo.py", *again, nproc=3).stdout
     assert "error: the checkpoint of step 3 cannot be used" in output and "to continue after step 2" in output
     shutil.rmtree(run_dir / "checkpoints/step-00000003")
+    reward.write_text(f"{MINE}# edited")
     output = torchrun("train_grpo.py", *again, nproc=3)
     assert "starting at step 2" in output
-    assert "metrics.samples_interval: 1 -> 5" in output
+    assert "resumed with a change: metrics.samples_interval: 1 -> 5\n" in output
+    assert "resumed with a change: mine.py differs from the one of step 2\n" in output
+    kept = [(run_dir / "files" / name).read_text() for name in ("mine-step-00000002.py", "mine.py")]
+    assert kept == [MINE, reward.read_text()]
     again = read_metrics(run_dir)
     for name in ("loss", "kl", "grad_norm", "reward/mean", "learning_rate", "entropy"):
         assert again[2][name] == third[name], name

@@ -119,7 +119,7 @@ def test_somebody_may_be_the_model(style, template, monkeypatch, capsys):
 
 def test_a_first_text_that_is_too_long_is_told_with_its_field(tmp_path, capsys):
     folder = build_model(f"{EXAMPLES}/toys.py:guess_model", tmp_path, [], seed=0)
-    words = [f"{EXAMPLES}/guess.py:Guess", "--model.path", folder, "--environment.calls", "tag"]
+    words = [f"{EXAMPLES}/guess.py:Guess", "--model.path", folder, "--environment.calls", "hermes"]
     words += ["--environment.reply-as", "user", "--data.system-prompt", "", "--data.max-prompt-tokens"]
     assert main([*words, "4"]) == 1
     shown = capsys.readouterr().out

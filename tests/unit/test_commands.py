@@ -13,7 +13,6 @@ import sys
 import types
 
 import pytest
-import torch
 import transformers
 
 from grpo import check_environment, check_loss, check_reward, evaluate, export, look, replay
@@ -131,11 +130,9 @@ def test_a_command_of_a_page_passes_its_checks(command, folder, models, monkeypa
         if "--gpus" not in flags:
             assert config.num_ranks == num_ranks
     hf = transformers.AutoConfig.for_model(**QWEN3_1_7B)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    check_engine(config.generator, hf)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_engine(config.generator, hf, on_gpu=True)
     if not WRONG_ON_CPU.keys() & config.generator.engine.keys():
-        check_engine(config.generator, hf)
+        check_engine(config.generator, hf, on_gpu=False)
 
 
 def run_tool(name: str, words: list[str], monkeypatch):

@@ -64,6 +64,7 @@ OTHER_FILES = {
     "tools.py",
     "path/file.py",
     "config-step-N.py",
+    "NAME-step-N.py",
     "script.py",
     "script-step-N.py",
     "configs/my_run.py",

@@ -50,14 +50,14 @@ WRONG_ON_CPU = {
 }
 
 
-def check_engine(config: GeneratorConfig, hf: PretrainedConfig) -> None:
-    """Raise ValueError for what this machine's vLLM cannot do or gets wrong. It does not import vLLM."""
+def check_engine(config: GeneratorConfig, hf: PretrainedConfig, *, on_gpu: bool) -> None:
+    """Raise ValueError for what vLLM cannot do or gets wrong, on a GPU or on a CPU. It does not import vLLM."""
     if (has_experts(hf) or has_states(hf)) and "quantization" in config.engine:
         raise ValueError(
             "generator.engine quantization of a mixture of experts, or of gated delta nets, is not supported: nobody "
             "has seen vLLM quantize them again in a weight sync; leave it out"
         )
-    if torch.cuda.is_available():
+    if on_gpu:
         return
     if has_states(hf):
         raise ValueError(

@@ -81,6 +81,18 @@ def test_the_kl_joins_the_loss(estimator, value, slope):
     assert loss == -1 and metrics["kl"] == pytest.approx([value, 0], abs=1e-6)
 
 
+@pytest.mark.parametrize("correction", ["truncate", "mask_tokens"])
+def test_a_weighted_kl_counts_the_generators_ratio_once(correction):
+    """Policy over generator is 1.5, over the reference 2: 1.5 * k3. The old log-probs are the generator's, too."""
+    old = torch.tensor([0.0, -1.0 - math.log(1.5), -2.0])
+    reference = torch.tensor([0.0, -1.0 - math.log(2), -2.0])
+    algorithm = AlgorithmConfig(
+        kl_coef=0.1, kl_estimator="k3_weighted", old_logprobs="generator", importance_correction=correction
+    )
+    _, metrics, _ = step(algorithm, generator_logprobs_N=old, old_logprobs_N=old, ref_logprobs_N=reference)
+    assert metrics["kl"] == pytest.approx([1.5 * (math.log(2) - 1 / 2), 0], abs=1e-6)
+
+
 def test_a_token_that_the_reference_gives_no_chance_costs_a_bounded_kl():
     # log ratio held at 20: exp(-20) - 1 + 20 = 19
     algorithm = AlgorithmConfig(kl_coef=0.1, importance_correction="none")

@@ -46,6 +46,16 @@ def take_step(trainer: Trainer, algorithm: AlgorithmConfig) -> dict[str, float]:
     return metrics.means()
 
 
+def test_what_is_not_finite_outside_the_mask_skips_no_update(folder):
+    trainer = trainer_of(folder)
+    batch = step_batch()
+    junk_N = torch.full((16,), math.nan)
+    fields = {name: junk_N.masked_fill(batch.loss_mask_N, -3.0) for name in ("old_logprobs_N", "ref_logprobs_N")}
+    batch = dataclasses.replace(batch, **fields, advantages_N=batch.advantages_N.where(batch.loss_mask_N, math.inf))
+    trainer.forward_backward(batch, lambda micro, logprobs_BT, _: (logprobs_BT.sum(), {}), StepMetrics(4))
+    assert trainer.optimizer_step()["skipped_frac"] == 0
+
+
 def test_a_schedule_of_the_kl_without_a_reference_is_refused(folder):
     """Written into the script, it would change nothing, and nobody would see it."""
     trainer = trainer_of(folder)

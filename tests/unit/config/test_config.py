@@ -45,7 +45,7 @@ OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 MAX_WEIGHT = {"algorithm.loss": "reinforce", "algorithm.loss_options": {"max_importance_weight": 2}}
 CLASSES = {"environment.classes": {"a": "x.py:A", "b": "x.py:B"}}
 KIND = {"data.environment_column": "kind"}
-TOOLS = {"environment.tools": ("calculator",)}
+TOOLS = {"environment.tools": ("python",)}
 EACH_TURN = {"algorithm.advantages": "return_to_go"}
 ROUNDED = {"trainer.moments": "bfloat16"}
 CARRY_8 = {"sampling.carry_over": 8}
@@ -108,7 +108,6 @@ REFUSED_IN_GRPO = [
     ({"environment.name": "calculator"}, "environment.name .* 'calculator', which names no class .* environment.tools"),
     (CLASSES, "environment.classes needs data.environment_column"),
     (KIND, "data.environment_column needs environment.classes"),
-    (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds does not go with .*answer_steps"),
     (TOOLS | {"sampling.carry_over": 1, CORRECTION: "truncate"}, "carry_over does not go with an environment"),
     (TOOLS | {"generator.stop": ("END",)}, "generator.stop, .* with an environment: .* use generator.stop_token_ids"),
     (TOOLS | {"generator.sampling": {"min_tokens": 8}}, "generator.sampling .* with an environment: .* each turn"),
@@ -230,6 +229,13 @@ def test_adapters_at_a_learning_rate_for_all_weights_are_said(config_type):
     assert "trainer.learning_rate=1e-06 hardly moves adapters" in said and "--trainer.learning-rate 1e-5" in said
     for rate in (0.0, 1e-5):
         assert cautions(change(lora, {"trainer.learning_rate": rate})) == []
+
+
+def test_random_weights_at_a_rate_for_trained_ones_are_said():
+    built = change(SFTConfig(), {"model.path": "toys.py:model"})
+    (said,) = cautions(built)
+    assert "learning_rate=1e-06 hardly moves a model that starts from random" in said and "-rate 1e-3" in said
+    assert cautions(change(built, {"trainer.learning_rate": 1e-3})) == []
 
 
 @pytest.mark.parametrize("coarse", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8_per_tensor"}])
@@ -527,6 +533,31 @@ def test_a_recipe_starts_from_another_one(tmp_path, monkeypatch):
     assert load_recipe(one, GRPOConfig) == expected
     two = write(tmp_path / "two.py", 'config = c.change("sub/one.py", {"algorithm": c.AlgorithmConfig()})')
     assert load_recipe(two, GRPOConfig) == GRPOConfig(group_size=4, num_steps=3)
+
+
+def test_a_path_of_a_recipe_starts_in_this_folder_or_else_in_the_recipes(tmp_path, monkeypatch):
+    """Every kind of field that names a file: a name, a tuple, a table's names or values. A flag's path is of here."""
+    names = ("mine.py", "rows.jsonl", "chat.jinja", "both.py", "here/both.py")
+    (tmp_path / "here").mkdir()
+    for name in names:
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path / "here")
+    named = {
+        "algorithm.loss": "mine.py:loss",
+        "reward.functions": {"mine.py:f": 1.0, "both.py:f": 1.0, "math_reward": 1.0},
+        "data.path": "rows.jsonl:train[:9]",
+        "data.prompt_template": "chat.jinja",
+        "environment.tools": ("mine.py:tool", "calculator"),
+        "model.path": "none/there",
+    }
+    recipe = load_recipe(write(tmp_path / "one.py", f"config = c.change(c.GRPOConfig(), {named!r})"), GRPOConfig)
+    assert recipe.algorithm.loss == f"{tmp_path}/mine.py:loss"
+    assert [*recipe.reward.functions] == [f"{tmp_path}/mine.py:f", "both.py:f", "math_reward"]
+    assert recipe.data.path == f"{tmp_path}/rows.jsonl:train[:9]"
+    assert recipe.data.prompt_template == f"{tmp_path}/chat.jinja"
+    assert recipe.environment.tools == (f"{tmp_path}/mine.py:tool", "calculator")
+    assert recipe.model.path == "none/there"
+    assert load(GRPOConfig, str(tmp_path / "one.py"), ["--algorithm.loss", "mine.py:x"]).algorithm.loss == "mine.py:x"
 
 
 # What a recipe's lines do, from line 2 on, and the message after `path, `

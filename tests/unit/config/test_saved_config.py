@@ -1,30 +1,30 @@
 """Resuming with another config: what differs is shown, and what breaks exactness is refused."""
 
 import json
-import os
 import pathlib
 
 import pytest
 
 from grpo.config import GRPOConfig, SFTConfig, change
-from grpo.config.recipes import changes_since, is_resume_safe, load_recipe, written_fields
-from grpo.folder.checkpoint import is_same_run
-from grpo.folder.run_folder import begin_run
+from grpo.config.recipes import is_resume_safe, load_recipe
+from grpo.config.user_files import load_function, own_files
+from grpo.folder.was_read import READ, WasRead
 
 RECIPES = sorted((pathlib.Path(__file__).parents[3] / "configs").glob("*.py"))
 
 
-def saved(config: GRPOConfig | SFTConfig) -> dict[str, str]:
-    """What `run.json` has of a config."""
-    return json.loads(json.dumps(written_fields(config)))
+def resumed(config: GRPOConfig | SFTConfig, before: GRPOConfig | SFTConfig, **parts: dict[str, str]) -> WasRead:
+    """What a run reads that is resumed with `config` from step 3 of another one."""
+    saved = json.loads(json.dumps({**WasRead(before).parts, **parts}))
+    return WasRead(config, {"step": 3, READ: saved})
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_config_has_not_changed_since_it_was_saved(recipe):
+def test_a_config_has_not_changed_since_it_was_saved(recipe, capsys):
     config = load_recipe(str(recipe), GRPOConfig, SFTConfig)
     config = change(config, {"trainer.max_grad_norm": float("inf")})
-    assert changes_since(saved(config), config) == {}
-    assert changes_since(saved(config), change(config, {"resume": True, "overwrite": True})) == {}
+    assert resumed(change(config, {"resume": True, "overwrite": True}), config).is_same_run
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -50,32 +50,54 @@ def test_what_the_result_does_not_depend_on():
 
 
 @pytest.mark.parametrize("config", [GRPOConfig(), SFTConfig()], ids=["grpo", "sft"])
-def test_changes_are_shown_and_refused(config, tmp_path, capsys):
-    before = change(config, {"run_dir": str(tmp_path)})
-    os.close(begin_run(before, "train.py"))
-    capsys.readouterr()
-    assert is_same_run(before, saved(before))
-    assert capsys.readouterr().out == ""
-    longer = change(before, {"num_steps": 999, "checkpoint.keep": 5, "resume": True})
-    assert is_same_run(longer, saved(before))
-    assert capsys.readouterr().out == (
-        f"resumed with another config than before\n  checkpoint.keep: 2 -> 5\n  num_steps: {before.num_steps} -> 999\n"
-    )
+def test_changes_are_shown_and_refused(config, capsys):
+    longer = change(config, {"num_steps": 999, "checkpoint.keep": 5, "resume": True})
+    assert resumed(longer, config).is_same_run
+    lines = ["checkpoint.keep: 2 -> 5", f"num_steps: {config.num_steps} -> 999"]
+    assert capsys.readouterr().out == "".join(f"resumed with a change: {line}\n" for line in lines)
     other = change(longer, {"seed": 7, "trainer.learning_rate": 1.0})
-    with pytest.raises(ValueError, match="--allow-changes") as refused:
-        is_same_run(other, saved(before))
-    assert f"trainer.learning_rate: {before.trainer.learning_rate!r} -> 1.0; seed: 0 -> 7" in str(refused.value)
+    with pytest.raises(ValueError, match="since step 3 was saved: .*--allow-changes") as refused:
+        resumed(other, config)
+    assert f"trainer.learning_rate: {config.trainer.learning_rate!r} -> 1.0; seed: 0 -> 7" in str(refused.value)
     assert "num_steps" not in str(refused.value)
-    assert not is_same_run(change(other, {"allow_changes": True}), saved(before))
-    assert "seed: 0 -> 7" in capsys.readouterr().out
+    assert not resumed(change(other, {"allow_changes": True}), config).is_same_run
+    assert "resumed with a change: seed: 0 -> 7\n" in capsys.readouterr().out
 
 
-def test_a_field_that_a_later_version_added_had_its_default_before():
-    """A field that a later version took out is a change, since nobody knows what it did."""
-    before = saved(GRPOConfig())
-    del before["seed"]
-    assert changes_since(before, GRPOConfig()) == {}
-    assert changes_since(before | {"sed": "0"}, GRPOConfig(seed=7)) == {
-        "seed: 0 -> 7": True,
-        "sed: 0 -> not there": True,
+def test_a_field_of_another_version_is_a_change():
+    for added, message in (({"sed": "0"}, "sed: 0 -> not there"), ({}, "seed: not there -> 0")):
+        saved = WasRead(GRPOConfig()).parts
+        saved["config"] = {name: value for name, value in saved["config"].items() if name != "seed" or added} | added
+        with pytest.raises(ValueError, match=message):
+            WasRead(GRPOConfig(), {"step": 3, READ: saved})
+
+
+def test_an_edited_file_is_named_and_other_weights_are_refused(capsys):
+    """What a change of the config brings or takes away, such as a second function, is said there."""
+    files = {"files/mine.py": "aa", "files/gone.py": "cc", "script.py": "ee"}
+    read = resumed(GRPOConfig(), GRPOConfig(), files=files, weights={"model.path": "aa"}, rows={})
+    assert not read.note("files", {"files/mine.py": "bb", "files/new.py": "dd", "script.py": "ee"})
+    assert capsys.readouterr().out == "resumed with a change: mine.py differs from the one of step 3\n"
+    assert read.note("weights", {"model.path": "aa"}) and read.is_same_run
+    with pytest.raises(ValueError, match="since step 3 was saved: model.path: aa -> bb.*--allow-changes"):
+        read.note("weights", {"model.path": "bb"})
+
+
+def test_the_files_that_a_config_names(tmp_path):
+    """In any field, also one that names it as an entry; with what it imports from beside it, and each once."""
+    (tmp_path / "other").mkdir()
+    for name in ("mine.py", "beside_mine.py", "chat.jinja", "other/mine.py", "unused.py"):
+        (tmp_path / name).write_text(f"# {name}\n")
+    with open(tmp_path / "mine.py", "a") as file:
+        file.write("import beside_mine\ndef f(completions): return []\n")
+    load_function(f"{tmp_path}/mine.py:f", "reward")
+    changes = {
+        "reward.functions": {f"{tmp_path}/mine.py:f": 1.0},
+        "algorithm.loss": f"{tmp_path}/other/mine.py:loss",
+        "data.path": f"{tmp_path}/mine.py:rows:train[:9]",
+        "data.prompt_template": f"{tmp_path}/chat.jinja",
+        "model.path": f"{tmp_path}/absent.py:model",
     }
+    texts = own_files(change(GRPOConfig(), changes))
+    assert texts.keys() == {"mine.py", "beside_mine.py", "chat.jinja", "other-mine.py"}
+    assert texts["other-mine.py"] == "# other/mine.py\n" and "def f" in texts["mine.py"]

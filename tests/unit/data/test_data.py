@@ -14,7 +14,8 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
 from grpo.data.streams import PromptStream
 from grpo.data.turns import tokenize, write_prompt
-from grpo.run.inputs import resumed_stream
+from grpo.folder.was_read import WasRead
+from grpo.run.inputs import Inputs, with_stream
 
 # One token per word; the template writes "<role> content .." and, for the generation prompt, "<assistant>".
 WORDS = ["<unk>", "<eos>", "<system>", "<user>", "<assistant>", "<nothink>", "Be", "brief", "add", "yes"]
@@ -163,30 +164,6 @@ def test_a_resumed_stream_continues_the_same_way(tokenizer, ten_rows, num_drawn)
     assert expected[0].index == num_drawn
 
 
-def test_a_state_of_another_data_set_seed_or_order_is_refused(tokenizer, ten_rows, tmp_path):
-    state = prompts_of(config_of(ten_rows), tokenizer, seed=0).state_dict()
-    short = tmp_path / "short.jsonl"
-    short.write_text("".join(pathlib.Path(ten_rows).read_text().splitlines(keepends=True)[:4]))
-    with pytest.raises(ValueError, match="has num_rows=10, this run has 4; resume with the data"):
-        prompts_of(config_of(str(short)), tokenizer, seed=0).load_state_dict(state)
-    with pytest.raises(ValueError, match="has source='.*rows.jsonl:train', this run has '.*copy.jsonl:train'"):
-        copy = tmp_path / "copy.jsonl"
-        copy.write_text(pathlib.Path(ten_rows).read_text())
-        prompts_of(config_of(str(copy)), tokenizer, seed=0).load_state_dict(state)
-    rows = pathlib.Path(ten_rows).read_text().splitlines(keepends=True)
-    edited = tmp_path / "edited.jsonl"
-    for content in (rows[::-1], [rows[0].replace("0", "7"), *rows[1:]]):
-        edited.write_text("".join(rows))
-        place = prompts_of(config_of(str(edited)), tokenizer, seed=0).state_dict()
-        edited.write_text("".join(content))
-        with pytest.raises(ValueError, match="has checksum='"):
-            prompts_of(config_of(str(edited)), tokenizer, seed=0).load_state_dict(place)
-    with pytest.raises(ValueError, match="has seed=0, this run has 1"):
-        prompts_of(config_of(ten_rows), tokenizer, seed=1).load_state_dict(state)
-    with pytest.raises(ValueError, match="has shuffle=1, this run has 0"):
-        prompts_of(config_of(ten_rows, shuffle=False), tokenizer, seed=0).load_state_dict(state)
-
-
 @pytest.mark.parametrize("part", ["the place in the data", "of a source", "of a row"])
 def test_a_state_of_another_version_is_refused_by_name(tokenizer, ten_rows, part):
     stream = prompts_of(config_of(ten_rows), tokenizer, seed=0)
@@ -206,25 +183,28 @@ def test_a_state_of_another_version_is_refused_by_name(tokenizer, ten_rows, part
             prompts_of(config_of(ten_rows), tokenizer, seed=0).load_state_dict(state)
 
 
-def test_other_data_begin_at_their_beginning_if_that_is_allowed(tokenizer, ten_rows, capsys):
-    drawn = prompts_of(config_of(ten_rows), tokenizer, seed=0)
-    first = [prompt.row for prompt in drawn.draw(3)]
-    saved = {"step": 1, "data": drawn.state_dict()}
+def test_other_rows_are_refused_or_begin_again(tokenizer, ten_rows, capsys):
+    """Fewer rows, another order, an edited one: under the same path, so that no field of the config differs."""
+    rows = pathlib.Path(ten_rows).read_text().splitlines(keepends=True)
 
-    def rows_of(seed: int, state: dict, allow_changes: bool) -> list[int]:
-        def new_stream() -> PromptStream:
-            return prompts_of(config_of(ten_rows), tokenizer, seed)
+    def started(state: dict, **changes: bool) -> tuple[list[int], dict]:
+        config = GRPOConfig(data=config_of(ten_rows), **changes)
+        inputs = Inputs("", None, None, state, WasRead(config, state))
+        inputs = with_stream(inputs, prompts_of(config.data, tokenizer, seed=0))
+        drawn = [prompt.row for prompt in inputs.stream.draw(3)]
+        return drawn, {"step": 1, "data": inputs.stream.state_dict(), "read": inputs.read.parts}
 
-        stream = resumed_stream(new_stream, state, ("step", "data"), allow_changes)
-        return [prompt.row for prompt in stream.draw(3)]
-
-    assert rows_of(0, {}, False) == first
-    assert rows_of(0, saved, True) == [prompt.row for prompt in drawn.draw(3)] != first
-    with pytest.raises(ValueError, match="has seed=0, this run has 1"):
-        rows_of(1, saved, False)
-    capsys.readouterr()
-    assert rows_of(1, saved, True) == rows_of(1, {}, True)
-    assert "the data begin again: the saved place in the data has seed=0, this run has 1\n" in capsys.readouterr().out
+    first, saved = started({})
+    second, _ = started(saved)
+    assert not {*first} & {*second}
+    for content in (rows[:4], rows[::-1], [rows[0].replace("0", "7"), *rows[1:]]):
+        pathlib.Path(ten_rows).write_text("".join(content))
+        found = f"the rows: 10 of .*, checksum .* -> {len(content)} of .*, checksum .*--allow-changes"
+        with pytest.raises(ValueError, match=found):
+            started(saved)
+        capsys.readouterr()
+        assert started(saved, allow_changes=True)[0] == started({})[0]
+        assert "the data begin again\n" in capsys.readouterr().out
 
 
 def long_rows(tmp_path, lengths: list[int]) -> str:
@@ -272,7 +252,7 @@ def test_rows_that_cannot_be_used_are_never_drawn_and_keep_their_numbers(tokeniz
     prompts = stream.draw(8)
     assert sorted(rows_of(prompts[:4])) == sorted(rows_of(prompts[4:])) == [0, 2, 3, 5]
     assert all(prompt.columns["answer"] == str(prompt.row) for prompt in prompts)
-    assert stream.state_dict()["sources"][""]["num_rows"] == 4
+    assert stream.orders[""].num_rows == 4
     held_out = load_eval_prompts(data, EvaluationConfig(path=data.path, num_prompts=3), tokenizer)
     assert rows_of(held_out) == [0, 2, 3]
 

@@ -220,16 +220,6 @@ def test_a_mixture_resumes_exactly(tokenizer, two_sources, num_drawn):
     assert resumed.draw(30) == stream.draw(30)
 
 
-def test_a_state_of_another_mixture_is_refused(tokenizer, two_sources):
-    state = stream_of(config_of(**two_sources), tokenizer).state_dict()
-    with pytest.raises(ValueError, match=r"has weight=0.7, this run has 0.5; resume with the data sets, weights"):
-        other = config_of(**two_sources | {"weights": {"a": 0.5, "b": 0.3}})
-        stream_of(other, tokenizer).load_state_dict(state)
-    one = config_of(path=two_sources["sources"]["a"])
-    with pytest.raises(ValueError, match=r"has data.sources=\['a', 'b'\], this run has \[''\]"):
-        stream_of(one, tokenizer).load_state_dict(state)
-
-
 def test_chats_of_a_mixture_resume_exactly(tokenizer, two_sources):
     config = SFTConfig(data=config_of(**two_sources), sequences_per_step=4, max_sequence_tokens=20)
     sources = usable_chats(load_chat_sources(config), config, tokenizer)

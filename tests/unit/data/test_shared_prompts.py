@@ -64,6 +64,8 @@ def test_what_is_shared():
     same, other = [1, 2, 3], [1, 2, 4]
     assert repeated_prompts(batch_of((same, [1, 1]), (other, [1]), (same, [2]))) == ([0, 0, 2, 0], [2, 2, 2, 2])
     assert repeated_prompts(batch_of((same, [1]), (other, [1]))) is None  # every prompt once
+    ending = [7, 8, 9, 1, 2, 3]  # as of all chats: prompts of one length with one ending are not the same prompt
+    assert repeated_prompts(batch_of(([4, *ending], [1]), ([5, *ending], [1]))) is None
     assert repeated_prompts(batch_of(([1], [1, 1]))) is None  # its only token predicts
     batch = batch_of((same, [1, 1]))
     assert repeated_prompts(dataclasses.replace(batch, prompt_lengths_S=None)) is None

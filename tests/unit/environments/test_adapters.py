@@ -1,5 +1,6 @@
 """The example environments that carry other libraries' ones, each with a small package of that library's interface."""
 
+import contextlib
 import pathlib
 import sys
 import textwrap
@@ -9,6 +10,7 @@ import pytest
 from grpo.config import EnvironmentConfig
 from grpo.environments.host import EnvironmentHost
 from grpo.environments.tools import load_toolboxes
+from tests.unit.environments.conversations import call, played
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "configs" / "examples"
 # A walk from 0 to 2, drawn with a colour; with render_mode None, the position is the observation, and text the action.
@@ -60,6 +62,8 @@ OPENENV = """
             return StepResult({"text": "Which?", "tries": 0})
 
         def step(self, action):
+            if action["guess"] in ("odd", "gone"):
+                raise {"odd": RuntimeError, "gone": EOFError}[action["guess"]]()
             right = action["guess"] == str(self.number)
             return StepResult({"text": "Yes." if right else "No.", "tries": 1}, 0.5 if right else None, right)
 
@@ -79,15 +83,8 @@ def plays(tmp_path, monkeypatch):
     def play(example: str, options: dict, seed: int, *turns: str) -> list[dict]:
         config = EnvironmentConfig(name=f"{EXAMPLES}/{example}", options=options)
         _ = [toolbox.schemas for toolbox in load_toolboxes(config).values()]
-        host = EnvironmentHost(config, "tag", 1)
-        try:
-            replies = []
-            for do, *arguments in (("reset", {}, seed, 0), *(("turn", turn) for turn in turns), ("finish",)):
-                host.ask(0, do, arguments, 20.0)
-                replies += host.poll(60)
-            return replies
-        finally:
-            host.close()
+        with contextlib.closing(EnvironmentHost(config, "hermes", 1)) as host:
+            return played(host, {}, *turns, seed=seed)
 
     yield play
     for name in ("gymnasium", "openenv", "openenv.core"):
@@ -97,14 +94,19 @@ def plays(tmp_path, monkeypatch):
 def test_a_game_of_gymnasium(plays):
     options = {"game": "Walk-v0", "task": "Walk to 2.", "actions": ["back", "on"], "arguments": {"start": 0}}
     begun, wrong, first, last, told = plays(
-        "gymnasium_text.py:TextGame", options, 2, "<tool>act up</tool>", "<tool>act on</tool>", "<tool>act on</tool>"
+        "gymnasium_text.py:TextGame",
+        options,
+        2,
+        call("act", action="up"),
+        call("act", action="on"),
+        call("act", action="on"),
     )
     assert begun["text"] == "Walk to 2.\n\n[0]12\n\nActions: back, on."
     assert wrong["answers"] == ["ValueError: the actions are back, on"] and wrong["counts"]["tool_errors"] == 1
     assert first["answers"] == ["0[1]2"] and not first["ended"]
     assert last["answers"] == ["01[2]\nThe game is over."] and last["ended"] and told["reward"] == 1.5
     options = {"game": "Walk-v0", "task": "Walk.", "render_mode": None}  # whose actions and observations are text
-    begun, only, told = plays("gymnasium_text.py:TextGame", options, 1, "<tool>act on</tool>")
+    begun, only, told = plays("gymnasium_text.py:TextGame", options, 1, call("act", action="on"))
     assert (begun["text"], only["answers"]) == ("Walk.\n\nat 1", ["at 2\nThe game is over."])
 
 
@@ -115,5 +117,7 @@ def test_a_server_of_openenv(plays):
     assert (last["answers"], last["ended"], told["reward"]) == (["Yes."], True, 0.5)
     begun, only, _ = plays("openenv_client.py:Remote", options | {"observation": "", "task": "Guess."}, 7, "7")
     assert begun["text"] == 'Guess.\n\n{"text": "Which?", "tries": 0}' and "Yes." in only["answers"][0]
-    gone, *_ = plays("openenv_client.py:Remote", {"url": "http://gone"}, 7)
+    gone, _ = plays("openenv_client.py:Remote", {"url": "http://gone"}, 7)
     assert gone["kind"] == "lost" and "nobody is there" in gone["failed"]
+    for word, kind in (("odd", "hung"), ("gone", "lost")):  # a word that the server refuses is the policy's
+        assert plays("openenv_client.py:Remote", options, 7, word)[1]["kind"] == kind

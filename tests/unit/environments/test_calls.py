@@ -4,57 +4,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.environments.calls import (
-    STYLES,
-    TAGS,
-    UNKNOWN_STYLE,
-    ToolCall,
-    other_style,
-    parse,
-    style_of,
-    written_call,
-)
+from grpo.environments.calls import STYLES, TAGS, UNKNOWN_STYLE, ToolCall, other_style, parse, style_of, written_call
 from tests.unit import chat_templates as templates
 
 LOOK = ToolCall("look", {"place": "attic"})
 CALL = '{"name": "look", "arguments": {"place": "attic"}}'
+HERMES = f"<tool_call>{CALL}</tool_call>"
 
 
 @pytest.mark.parametrize(
     "style, text, calls",
     [
-        ("hermes", "The answer is 4.", []),
-        ("hermes", f"I look. <tool_call>\n{CALL}\n</tool_call>", [LOOK]),
-        ("hermes", f"<tool_call>{CALL}</tool_call> and <tool_call>{CALL}</tool_call>", [LOOK, LOOK]),
-        ("hermes", f"<think>\n<tool_call>{CALL}</tool_call>?\n</think>No.", []),
-        ("hermes", f"<think>\n<tool_call>x</think><tool_call>{CALL}</tool_call>", [LOOK]),
-        ("hermes", '<tool_call>{"name": "look", "arguments": "{\\"place\\": \\"attic\\"}"}</tool_call>', [LOOK]),
-        ("hermes", '<tool_call>{"name": "look"}</tool_call>', [ToolCall("look", {})]),
-        ("hermes", '<tool_call>{"name": "look", "arguments": null}</tool_call>', [ToolCall("look", {})]),
-        ("hermes", f"{CALL}", []),
-        ("llama3_json", '{"name": "look", "parameters": {"place": "attic"}}', [LOOK]),
+        ("hermes", f"I look. {HERMES} and {HERMES}<think>Again?</think>{HERMES}", [LOOK] * 3),
+        ("hermes", f"<think>\n<tool_call>x</think>{HERMES}", [LOOK]),
+        ("hermes", HERMES.replace('{"place": "attic"}', '"{\\"place\\": \\"attic\\"}"'), [LOOK]),
+        ("hermes", HERMES.replace('{"place": "attic"}', "null"), [ToolCall("look", {})]),
+        ("hermes", f"The answer is 4. {CALL}", []),
         ("llama3_json", f" <|python_tag|>{CALL}; {CALL}\n", [LOOK, LOOK]),
+        ("llama3_json", f"{CALL}</think>{CALL.replace('arguments', 'parameters')}", [LOOK]),
         ("llama3_json", f"I look: {CALL}", []),
-        ("llama3_json", '{"answer": 4}', []),
-        ("llama3_json", "{4}", []),
-        ("tag", "<tool>look attic</tool>", [ToolCall("look", "attic")]),
-        ("tag", "12*7: <tool> calculator  12 * 7 </tool>", [ToolCall("calculator", "12 * 7")]),
-        ("tag", '<tool>look {"place": "attic"}</tool><tool>look</tool>', [LOOK, ToolCall("look", "")]),
-        ("tag", "<tool>guess 8</tool>", [ToolCall("guess", "8")]),
-        ("tag", "8 < 9", []),
-        ("fence", f"I look.\n```json\n{CALL}\n```\nThen I know.", [LOOK]),
-        ("fence", f"```json\n{CALL}\n```\n```json\n{CALL}\n```", [LOOK, LOOK]),
-        ("fence", '```json\n{"answer": 4}\n```', []),
-        ("hermes", f"<tool_call>{CALL}</tool_call><think>Again?</think><tool_call>{CALL}</tool_call>", [LOOK, LOOK]),
-        ("llama3_json", f"<think>{CALL}</think>\n{CALL}", [LOOK]),
-        ("llama3_json", f"{CALL}</think>{CALL}", [LOOK]),
-        ("fence", "```python\nname = look()\n```", []),
-        ("fence", '```json\n{"name": "look"}\n```', [ToolCall("look", {})]),
-        ("fence", '```json\n{"name": "Ada", "age": 36}\n```', []),
-        ("fence", '```json\n[{"name": "Ada"}, {"name": "Bob"}]\n```', []),
         ("llama3_json", '{"name": "look"}', [ToolCall("look", {})]),
         ("llama3_json", '{"name": "Ada", "age": 36}', []),
         ("llama3_json", '{"name": "Ada", "age": 36', []),
+        ("llama3_json", "{4}", []),
+        ("fence", f"I look.\n```json\n{CALL}\n```\nThen:\n```json\n{CALL}\n```", [LOOK, LOOK]),
+        ("fence", '```json\n{"name": "look"}\n```', [ToolCall("look", {})]),
+        ("fence", '```json\n[{"name": "Ada"}]\n``` ```json\n{"answer": 4}\n``` ```python\nname = look()\n```', []),
     ],
 )
 def test_calls(style, text, calls):
@@ -62,22 +37,26 @@ def test_calls(style, text, calls):
     assert parse(text, style, ["look"]) == calls
 
 
+def with_place(place: str) -> str:
+    """A call with an argument that is written so."""
+    return HERMES.replace('"attic"', place)
+
+
 @pytest.mark.parametrize(
     "style, text, words",
     [
-        ("hermes", '<tool_call>{"name": "look", </tool_call>', "it is no JSON, Expecting property name"),
         ("hermes", f"<tool_call>{CALL}", "it has no </tool_call>"),
+        ("hermes", HERMES.replace("</", "}</"), "it has no </tool_call> right behind its object"),
         ("hermes", '<tool_call>["look"]</tool_call>', "it names no tool"),
-        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', "it names no tool"),
-        ("hermes", '<tool_call>{"name": "look", "arguments": ["attic"]}</tool_call>', "its arguments are no object"),
+        ("hermes", HERMES.replace('{"place": "attic"}', '["attic"]'), "its arguments are no object"),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "it is no JSON"),
-        ("llama3_json", '{"name": "look", "parameters": {"place": "attic"}', "it is no JSON, Expecting ',' delimiter"),
-        ("tag", "<tool> </tool>", "it names no tool"),
-        ("tag", "<tool>look attic", "it has no </tool>"),
-        ("hermes", f"<tool_call>{CALL}}}</tool_call>", "it has no </tool_call> right behind its object"),
-        ("hermes", '<tool_call>{"text": "a </think> b"</tool_call>', "it is no JSON, Expecting ',' delimiter"),
+        ("hermes", with_place('"</think>'), "it is no JSON, "),
+        ("hermes", with_place("NaN"), "NaN is no finite number"),
+        ("hermes", with_place("[-1e999]"), "-1e999 is no finite number"),
+        ("hermes", HERMES.replace('{"place": "attic"}', '"{\\"place\\": Infinity}"'), "Infinity is no finite number"),
+        ("hermes", with_place("[" * 50 + "]" * 50), "its arguments are nested in more than 50 levels"),
+        ("llama3_json", CALL[:-1], "it is no JSON, Expecting ',' delimiter"),
         ("fence", f"```json\n{CALL}", "it has no ```"),
-        ("fence", '```json\n{"name": "look", "arguments": {\n```', "it is no JSON"),
     ],
 )
 def test_calls_that_cannot_be_read(style, text, words):
@@ -87,70 +66,57 @@ def test_calls_that_cannot_be_read(style, text, words):
 
 
 def test_one_bad_call_leaves_the_others():
-    found = parse(f"<tool_call>{{</tool_call><tool_call>{CALL}</tool_call>", "hermes")
+    found = parse(f"<tool_call>{{</tool_call>{HERMES}", "hermes")
     assert isinstance(found[0], str) and found[1:] == [LOOK]
 
 
-MARKS = ["<think>", "</think>", "```", "```json", *(tag for tags in TAGS.values() for tag in tags), '"', "\\", "}"]
+MARKS = ["<think>", "</think>", *(tag for tags in TAGS.values() for tag in tags), CALL, '"name"', '"', "\\", "{", "}"]
 TEXT = st.lists(st.sampled_from(MARKS) | st.text(max_size=6), max_size=5).map("".join)
 
 
-@given(st.sampled_from([*STYLES]), st.dictionaries(TEXT, st.none() | st.integers() | TEXT))
-def test_any_call_comes_back_except_in_thoughts(style, arguments):
-    """Also one whose texts have the tags of calls and of thoughts."""
+@given(st.sampled_from([*STYLES]), st.dictionaries(TEXT, st.none() | st.integers() | TEXT), TEXT)
+def test_any_call_comes_back_except_in_thoughts_and_any_text_is_read_or_told(style, arguments, text):
+    """Also a call whose texts have the tags of calls and of thoughts."""
     call = written_call("write", arguments, style)
     assert parse(call, style) == parse(f"<think>Hm.</think>{call}", style) == [ToolCall("write", arguments)]
     if "</think>" not in call:  # which would close a thought
         assert parse(f"<think>{call}", style) == []
         assert parse(f"<think>{call}</think>No.", style) == parse(f"{call}</think>No.", style) == []
         assert parse(f"<think>{call}</think>{call}", style) == [ToolCall("write", arguments)]
+    assert all(isinstance(found, ToolCall | str) for found in parse(text, style))
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_call_in_another_style_is_noticed(style):
     """Not one of a tool that there is not, nor an answer that looks like a call."""
     turn = written_call("look", {"place": "attic"}, style)
-    assert parse(turn, style) == [LOOK]
     for read in STYLES:
         assert other_style(turn, read, ["look"]) == (style if read != style else "")
         assert other_style(turn, read, ["fly"]) == ""
 
 
 @pytest.mark.parametrize(
-    ("text", "style"),
+    "text",
     [
-        ("<tool_call>\n<function=look>\n<parameter=place>\nattic\n</parameter>\n</function>\n</tool_call>", "tag"),
-        ('[look(place="attic"), look(place="box")]', "llama3_json"),
-        ('<think>Hm.</think>\nlook(place="attic")', "hermes"),
-        ('```tool_code\nlook(place="attic")\n```', "hermes"),
-        ('[TOOL_CALLS]look{"place": "attic"}', "hermes"),
-        ('<|tool_call>call:look{place:<|"|>attic<|"|>}<tool_call|>', "hermes"),
+        "<tool_call>\n<function=look>\n<parameter=place>\nattic\n</parameter>\n</function>\n</tool_call>",
+        '<think>Hm.</think>\n[look(place="attic"), look(place="box")]',
+        '```tool_code\nlook(place="attic")\n```',
+        '[TOOL_CALLS]look{"place": "attic"}',
+        '<|tool_call>call:look{place:<|"|>attic<|"|>}<tool_call|>',
     ],
 )
-def test_a_call_as_other_models_write_it_is_noticed(text, style):
-    assert parse(text, style, ["look"]) == [] and other_style(text, style, ["look"]) == UNKNOWN_STYLE
-    assert "[TOOL_CALLS]" in text or other_style(text, style, ["fly"]) == ""
+def test_a_call_as_other_models_write_it_is_noticed(text):
+    assert parse(text, "fence", ["look"]) == [] and other_style(text, "fence", ["look"]) == UNKNOWN_STYLE
     for answer in ("I used look(place) and found 4.", "The call: look.", "Look (again)."):
-        assert other_style(answer, style, ["look"]) == ""
-
-
-@given(
-    st.lists(
-        st.sampled_from(
-            ["<tool>", "</tool>", "<tool_call>", "</tool_call>", "```json", "```", "{", "}", CALL, '"name"', " "]
-        )
-    )
-)
-def test_any_text_is_read_or_told(parts):
-    for style in STYLES:
-        assert all(isinstance(found, ToolCall | str) for found in parse("".join(parts), style))
+        assert other_style(answer, "fence", ["look"]) == ""
 
 
 def test_styles_of_templates():
     assert style_of(templates.QWEN2) == style_of(templates.QWEN3) == "hermes"
     assert style_of(templates.LLAMA) == "llama3_json"
-    for template in (templates.GEMMA, templates.PLAIN, templates.QWEN2 + "<function=", templates.QWEN2 + "<arg_key>"):
-        shows_tools = "tools" in template
-        what = "asks for tool calls in an unknown form" if shows_tools else "shows the model no tools"
+    for template, what in (
+        (templates.PLAIN, "shows the model no tools"),
+        (templates.QWEN2 + "<function=", "asks for tool calls in an unknown form"),
+    ):
         with pytest.raises(ValueError, match=f"{what}.*--environment.calls.*hermes <tool_call>"):
             style_of(template)

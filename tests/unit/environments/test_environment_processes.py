@@ -13,9 +13,10 @@ import pytest
 from grpo.config import EnvironmentConfig
 from grpo.environments.host import MAX_OPENING_CHARACTERS, EnvironmentHost
 from grpo.workers.supervisor import LINE_BYTES
+from tests.unit.environments.conversations import call, say
 
 ROOM = """
-    import errno, os, pathlib, subprocess, time
+    import asyncio, errno, os, pathlib, signal, subprocess, time
 
     class Room:
         def reset(self, start: int = 0, seed: int = 0, rollout: int = 0, fails: str = ""):
@@ -47,14 +48,21 @@ ROOM = """
                 pass
             if what == "sleep": time.sleep(60)
             if what == "child loops": subprocess.run("while true; do true; done", shell=True, start_new_session=True)
-            if what == "child sleeps": subprocess.run("sleep 60; true", shell=True)
             if what == "die": os._exit(3)
             if what == "eat": self.all = bytearray(2**34)
             if what == "flood": return "x" * 10**7
             if what == "smile": return "\U0001f600" * 10**5
             if what == "raise": raise KeyError("attic")
             if what == "file": open("/no/such/file")
-            if what == "net": raise ConnectionRefusedError("nobody listens")
+            if what == "port": raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+            if what == "own timeout": raise TimeoutError("it took longer than I wait")
+            if what == "cancel": raise asyncio.CancelledError()
+            if what == "interrupt": raise KeyboardInterrupt()
+            if what == "picture": return [{"type": "image", "image": "a"}]
+            if what == "too much": self.count = 1e308 * 10
+            if what == "broken": self.fails = "reward"
+            if what == "net": raise ConnectionResetError(errno.ECONNRESET, "the server is gone")
+            if what == "killed": os.kill(os.getpid(), signal.SIGKILL)
             if what == "disk": raise OSError(errno.ENOSPC, "full")
             if what == "leave": subprocess.Popen(["sleep", "1000.75"], start_new_session=True)
             return "done"
@@ -101,41 +109,30 @@ def host(tmp_path, monkeypatch):
         one.close()
 
 
-def say(host: EnvironmentHost, episode: int, do: str, *arguments, seconds: float = 600.0) -> dict:
-    """One message and its reply."""
-    host.ask(episode, do, list(arguments), seconds)
-    replies = []
-    while not replies:
-        replies = host.poll(600)
-    (reply,) = replies
-    assert reply.pop("episode") == episode
-    return reply
+@pytest.fixture
+def room(host) -> EnvironmentHost:
+    """A host of Room, where episode 0 has begun."""
+    room = host()
+    say(room, 0, "reset", {}, 0, 0)
+    return room
 
 
-def call(name: str, **arguments) -> str:
-    written = str(arguments).replace("'", '"')
-    return f'<tool_call>{{"name": "{name}", "arguments": {written}}}</tool_call>'
+def turn(room: EnvironmentHost, text: str, *arguments, seconds: float = 600.0) -> dict:
+    """The reply to a turn of episode 0."""
+    return say(room, 0, "turn", text, *arguments, seconds=seconds)
 
 
 def test_an_episode_from_reset_to_reward(host):
     room = host()
     assert say(room, 7, "reset", {"start": 2, "other": "column"}, 5, 1) == {"text": "Room 5, bed 1."}
     reply = say(room, 7, "turn", f"I add. {call('add', number=3)} and {call('add', number=4)}")
-    assert reply["answers"] == ["5", "9"] and not reply["ended"] and reply["counts"]["calls"] == 2
-    reply = say(room, 7, "turn", call("add", number=1))
-    assert reply["answers"] == ["10"] and reply["ended"]
+    assert reply["answers"] == ["5", "9"] and not reply["ended"]
+    reply = say(room, 7, "turn", call("add", number=1) * 3)
+    assert reply["answers"] == ["10"] and reply["ended"] and reply["counts"]["calls"] == 1  # none after the end
     assert say(room, 7, "finish") == {"reward": 1.0, "info": {"count": 10}}
     assert say(room, 8, "reset", {}, 6, 0)["text"] == "Room 6, bed 0."  # the process again, with a new object
     assert say(room, 8, "turn", "no call")["ended"]
     assert say(room, 8, "finish")["reward"] == 0.0
-
-
-def test_calls_after_the_end_are_not_carried_out(host):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
-    reply = say(room, 0, "turn", call("add", number=6) * 4)
-    assert reply["answers"] == ["6", "12"] and reply["ended"] and reply["counts"]["calls"] == 2
-    assert say(room, 0, "finish")["info"] == {"count": 12}
 
 
 def test_half_a_character_is_a_question_mark_wherever_it_comes_from(host, tmp_path):
@@ -152,17 +149,15 @@ def test_half_a_character_is_a_question_mark_wherever_it_comes_from(host, tmp_pa
     room = host(name="half.py:Half")
     assert say(room, 0, "reset", {}, 0, 0) == {"text": "Begin ?."}
     text = '<tool_call>{"name": "search", "arguments": {"query": "a \\ud800 \\ud83d\\udc4d"}}</tool_call>'
-    assert say(room, 0, "turn", text)["answers"] == ["No a ? 👍."]
-    assert say(room, 0, "turn", "no call")["answers"] == ["?"]
+    assert turn(room, text)["answers"] == ["No a ? 👍."]
+    assert turn(room, "no call")["answers"] == ["?"]
     assert say(room, 0, "finish")["info"] == {"query": "a ? 👍"}
 
 
-def test_a_call_in_a_thought_that_the_template_opened_is_none(host):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
-    reply = say(room, 0, "turn", f"I add. </think> {call('add', number=3)}", False, "<think>\n")
+def test_a_call_in_a_thought_that_the_template_opened_is_none(room):
+    reply = turn(room, f"I add. </think> {call('add', number=3)}", False, "<think>\n")
     assert reply["answers"] == ["3"]
-    reply = say(room, 0, "turn", f"I may add. {call('add', number=4)}", False, "<think>\n")
+    reply = turn(room, f"I may add. {call('add', number=4)}", False, "<think>\n")
     assert reply["ended"] and reply["counts"]["calls"] == reply["counts"]["unread_calls"] == 0
     assert say(room, 0, "finish")["info"] == {"count": 3}
 
@@ -170,34 +165,26 @@ def test_a_call_in_a_thought_that_the_template_opened_is_none(host):
 def test_the_reward_so_far_is_asked_for_only_where_turns_earn(host):
     room, text = host(), call("add", number=4)
     say(room, 0, "reset", {}, 0, 0)
-    assert "earned" not in say(room, 0, "turn", text)
-    assert say(room, 0, "turn", text, True)["earned"] == 0.8
-    assert "earned" not in say(room, 0, "turn", text, True)  # its end, which asks by itself
+    assert "earned" not in turn(room, text)
+    assert turn(room, text, True)["earned"] == 0.8
+    assert "earned" not in turn(room, text, True)  # its end, which asks by itself
     assert say(room, 0, "finish")["reward"] == 1.2
-    for fails, reason in (("reward", "no reward today"), ("nan", "nan"), ("none", "None after a turn")):
+    for fails, kind, reason in (("nan", "hung", "nan"), ("none", "lost", "None after a turn")):
         say(room, 1, "reset", {"fails": fails}, 0, 0)
         reply = say(room, 1, "turn", text, True)
-        assert reply["kind"] == "lost" and reason in reply["failed"], reply
+        assert reply["kind"] == kind and reason in reply["failed"]
     say(room, 2, "reset", {"fails": "none"}, 0, 0)
     assert say(room, 2, "finish")["reward"] is None
-    tools = host(name="", tools=("room.py:look",))
-    assert "earned" not in say(tools, 0, "turn", call("look", place="hall"), True)
 
 
-def test_what_the_policy_causes_is_told_to_it(host):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
-    for text, kind in (
-        (call("fly"), "bad_calls"),
-        (call("add", number="three"), "bad_calls"),
-        ("<tool_call>{", "bad_calls"),
-        (call("do", what="raise"), "tool_errors"),
-        (call("do", what="file"), "tool_errors"),
-    ):
-        reply = say(room, 0, "turn", text)
-        assert len(reply["answers"]) == 1 and not reply["ended"] and reply["counts"][kind] == 1, text
+def test_what_the_policy_causes_is_told_to_it(room):
+    for text in (call("fly"), call("add", number="three"), "<tool_call>{", call("add", number=1).replace("1", "1e999")):
+        assert turn(room, text)["counts"]["bad_calls"] == 1
+    for what in ("raise", "file", "port", "own timeout", "cancel", "interrupt", "picture"):
+        reply = turn(room, call("do", what=what))
+        assert len(reply["answers"]) == reply["counts"]["tool_errors"] == 1 and not reply["ended"]
     for what in ("flood", "smile"):
-        reply = say(room, 0, "turn", call("do", what=what))
+        reply = turn(room, call("do", what=what))
         assert 1000 < len(reply["answers"][0]) < 50_000  # cut before it fills a socket
     assert len(json.dumps("\U0001f600" * MAX_OPENING_CHARACTERS)) < 0.9 * LINE_BYTES  # else the process is ended for it
     assert say(room, 0, "finish")["reward"] == 0.0
@@ -206,9 +193,9 @@ def test_what_the_policy_causes_is_told_to_it(host):
 def test_a_call_in_a_style_that_is_not_read_is_counted(host):
     room, fenced = host(), '```json\n{"name": "add", "arguments": {"number": 3}}\n```'
     say(room, 0, "reset", {}, 0, 0)
-    reply = say(room, 0, "turn", f"{call('add', number=4)} {fenced}")
+    reply = turn(room, f"{call('add', number=4)} {fenced}")
     assert reply["answers"] == ["4"] and "unread" not in reply  # one in the style that is read
-    reply = say(room, 0, "turn", fenced)
+    reply = turn(room, fenced)
     assert reply["ended"] and reply["unread"] == "fence"
     assert reply["counts"] == {"calls": 0, "bad_calls": 0, "tool_errors": 0, "unread_calls": 1}
 
@@ -220,25 +207,21 @@ def test_a_call_in_a_style_that_is_not_read_is_counted(host):
         ("child loops", "hung"),
         ("eat", "hung"),
         ("sleep", "lost"),
-        ("child sleeps", "lost"),
-        ("die", "lost"),
+        ("die", "hung"),
+        ("killed", "lost"),
         ("net", "lost"),
         ("disk", "lost"),
     ],
 )
-def test_a_failure_has_its_cause_and_costs_its_own_deadline(host, what, kind):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
+def test_a_failure_has_its_cause_and_costs_its_own_deadline(room, what, kind):
     say(room, 1, "reset", {}, 0, 0)
-    reply = say(room, 0, "turn", call("do", what=what), seconds=5.0)
+    reply = turn(room, call("do", what=what), seconds=5.0)
     assert reply["kind"] == kind and reply["failed"].startswith("turn: ")
     assert say(room, 1, "turn", call("add", number=1))["answers"] == ["1"]  # the others do not notice
     assert say(room, 2, "reset", {}, 0, 0)["text"]
 
 
-def test_a_call_that_loops_is_told_from_one_that_waits_where_a_core_has_other_work(host):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
+def test_a_call_that_loops_is_told_from_one_that_waits_where_a_core_has_other_work(room):
     say(room, 1, "reset", {}, 0, 0)
     core = min(os.sched_getaffinity(0))
     supervisor = room.workers.supervisor.pid
@@ -263,24 +246,29 @@ def test_a_call_that_loops_is_told_from_one_that_waits_where_a_core_has_other_wo
 def test_a_reset_is_tried_once_more(host):
     room = host()
     assert "failed" not in say(room, 0, "reset", {"fails": "once"}, 0, 0)
-    for fails in ("always", "memory"):  # the policy has done nothing yet
-        assert say(room, 1, "reset", {"fails": fails}, 0, 0)["kind"] == "lost"
-
-
-def test_a_long_first_text_arrives_and_one_without_end_is_lost_with_its_length(host):
-    room = host()
-    text = say(room, 0, "reset", {"fails": str(MAX_OPENING_CHARACTERS)}, 0, 0)["text"]
+    for fails in ("always", "memory", str(MAX_OPENING_CHARACTERS + 1)):  # the policy has done nothing yet
+        reply = say(room, 1, "reset", {"fails": fails}, 0, 0)
+        assert reply["kind"] == "lost"
+    assert f"{MAX_OPENING_CHARACTERS + 1} characters" in reply["failed"]
+    text = say(room, 2, "reset", {"fails": str(MAX_OPENING_CHARACTERS)}, 0, 0)["text"]
     assert len(text) == MAX_OPENING_CHARACTERS
-    reply = say(room, 1, "reset", {"fails": str(MAX_OPENING_CHARACTERS + 1)}, 0, 0)
-    assert reply["kind"] == "lost" and f"{MAX_OPENING_CHARACTERS + 1} characters" in reply["failed"]
 
 
-def test_a_reward_that_is_no_number_is_lost(host):
-    room = host()
-    for fails in ("reward", "nan"):
-        say(room, 0, "reset", {"fails": fails}, 0, 0)
-        reply = say(room, 0, "finish")
-        assert reply["kind"] == "lost" and "finish" in reply["failed"]
+@pytest.mark.parametrize(("what", "reason"), [("too much", "get_reward returned inf"), ("broken", "no reward today")])
+def test_a_reward_that_the_policy_can_have_broken_is_scored(room, what, reason):
+    """Else it could leave out of the loss what it does badly."""
+    turn(room, call("do", what=what))
+    reply = say(room, 0, "finish")
+    assert reply["kind"] == "hung" and reason in reply["failed"]
+
+
+def test_the_calls_of_a_turn_that_ran_out_of_tokens_are_carried_out(room):
+    """But not one that is cut off, and `reply` gets no text that is."""
+    reply = turn(room, call("add", number=3) + '<tool_call>{"name": "add"', False, "", True)
+    assert reply["answers"] == ["3"] and reply["ended"]
+    assert reply["counts"] == {"calls": 1, "bad_calls": 0, "tool_errors": 0, "unread_calls": 0}
+    assert reply["calls"] == [{"name": "add", "arguments": {"number": 3}}]
+    assert say(room, 0, "finish")["info"] == {"count": 3}
 
 
 def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
@@ -299,8 +287,9 @@ def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
     served = host(name="served.py:Served")
     first, _, pid = (say(served, episode, "reset", {}, 0, 0)["text"] for episode in range(3))
     assert say(served, 0, "finish")["reward"] == 1.0
-    while os.path.exists(f"/proc/{first}"):  # until somebody has waited for it
+    while command_of(first):  # until it has died
         time.sleep(0.01)
+    say(served, 3, "reset", {}, 0, 0)  # so that the supervisor has looked
     for episode in (1, 2):
         assert say(served, episode, "turn", "well?")["answers"] == ["None"]
     served.close()
@@ -326,11 +315,9 @@ def test_functions_that_use_up_descriptors_get_another_process(host):
     assert pids[0] != pids[1]
 
 
-def test_nothing_survives(host):
-    room = host()
-    say(room, 0, "reset", {}, 0, 0)
+def test_nothing_survives(room):
     say(room, 1, "reset", {}, 0, 0)
-    say(room, 0, "turn", call("do", what="leave"))
+    turn(room, call("do", what="leave"))
     room.ask(1, "turn", [call("do", what="loop")], 60.0)
     group = os.getpgid(room.workers.supervisor.pid)
     room.close()
@@ -343,19 +330,15 @@ def test_nothing_survives(host):
             continue
 
 
-def test_a_file_that_does_not_load_is_refused(host, tmp_path):
-    (tmp_path / "broken.py").write_text("import no_such_library\n")
-    with pytest.raises(ValueError, match="no_such_library"):
-        host(name="broken.py:Room")
-
-
 def write(tmp_path, code: str) -> str:
     (tmp_path / "other.py").write_text(textwrap.dedent(code))
     return "other.py:Other"
 
 
 def test_each_process_draws_its_own_numbers(host, tmp_path):
-    """Forks begin with the generators of the process that imported the file, where it has drawn already."""
+    """Forks begin with the generators of the process that imported the file. One that does not load is refused."""
+    with pytest.raises(ValueError, match="no_such_library"):
+        host(name=write(tmp_path, "import no_such_library"))
     made = host(
         name=write(
             tmp_path,
@@ -425,7 +408,7 @@ def test_close_is_called_after_a_failure_and_its_own_costs_nothing(host, tmp_pat
     for fails, do in (("reply", "turn"), ("reward", "finish")):
         say(made, 0, "reset", {"fails": fails}, 0, 0)
         reply = say(made, 0, do, *["Hm."] * (do == "turn"))
-        assert reply["kind"] == "lost" and "ValueError: no" in reply["failed"]
+        assert reply["kind"] == "hung" and "ValueError: no" in reply["failed"]
     assert (tmp_path / "closed").read_text().split("\n") == ["", "reset", "reset", "reply", "reward", ""]
 
 

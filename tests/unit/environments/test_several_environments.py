@@ -1,5 +1,6 @@
 """A column chooses among several environments: each row sees the tools of its own, and plays with its own class."""
 
+import contextlib
 import json
 import textwrap
 
@@ -11,6 +12,7 @@ from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
 from grpo.environments.host import EnvironmentHost
 from grpo.environments.tools import load_toolboxes
 from tests.unit import chat_templates as templates
+from tests.unit.environments.conversations import call, played
 from tests.unit.environments.test_turns_suffix import tokenizer_for
 
 CLASSES = """
@@ -77,20 +79,11 @@ def test_an_unknown_environment_is_told_with_its_row(data, tmp_path):
 
 
 def test_a_rollout_plays_with_the_class_of_its_row(data):
-    host = EnvironmentHost(CONFIG, "hermes", 2)
-    said = []
-    try:
-        for number, name in enumerate(("wet", "dry")):
-            call = '<tool_call>{"name": "dive", "arguments": {}}</tool_call>'
-            arguments = ("reset", {"question": "?"}, 0, 0, name), ("turn", call), ("finish",)
-            for do, *rest in arguments:
-                host.ask(number, do, rest, 20.0)
-                said += host.poll(60)
-    finally:
-        host.close()
-    assert [reply.get("text") for reply in said] == [None, None, None, "Up: ?", None, None]
-    assert [reply.get("answers") for reply in said] == [None, ["At 1 m."], None, None, ["Blue."], None]
-    assert [reply.get("reward") for reply in said] == [None, None, 1.0, None, None, None]
+    with contextlib.closing(EnvironmentHost(CONFIG, "hermes", 2)) as host:
+        _, dived, wet = played(host, {"question": "?"}, call("dive"), environment="wet")
+        begun, replied, dry = played(host, {"question": "?"}, call("dive"), environment="dry")
+    assert (dived["answers"], wet["reward"]) == (["At 1 m."], 1.0)
+    assert (begun["text"], replied["answers"], dry["reward"]) == ("Up: ?", ["Blue."], None)
 
 
 def test_the_command_plays_all_that_a_recipe_names(data, tmp_path, capsys):

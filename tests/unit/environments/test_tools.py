@@ -1,24 +1,21 @@
 """What a user's functions and classes become: tools with schemas, calls and their answers, refusals in one line."""
 
-import ast
 import errno
-import json
 import pathlib
-import re
 import subprocess
 import sys
 
 import pytest
 
 from grpo.config import EnvironmentConfig
+from grpo.config.user_files import load_function
 from grpo.environments.calls import ToolCall
 from grpo.environments.tools import Lost, Toolbox, load_toolboxes, run_call
 from grpo.workers import lockdown
-from grpo.workers.programs import ProgramError
 
 ROOT = pathlib.Path(__file__).parents[3]
 GUESS = f"{ROOT}/configs/examples/guess.py:Guess"
-MULTIPLY = f"{ROOT}/configs/examples/calculator.py:multiply"
+CALCULATOR = f"{ROOT}/configs/examples/calculator.py"
 LOOK = 'def look(place: str) -> str:\n    """Look.\n\n    Args:\n        place: Where.\n    """\n'
 ENVIRONMENT = "class Mine:\n    def reset(self, **row):\n        pass\n"
 
@@ -42,24 +39,21 @@ def test_the_example_of_a_guess():
     arguments = toolbox.reset_arguments({"high": 4, "question": "?"}, seed=7, rollout=2)
     assert arguments == {"high": 4, "question": "?", "seed": 7}
     assert game.reset(**arguments) == "I think of a number from 1 to 4. Guess it."
-    answers = [run_call(toolbox, game, ToolCall("guess", str(number))) for number in (1, 2, 3, 4)]
+    answers = [run_call(toolbox, game, ToolCall("guess", {"value": number})) for number in (1, 2, 3, 4)]
     right = answers.index(("Right.", "ok"))
     assert answers == [("Higher.", "ok")] * right + [("Right.", "ok")] + [("Lower.", "ok")] * (3 - right)
     assert (game.done, game.get_reward()) == (True, 1.0)
     assert (toolbox.name, toolbox.has_reply, toolbox.has_reward) == ("Guess", False, True)
     (schema,) = toolbox.schemas
-    assert schema["function"]["name"] == "guess" and schema["function"]["description"] == "Guess the number."
-    assert schema["function"]["parameters"] == {
-        "type": "object",
-        "properties": {"value": {"type": "integer", "description": "Your guess."}},
-        "required": ["value"],
-    }
+    assert schema["function"]["name"] == "guess" and schema["function"]["parameters"]["required"] == ["value"]
 
 
-def test_the_example_of_a_function():
-    toolbox = load_toolbox(EnvironmentConfig(tools=(MULTIPLY, "calculator")))
-    assert (toolbox.name, toolbox.kind, list(toolbox.tools)) == ("tools", None, ["multiply", "calculator"])
+def test_the_example_of_functions():
+    toolbox = load_toolbox(EnvironmentConfig(tools=(f"{CALCULATOR}:multiply", f"{CALCULATOR}:calculate")))
+    assert (toolbox.name, toolbox.kind, list(toolbox.tools)) == ("tools", None, ["multiply", "calculate"])
     assert run_call(toolbox, None, ToolCall("multiply", {"a": 1.5, "b": 4})) == ("6.0", "ok")
+    said, how = run_call(toolbox, None, ToolCall("calculate", {"expression": "2*3"}))
+    assert said.startswith("6\n") and "boxed" in said and how == "ok"
 
 
 def test_a_class_as_others_write_them(tmp_path):
@@ -78,16 +72,8 @@ def test_a_class_as_others_write_them(tmp_path):
     assert list(toolbox.tools) == ["add", "wait"] and toolbox.has_reply and not toolbox.has_reward
     mine = toolbox.kind(**toolbox.options)
     assert mine.depth == 4 and toolbox.reset_arguments({"a": 1}, 2, 3) == {}
-    assert (
-        run_call(toolbox, mine, ToolCall("wait", {}))
-        == run_call(toolbox, mine, ToolCall("wait", ""))
-        == ("waited", "ok")
-    )
-    assert (
-        run_call(toolbox, mine, ToolCall("add", {"a": 2}))
-        == run_call(toolbox, mine, ToolCall("add", "2"))
-        == ("3", "ok")
-    )
+    assert run_call(toolbox, mine, ToolCall("wait", {})) == ("waited", "ok")
+    assert run_call(toolbox, mine, ToolCall("add", {"a": 2})) == ("3", "ok")
 
 
 REPLY = ENVIRONMENT + "    def reply(self, text):\n        pass"
@@ -97,25 +83,19 @@ MINE = {"name": "{here}:Mine"}
 @pytest.mark.parametrize(
     "code, fields, words",
     [
-        (ENVIRONMENT, {"name": "{here}:Min"}, "no function 'Min'; .*Mine"),
-        (LOOK, {"tools": ("{here}:lok",)}, "no function 'lok'; .* look"),
-        (LOOK, {"tools": ("calculater",)}, r"\(built in: calculator, python\) 'calculater' names no function"),
+        (LOOK, {"tools": ("{here}:lok",)}, r"\(built in: python\) .* no function 'lok'; .* look"),
         (LOOK, {"tools": ("nowhere.py:f",)}, "environment.tools .* file .*nowhere.py does not exist"),
-        (LOOK, {"tools": ("{here}:look", "{here}:look")}, "two tools .* look; rename one"),
         (ENVIRONMENT + "    def look(self):\n        'Look.'", MINE | {"tools": ("{here}:look",)}, "two tools .* look"),
         (LOOK, {"name": "{here}:look"}, "look is no class; write functions as environment.tools"),
         (ENVIRONMENT, {"tools": ("{here}:Mine",)}, "a class as environment.name"),
         ("class Mine:\n    pass", MINE, "no method reset"),
         (ENVIRONMENT, MINE, "Mine can answer nothing; give it a public method"),
         (ENVIRONMENT + "    def act(self, x):\n        'Act.'", MINE, "act: .*x is missing a type .*begins with _"),
-        (ENVIRONMENT + "    def act(self, x: int):\n        pass", MINE, "tool act: .*no docstring.*begins with _"),
         (LOOK.replace("(place", "(*place"), {"tools": ("{here}:look",)}, "look: .*unexpected keyword argument 'place'"),
         ("def f(x: 'Nothing'):\n    'F.'", {"tools": ("{here}:f",)}, "tool f: .*'Nothing' is not defined"),
         ("def f(x: int):\n    'F.'", {"tools": ("{here}:f",)}, "tool f: .*no description for the argument 'x'"),
-        ("import functools\nf = functools.partial(print)", {"tools": ("{here}:f",)}, "is no function"),
         (REPLY, MINE | {"options": {"depth": 3}}, "environment.options {'depth': 3}: .*unexpected"),
         (REPLY.replace("text", "mail, text"), MINE, "Mine.reply is no tool here, .* with a text: missing .*'text'"),
-        (REPLY + "\n    def close(self, file): 'C.'", MINE, "Mine.close is no tool .*no arguments: .*'file'"),
         ("1 / 0", MINE, "environment.name file .*, line 1: ZeroDivisionError"),
     ],
 )  # fmt: skip
@@ -141,7 +121,7 @@ CALLED = (
     "from typing import Literal\n"
     "def look(place: str, times: int = 1, far: bool | None = None, how: Literal['up', 'down'] = 'up', "
     "among: list[float] = ()) -> str:\n    'Look.'\n"
-    "    if place == 'nowhere':\n        raise KeyError(place)\n    if place == 'exit':\n        raise SystemExit(3)\n"
+    "    if place == 'nowhere':\n        raise KeyError(place)\n"
     "    return {'seen': [place, times, far, how, *among]}\n"
 )
 
@@ -150,20 +130,15 @@ CALLED = (
     "name, arguments, answer, kind",
     [
         ("look", {"place": "é", "far": None, "among": [1, 2.5]}, '{"seen": ["é", 1, null, "up", 1, 2.5]}', "ok"),
-        ("look", "attic", '{"seen": ["attic", 1, null, "up"]}', "ok"),
         ("look", {"place": "a", "times": None, "how": None, "among": None}, '{"seen": ["a", 1, null, "up"]}', "ok"),
-        ("look", {"place": None}, "look: place cannot be null. ", "bad"),
         ("lok", {}, "There is no tool 'lok' (did you mean look?). Tools: look.", "bad"),
         ("look", {}, "look: missing a required argument: 'place'. It is look(place: str, times: int = 1, far: ", "bad"),
-        ("look", {"plase": 1}, "look: missing a required argument: 'place'. ", "bad"),
         ("look", {"place": "a", "color": 1}, "look: got an unexpected keyword argument 'color'. ", "bad"),
         ("look", {"place": 1}, "look: place cannot be 1. ", "bad"),
         ("look", {"place": "a", "times": True}, "look: times cannot be true. ", "bad"),
-        ("look", {"place": "a", "times": "2"}, 'look: times cannot be "2". ', "bad"),
         ("look", {"place": "a", "how": "left"}, 'look: how cannot be "left". ', "bad"),
         ("look", {"place": "a", "among": ["x"]}, 'look: among cannot be ["x"]. ', "bad"),
         ("look", {"place": "nowhere"}, "KeyError: 'nowhere'", "error"),
-        ("look", {"place": "exit"}, "SystemExit: 3", "error"),
     ],
 )  # fmt: skip
 def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
@@ -172,71 +147,44 @@ def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
     assert (said[: len(answer)], how) == (answer, kind)
 
 
-@pytest.mark.parametrize(
-    ("hint", "text", "value"),
-    [
-        ("str", "7", "7"),
-        ("str | None", "7", "7"),
-        ("str | None", "null", None),
-        ("str | None", "attic", "attic"),
-        ("Literal['1', '2']", "1", "1"),
-        ("int", "7", 7),
-        ("int | str", "7", 7),
-        ("list[int]", "[1, 2]", [1, 2]),
-        ("Any", "[1, 2]", [1, 2]),
-    ],
-)
-def test_a_call_with_a_text_alone_gives_the_first_argument_what_it_asks_for(tmp_path, hint, text, value):
-    code = f"from typing import Any, Literal\ndef look(place: {hint}):\n    'Look.'\n    return {{'is': place}}\n"
-    toolbox = toolbox_of(tmp_path, code, tools=("{here}:look",))
-    assert run_call(toolbox, None, ToolCall("look", text)) == (json.dumps({"is": value}), "ok")
+def test_few_values_of_an_argument_reach_the_schema(tmp_path):
+    code = "from typing import Literal\n" + LOOK.replace("place: str", "place: Literal['attic', 'box']")
+    (schema,) = toolbox_of(tmp_path, code, tools=("{here}:look",)).schemas
+    assert schema["function"]["parameters"]["properties"]["place"]["enum"] == ["attic", "box"]
 
 
 @pytest.mark.parametrize(
     "error, is_lost",
     [
+        ("Lost('the server is down')", True),
         ("ConnectionResetError()", True),
-        ("TimeoutError('no answer')", True),
+        ("ConnectionError('the client says so')", True),
+        ("ProgramError('no fork')", True),
         (f"OSError({errno.ENOSPC}, 'disk full')", True),
-        (f"OSError({errno.ENETUNREACH}, 'no network')", True),
         (f"OSError({errno.EAGAIN}, 'no more processes')", True),
-        ("socket.gaierror(socket.EAI_AGAIN, 'no name server')", True),
-        ("OSError('Multiple exceptions: [Errno 111] Connect call failed, [Errno 111] Connect call failed')", True),
-        ("ExceptionGroup('all addresses', [ConnectionRefusedError(), ConnectionRefusedError()])", True),
+        (f"OSError({errno.ETIMEDOUT}, 'the connection')", True),
+        ("ExceptionGroup('all tasks', [ValueError(), ConnectionResetError()])", True),
         ("ExceptionGroup('all tasks', [ValueError(), KeyError()])", False),
-        ("socket.gaierror(socket.EAI_NONAME, 'no such host')", False),
-        ("http.client.IncompleteRead(b'half')", True),
-        ("urllib.error.HTTPError('', 503, 'overloaded', {}, None)", True),
-        ("urllib.error.HTTPError('', 429, 'too many', {}, None)", True),
-        ("urllib.error.HTTPError('', 404, 'what the model asked for', {}, None)", False),
-        ("urllib.error.HTTPError('', 500, 'what the model may have caused', {}, None)", False),
-        ("SystemExit(503)", False),
-        ("of('httpx', 'RemoteProtocolError', 'x')", True),
-        ("of('httpx', 'HTTPStatusError', 'x', request=None, response=types.SimpleNamespace(status_code=502))", True),
-        ("of('httpx', 'ConnectError', 'no such host')", False),
-        ("of('aiohttp', 'ServerDisconnectedError')", True),
-        ("of('aiohttp', 'InvalidURL', 'x')", False),
-        ("of('websockets', 'ConnectionClosedError', None, None)", True),
-        ("of('anyio', 'ClosedResourceError')", True),
-        ("of('urllib3.exceptions', 'ProtocolError', 'x')", True),
+        (f"OSError({errno.ECONNREFUSED}, 'a port that the call names')", False),
+        ("socket.gaierror(socket.EAI_AGAIN, 'a host that the call names')", False),
+        ("TimeoutError('of the tool itself')", False),
+        ("asyncio.CancelledError()", False),
+        (f"OSError({errno.EMFILE}, 'files that calls have opened')", False),
         ("FileNotFoundError('what the model named')", False),
-        ("PermissionError()", False),
+        ("SystemExit(503)", False),
         ("RuntimeError('x')", False),
     ],
 )
 def test_what_the_policy_cannot_have_caused(tmp_path, error, is_lost):
     """Also behind another error, which a client's library raises in its place."""
-    if error.startswith("of("):
-        pytest.importorskip(ast.literal_eval(re.match(r"of\(('[\w.]+')", error)[1]))
-    body = "import http.client, importlib, socket, types, urllib.error\n"
-    body += "def of(library, name, *words, **named):\n"
-    body += "    return getattr(importlib.import_module(library), name)(*words, **named)\n"
+    body = "import asyncio, socket\nfrom grpo.environments.tools import Lost\n"
+    body += "from grpo.workers.programs import ProgramError\n"
     body += f"def f():\n    'F.'\n    raise {error}\n"
-    body += "def g():\n    'G.'\n    try:\n        f()\n    except Exception:\n        raise ValueError('x')\n"
+    body += "def g():\n    'G.'\n    try:\n        f()\n    except BaseException:\n        raise ValueError('x')\n"
     toolbox = toolbox_of(tmp_path, body, tools=("{here}:f", "{here}:g"))
     for name in "fg":
         if is_lost:
-            with pytest.raises(Lost, match=f"^{name}: "):
+            with pytest.raises(Lost):
                 run_call(toolbox, None, ToolCall(name, {}))
         else:
             assert run_call(toolbox, None, ToolCall(name, {}))[1] == "error"
@@ -251,45 +199,38 @@ def test_memory_that_runs_out_is_left_to_the_worker(tmp_path):
 @pytest.mark.parametrize(
     "expression, answer",
     [
-        ("12*(3+4)", "84"), ("7/2", "3.5"), ("0.1+0.2", "0.3"), ("1/3", "0.333333333333"), ("2**-2", "0.25"),
-        ("-7//2", "-4"), ("17 % 5", "2"), ("6×7÷2", "21"), ("2**100", "1267650600228229401496703205376"),
-        ("*".join(["9" * 99] * 5), "9"), ("-" * 499 + "1", "-1"),
-        ("1/0", "ValueError: division by zero"),
-        ("9**9**9**9", "ValueError: the exponent must be"),
-        ("2**0.5", "ValueError: the exponent must be"),
-        ("(" * 300 + "1" + ")" * 300, "ValueError: the expression has 601 characters, more than 500"),
-        ("(" * 240 + "1" + ")" * 240, "ValueError: this is no expression of numbers"),
-        ("2 3", "ValueError: this is no expression of numbers"), ("", "ValueError: this is no expression"),
-        ("12345678901234567.5*2", "24691357802469135"), ("1_0.5e1*2", "210"), ("0.0", "0"),
-        ("1e999", "ValueError: the number has too many"), ("1e-400*1e300", "ValueError: the number has too many"),
-        ("True", "ValueError: only numbers, + - * / // % ** and parentheses are known"),
-        ("__import__('os').getcwd()", "ValueError: only numbers"), ("a", "ValueError: only numbers"),
-        ("1 < 2", "ValueError: only numbers"),
+        ("-12*(3+4) // 5", "-17"), ("7/2 - 1_0.5e1", "-101.5"), ("0.1+0.2", "0.3"), ("1/3", "0.333333333333"),
+        ("6×7÷2 % 4", "1"), ("2**-2", "0.25"), ("12345678901234567.5*2", "24691357802469135"),
+        ("1/0", "division by zero"), ("9**9**9**9", "the exponent must be"), ("2**0.5", "the exponent must be"),
+        ("(" * 300 + "1" + ")" * 300, "the expression has 601 characters, more than 500"),
+        ("(" * 240 + "1" + ")" * 240, "this is no expression of numbers"), ("2 3", "this is no expression"),
+        ("1e999", "the number has too many"), ("*".join(["9e99"] * 99), "the number has too many"),
+        ("True", "only numbers, + - * / // % ** and parentheses are known"), ("a.b()", "only numbers"),
     ],
 )  # fmt: skip
-def test_calculator(expression, answer):
-    toolbox = load_toolbox(EnvironmentConfig(tools=("calculator",)))
-    said, how = run_call(toolbox, None, ToolCall("calculator", {"expression": expression}))
-    assert said == answer or (how == "error" or expression.count("9") > 99) and said.startswith(answer), said
+def test_the_calculator_of_the_examples(expression, answer):
+    calculator = load_function(f"{CALCULATOR}:calculator", "tool")
+    try:
+        said = calculator(expression)
+    except ValueError as error:
+        assert str(error).startswith(answer)
+    else:
+        assert said == answer
 
 
 @pytest.mark.skipif(not lockdown.kernel.can_deny_calls(), reason="this kernel filters no system calls")
-def test_python(monkeypatch):
+def test_python():
     toolbox = load_toolbox(EnvironmentConfig(tools=("python",), call_seconds=600.0))
     assert run_call(toolbox, None, ToolCall("python", {"code": "print(6 * 7)"})) == ("42\n", "ok")
-    said, how = run_call(toolbox, None, ToolCall("python", "print(1)\n1 / 0"))
+    said, how = run_call(toolbox, None, ToolCall("python", {"code": "print(1)\n1 / 0"}))
     assert how == "ok" and said.startswith('1\nTraceback (most recent call last):\n  File "program.py", line 2')
     assert said.endswith("ZeroDivisionError: division by zero")
-    assert run_call(toolbox, None, ToolCall("python", "open('/etc/passwd')"))[0].count("PermissionError") == 1
+    assert run_call(toolbox, None, ToolCall("python", {"code": "open('/etc/passwd')"}))[0].count("PermissionError") == 1
     short = load_toolbox(EnvironmentConfig(tools=("python",), call_seconds=1.0))
-    assert run_call(short, None, ToolCall("python", "while True: pass")) == ("It took longer than 0.8 s.", "ok")
-
-    def fails(*arguments):
-        raise ProgramError("no fork")
-
-    monkeypatch.setattr("grpo.environments.builtin.run_python", fails)
-    with pytest.raises(Lost, match="python: ProgramError: no fork"):
-        run_call(toolbox, None, ToolCall("python", "1"))
+    assert run_call(short, None, ToolCall("python", {"code": "while True: pass"})) == (
+        "It took longer than 0.8 s.",
+        "ok",
+    )
 
 
 def test_workers_load_no_large_library():

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import json
 import textwrap
 
 import pytest
@@ -18,6 +17,7 @@ from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
 from grpo.types import Completion, Prompt, Rollout
 from tests.unit import chat_templates as templates
+from tests.unit.environments.conversations import call, played
 from tests.unit.environments.test_turns_suffix import tokenizer_for
 
 # A vault that opens by three digits; what it holds is asked of a client that belongs to one event loop.
@@ -145,19 +145,6 @@ class HostOf:
         return [self.replies.pop()] if self.replies else []
 
 
-def played(host: EnvironmentHost, row: dict, *turns: str) -> tuple[list[dict], dict]:
-    """Replies to `reset` and turns, and what `finish` says."""
-    replies = []
-    for do, *arguments in (("reset", row, 0, 0), *(("turn", turn) for turn in turns), ("finish",)):
-        host.ask(0, do, arguments, 20.0)
-        replies += host.poll(60)
-    return replies[:-1], replies[-1]
-
-
-def call(name: str, **arguments) -> str:
-    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
-
-
 def test_a_class_with_async_tools_and_its_reward_functions(folder):
     config = EnvironmentConfig(name=NAME, tools=(SEARCH,))
     names = [schema["function"]["name"] for schema in load_toolboxes(config)[""].schemas]
@@ -165,7 +152,7 @@ def test_a_class_with_async_tools_and_its_reward_functions(folder):
     host = EnvironmentHost(config, "hermes", 1)
     try:
         row = {"prompt": [{"role": "user", "content": "Open it."}], "code": "123"}
-        (begun, first, second, third), told = played(
+        begun, first, second, third, told = played(
             host,
             row,
             call("search", query="vaults", limit=1) + call("try_digit", place=0, digit="1"),
@@ -179,8 +166,8 @@ def test_a_class_with_async_tools_and_its_reward_functions(folder):
         assert told["reward"] == pytest.approx(1 / 3)
         # what is private or no plain value does not leave its process
         assert told["info"].keys() == {"reward", "code", "done", "tried"}
-        lost = played(host, row, call("photograph"))[0][-1]
-        assert lost["kind"] == "lost" and "image" in lost["failed"]
+        _, told_so, _ = played(host, row, call("photograph"))
+        assert "image" in told_so["answers"][0] and told_so["counts"]["tool_errors"] == 1
     finally:
         host.close()
 
@@ -206,8 +193,43 @@ def test_a_tool_called_done_ends_nothing(folder):
     (folder / "mine.py").write_text(code + "        return 'noted'\n")
     host = EnvironmentHost(EnvironmentConfig(name="mine.py:Mine"), "hermes", 1)
     with contextlib.closing(host):
-        reply = played(host, {}, call("done"))[0][-1]
+        _, reply, _ = played(host, {}, call("done"))
     assert reply["answers"] == ["noted"] and not reply["ended"]
+
+
+AGENT = """
+    def asks_then_answers(completions, answer, **kwargs):
+        rewards = []
+        for completion, right in zip(completions, answer, strict=True):
+            queries = [c["function"]["arguments"]["query"] for m in completion for c in m.get("tool_calls") or ()]
+            found = [(m["name"], m["content"]) for m in completion if m["role"] == "tool"]
+            said = completion[-1]["content"]
+            rewards.append(len(queries) + 10 * (found == [("search", "42 km")]) + 100 * (said == right))
+        return rewards
+"""
+
+
+def test_reward_functions_of_an_agent_get_all_its_turns_with_their_calls(folder):
+    """As TRL's trainer hands them over: calls as data, the answers of tools by name, and the last turn at the end."""
+    (folder / "agent.py").write_text(textwrap.dedent(AGENT))
+    turns = [
+        {
+            "text": call("search", query="how far?"),
+            "tokens": 9,
+            "calls": [{"name": "search", "arguments": {"query": "how far?"}}],
+            "answers": ["42 km"],
+        },
+        {"text": "42", "tokens": 1, "answers": []},
+    ]
+    episode = {"opening": None, "turns": turns, "reward": None, "info": {}, "failure": ""}
+    completion = Completion.of(torch.tensor([1]), torch.tensor([-1.0]), truncated=False, episode=episode)
+    prompt = Prompt(0, [1], {"answer": "42"}, content=[{"role": "user", "content": "How far?"}])
+    name = "agent.py:asks_then_answers"
+    reward = RewardConfig(
+        functions={name: 1.0, "regex_match": 1.0}, options={"regex_match": {"pattern": "^42$"}}, num_workers=1
+    )
+    (scored,) = scores(reward, Rollout(prompt, completion, "42"))
+    assert scored.rewards == {name: 111.0, "regex_match": 1.0}
 
 
 REWARDS = """

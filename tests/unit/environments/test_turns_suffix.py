@@ -21,17 +21,14 @@ SCHEMAS = [{"type": "function", "function": {"name": "look", "description": "Loo
 # Name of a template -> the role that may answer, arguments of the template
 CARRIED = [
     ("QWEN2", "tool", {}),
-    ("QWEN2", "user", {}),
     ("QWEN3", "tool", {}),
     ("QWEN3", "user", {"enable_thinking": False}),
     ("LLAMA", "tool", {}),
-    ("LLAMA", "user", {}),
     ("GEMMA", "user", {}),
     ("PHI", "user", {}),
     ("DEEPSEEK", "user", {}),
     ("THINKER", "user", {}),
     ("GLM", "tool", {}),
-    ("GLM", "user", {}),
     ("COHERE", "user", {}),
     ("PLAIN", "user", {}),
 ]
@@ -92,12 +89,18 @@ def rendered(turns: Turns, messages: list[dict[str, str]]) -> str:
     return OPENED_THOUGHTS.sub("", text)
 
 
-@pytest.mark.parametrize("number", range(len(CARRIED)), ids=lambda number: "-".join(CARRIED[number][:2]))
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+carried = pytest.mark.parametrize("number", range(len(CARRIED)), ids=lambda number: "-".join(CARRIED[number][:2]))
+settled = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+
+
+@carried
+@settled
 @given(TEXT, st.lists(st.tuples(MODEL_TEXT, ANSWERS), max_size=3))
 def test_a_conversation_is_what_the_template_writes(number: int, question: str, rounds: list[tuple[str, list[str]]]):
     """Whatever is answered: its ids read as the template writes it, and only the template's tokens are special."""
     turns = case(number)
+    written, _ = render(turns.tokenizer, turns.data, prompt_messages(turns.data, "Where?"), True, SCHEMAS)
+    assert turns.opening("Where?") == turns.tokenizer(written, add_special_tokens=False)["input_ids"]
     tokenizer, ids, messages = turns.tokenizer, turns.opening(question), [{"role": "user", "content": question}]
     plain = turns.opening("x")
     for text, answers in rounds:
@@ -113,8 +116,8 @@ def test_a_conversation_is_what_the_template_writes(number: int, question: str, 
     assert [token for token in ids if token in turns.special_ids] == [t for t in plain if t in turns.special_ids]
 
 
-@pytest.mark.parametrize("number", range(len(CARRIED)), ids=lambda number: "-".join(CARRIED[number][:2]))
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@carried
+@settled
 @given(st.lists(st.integers(0, 400), max_size=20), st.sampled_from(templates.STOPS), ANSWERS, ANSWERS)
 def test_a_turn_stays_as_it_was_sampled(
     number: int, sampled: list[int], stop: str, first: list[str], second: list[str]
@@ -129,19 +132,10 @@ def test_a_turn_stays_as_it_was_sampled(
     assert turns.ids(first, last) == turns.ids(first, turns.tokenizer.convert_tokens_to_ids(templates.STOPS[0]))
 
 
-@pytest.mark.parametrize("number", range(len(CARRIED)), ids=lambda number: "-".join(CARRIED[number][:2]))
-def test_an_opening_is_the_prompt_of_a_row(number: int):
-    turns = case(number)
-    written, _ = render(turns.tokenizer, turns.data, prompt_messages(turns.data, "Where?"), True, SCHEMAS)
-    assert turns.opening("Where?") == turns.tokenizer(written, add_special_tokens=False)["input_ids"]
-
-
 QWEN2 = templates.QWEN2
 REFUSED = {
     "roles take turns": (templates.GEMMA, "tool", "user and assistant take turns; try .* --environment.reply-as user"),
-    "a call's id": (templates.MISTRAL, "tool", "a call has an id; try it with --environment.reply-as user"),
     "left out": (templates.PHI, "tool", r"answer is not written: 'MARKanswer' is expected, '<\|end\|>.n<\|assist"),
-    "changed": (templates.COHERE, "tool", "answer is not written: 'MARKanswer' is expected, .*<results>MARKANSWER<"),
     "tools move": (templates.MISTRAL, "user", r"the prompt, .*: '<bos>\[AV.* expected, '<bos>\[INST"),
     "no opening": (templates.DEEPSEEK, "tool", r"is not opened as .*: '<\|Assistant\|>' is expected, '<\|/tool\|>' is"),
     "another second round": (
@@ -187,7 +181,7 @@ def test_stop_tokens_that_are_missing():
 
 def test_what_a_user_is_told():
     assert case(0).line == ""
-    assert re.search("chat template .*tools.* data.system_prompt", case(6).line)
+    assert re.search("chat template .*tools.* data.system_prompt", turns_for(templates.GEMMA, "user").line)
 
 
 def test_turns_with_and_without_calls():

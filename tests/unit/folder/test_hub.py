@@ -1,7 +1,6 @@
 """`checkpoint.push_to_hub` with the real client of the hub, against a small server of the test's own."""
 
 import contextlib
-import dataclasses
 import json
 import sys
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from grpo.config import CheckpointConfig, ModelConfig, RewardConfig, SFTConfig
-from grpo.config.recipes import as_recipe
 from grpo.folder.hub import open_repository, push
 from grpo.run import session
 from tests.hub import OWNER, hub_server  # noqa: F401
@@ -45,12 +43,13 @@ def config(tmp_path) -> SFTConfig:
     ]
     records += [{"step": 3, "loss": 0.5}, {"step": 3, "validation/loss": 0.75}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    options = {"judge.py:Judge": {"api_key": "it's ours", "tokens": 256}, "b.py:b": {"HF_TOKEN": "hf_1", "url": "http"}}
-    model = ModelConfig(path="someone/base@v2")
-    recipe = as_recipe(SFTConfig(num_steps=3, reward=RewardConfig(options=options)))
-    (tmp_path / "config.py").write_text(recipe)
-    checkpoint = CheckpointConfig(push_to_hub="sums")
-    return dataclasses.replace(SFTConfig(run_dir=str(tmp_path)), model=model, checkpoint=checkpoint)
+    options = {"judge.py:Judge": {"x-api-key": "it's ours", "tokens": 256}, "b.py:b": {"url": "http://me:ours@host"}}
+    return SFTConfig(
+        run_dir=str(tmp_path),
+        model=ModelConfig(path="someone/base@v2"),
+        reward=RewardConfig(options=options),
+        checkpoint=CheckpointConfig(push_to_hub="sums"),
+    )
 
 
 def test_the_exported_folder_and_a_card_reach_a_private_repository(hub, config, tmp_path):
@@ -65,8 +64,8 @@ def test_the_exported_folder_and_a_card_reach_a_private_repository(hub, config, 
     assert "| `validation/loss` | 3.25 (step 0) | 0.75 (step 3) |" in card
     assert "config = c.SFTConfig(\n" in card and "base_model: someone/base\n" in card
     assert "`grad_norm`" not in card
-    shown = "{'judge.py:Judge': {'api_key': '...', 'tokens': 256}, 'b.py:b': {'HF_TOKEN': '...', 'url': 'http'}}"
-    assert f"options={shown}" in card and "ours" not in card and "hf_1" not in card
+    shown = "{'judge.py:Judge': {'x-api-key': '...', 'tokens': 256}, 'b.py:b': {'url': 'http://...@host'}}"
+    assert f"options={shown}" in card and "ours" not in card
 
 
 def test_weights_of_an_earlier_upload_do_not_stay(hub, config):

@@ -12,10 +12,13 @@ import sys
 
 import pytest
 
-from grpo.config import GRPOConfig
+from grpo.config import GRPOConfig, MetricsConfig
 from grpo.config.recipes import load_recipe
 from grpo.folder import run_folder
 from grpo.folder.run_folder import RUN_FILES, begin_run, check_run_folder, read_marker
+from grpo.report.log import RunLog, drop_steps_after
+from grpo.text import replace_file
+from tests.unit.folder.room import largest_file
 
 ROOT = pathlib.Path(__file__).parents[3]
 GRPO, SFT = "train_grpo.py", "train_sft.py"
@@ -121,22 +124,40 @@ def test_what_the_marker_says(tmp_path):
         assert re.fullmatch("[0-9a-f]{40}(-dirty)?", marker["commit"])
 
 
-def test_the_edited_script_is_kept_and_the_one_before_a_resume_too(tmp_path):
+def test_edited_texts_are_kept_as_they_were_before_a_resume(tmp_path):
+    """The script and the user's files. What came before step 5 is kept, and what led to no checkpoint is not."""
     config = GRPOConfig(run_dir=str(tmp_path))
     resumed = GRPOConfig(run_dir=str(tmp_path), resume=True)
-    for known, step, program in (
+    for known, step, text in (
         (config, 0, "first"),
         (resumed, 3, "first"),
         (resumed, 5, "second"),
         (resumed, 5, "third"),
     ):
-        os.close(begin_run(known, GRPO, step, program))
-    assert {path.name: path.read_text() for path in tmp_path.glob("script*")} == {
-        "script.py": "third",
-        "script-step-00000005.py": "first",
+        os.close(begin_run(known, GRPO, step, {"script.py": text, "files/mine.py": f"{text} reward"}))
+    kept = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.py")}
+    assert kept.items() - {("config.py", kept["config.py"])} == {
+        ("script.py", "third"),
+        ("script-step-00000005.py", "first"),
+        ("files/mine.py", "third reward"),
+        ("files/mine-step-00000005.py", "first reward"),
     }
     os.close(begin_run(GRPOConfig(run_dir=str(tmp_path), overwrite=True), GRPO))
-    assert not list(tmp_path.glob("script*"))
+    assert tree(tmp_path) == {"config.py", "run.json", "run.lock"}
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=2)
+    log.log(1, {"loss": 1.0})
+    writes = {
+        "run.lock": lambda: begin(tmp_path),
+        "metrics.jsonl": lambda: log.log(2, {"loss": 1.0}),
+        "metrics.jsonl.tmp": lambda: drop_steps_after(tmp_path / "metrics.jsonl", 1),
+        "run.json": lambda: replace_file(tmp_path / "run.json", "{}"),
+    }
+    for file, write in writes.items():
+        with largest_file(0), pytest.raises(OSError, match=f"{tmp_path}/{file}'"):
+            write()
 
 
 # What somebody may have put into a run's folder under the name of a file that a run writes

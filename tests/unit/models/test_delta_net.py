@@ -88,10 +88,9 @@ def test_what_is_refused_has_a_remedy(tmp_path):
     with pytest.raises(ValueError, match="lora_rank=4: .*leave it out"):
         adapted_places(hf, TrainerConfig(lora_rank=4))
     with pytest.raises(ValueError, match="quantization .*leave it out"):
-        check_engine(GeneratorConfig(engine={"quantization": "fp8"}), hf)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="needs a GPU.*SFT without evaluation"):
-            check_engine(GeneratorConfig(), hf)
+        check_engine(GeneratorConfig(engine={"quantization": "fp8"}), hf, on_gpu=False)
+    with pytest.raises(ValueError, match="needs a GPU.*SFT without evaluation"):
+        check_engine(GeneratorConfig(), hf, on_gpu=False)
 
 
 def test_an_engine_on_a_gpu_keeps_states_in_float32_whatever_the_folder_says(tmp_path):

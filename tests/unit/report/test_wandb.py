@@ -35,9 +35,13 @@ def wandb(monkeypatch) -> mock.MagicMock:
     return wandb
 
 
-def test_metrics_and_samples_reach_the_project(wandb, tmp_path):
+def test_metrics_and_samples_reach_the_project(wandb, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     options = {"judge": {"url": "u", "api_key": "sk-1", "keys": ["a"], "many": [{"hf_TOKEN": "t"}], "token": 5}}
+    words = ["train_grpo.py", "--reward.options", "judge", str(options["judge"])]
+    monkeypatch.setattr(sys, "argv", words)
+    wandb.init.side_effect = lambda **_: [sent.append(list(sys.argv)), wandb][1]  # it sends the command line too
+    sent = []
     whole_config = {"seed": 0, "reward": {"options": options}}
     log = RunLog(CONFIG, str(run_dir), num_steps=2, whole_config=whole_config)
     log.log(1, {"loss": 0.5, "kl": math.nan})
@@ -49,6 +53,7 @@ def test_metrics_and_samples_reach_the_project(wandb, tmp_path):
     shown = {"judge": {"url": "u", "api_key": "...", "keys": ["a"], "many": [{"hf_TOKEN": "..."}], "token": 5}}
     assert (init["config"], init["resume"]) == ({"seed": 0, "reward": {"options": shown}}, "allow")
     assert options["judge"]["api_key"] == "sk-1"
+    assert sent == [[*words[:3], str(shown["judge"])]] and sys.argv is words
     wandb.define_metric.assert_called_with("*", step_metric="step")
     first, samples, evaluation = (call.args[0] for call in wandb.log.call_args_list)
     assert (first["step"], first["loss"]) == (1, 0.5) and math.isnan(first["kl"])

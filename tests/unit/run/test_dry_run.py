@@ -47,6 +47,15 @@ def test_a_grpo_recipe_of_four_ranks_for_this_machine_and_for_another_one(dry_ru
     assert "PROBLEM  memory of a trainer: " in said and "--trainer.micro-batch-tokens 48" in said
 
 
+def test_engine_options_are_judged_for_the_machine_that_was_asked_for(dry_run):
+    """vLLM's CPU backend gets this one wrong, and a dry run for GPUs may be made on a CPU."""
+    toy = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", "configs/examples/toys.py:addition_model")
+    chunked = ("--generator.engine", "enable_chunked_prefill", "true")
+    assert dry_run(*toy, *chunked, "--gpus", 4)[0] == 0
+    with pytest.raises(BadInput, match="enable_chunked_prefill needs a GPU"):
+        dry_run(*toy, *chunked)
+
+
 def test_for_arithmetic_config_json_is_enough(dry_run, tmp_path):
     transformers.AutoConfig.for_model(**QWEN3_1_7B).save_pretrained(tmp_path / "model")
     flags = ("--model.path", tmp_path / "model", "--data.path", "no/rows", "--gpus", 4, "--gpu-gib", 80)

@@ -11,11 +11,12 @@ import torch
 
 from grpo.config import GRPOConfig, SamplingConfig
 from grpo.environments.play import NOTED
+from grpo.folder.was_read import WasRead
 from grpo.report.rollout_metrics import stale_frac
 from grpo.rewards.pool import counting_parts
 from grpo.run.driver import Driver
 from grpo.run.groups import Group, GroupBuffer, saved_groups
-from grpo.run.inputs import groups_in_flight
+from grpo.run.inputs import Inputs, with_stream
 from grpo.types import Completion, Prompt, Requests, Rollout
 from tests.unit.completions import completion, hands
 
@@ -266,26 +267,41 @@ def test_a_group_that_goes_back_counts_in_the_step_that_trains_on_it():
     driver.scorer = SimpleNamespace(answer_format=None)
     driver.step = 0
     counted = []
+    carried = []
     for _ in range(2):
         run.buffer.begin_step()
         while requests := run.buffer.fill(run.stream.draw, run.score):
             first_tokens = [completion(p.index * GROUP_SIZE + k, 3) for p in requests.prompts for k in (0, 1)]
             run.buffer.add(first_tokens)
         rollouts = run.buffer.rollouts()
+        carried.append(indices(group.prompt for group in run.buffer.groups))
         metrics = driver._sampling_metrics(rollouts, SimpleNamespace(versions_S=torch.zeros(len(rollouts))))
         counted.append(metrics["reward/mean"])
         run.finished += [rollout.completion.index for rollout in driver._finished()]
     assert counted[0] == pytest.approx(52 / 14)
+    assert carried[0] == [7, 8]  # the oldest is the next to be taken
     assert 14 in run.finished and len(set(run.finished)) == len(run.finished)
 
 
-def test_groups_in_flight_of_other_data_are_left_out(capsys):
+def test_groups_in_flight_of_another_run_are_left_out(capsys):
+    """It has another seed, which is allowed, so that prompts are drawn in another order."""
     buffer, run = buffer_of(carry_over=1)
     buffer.fill(run.stream.draw, run.score)
-    state = {"flight": buffer.state()}
-    assert groups_in_flight(state, allow_changes=True, begins_again=True) == []
-    assert capsys.readouterr().out == "5 groups in flight are left out: they are of other data\n"
-    assert groups_in_flight({}, allow_changes=False, begins_again=True) == []
+    for seed, num_left in ((0, 5), (1, 0)):
+        before = WasRead(GRPOConfig()).parts | {"rows": {}}
+        state = {"step": 1, "read": before, "data": run.stream.state_dict(), "flight": buffer.state()}
+        read = WasRead(GRPOConfig(seed=seed, allow_changes=True), state)
+        stream = SimpleNamespace(orders={}, load_state_dict=lambda _: None)
+        assert len(with_stream(Inputs("", None, None, state, read), stream).groups) == num_left
+    assert "5 groups in flight are left out: they are of the old config or data\n" in capsys.readouterr().out
+
+
+def test_a_round_expects_an_eighth_of_its_groups_to_differ_at_least():
+    """One group is lacking: 8 are asked for, although 15 of 200 would call for 14."""
+    buffer = GroupBuffer(SamplingConfig(dynamic=True), prompts_per_step=16, group_size=GROUP_SIZE)
+    buffer.taken = [Group(Prompt(0, [1]))] * 200
+    buffer.is_informative = [True] * 15 + [False] * 185
+    assert buffer.num_groups_to_take == 8
 
 
 def test_a_step_without_enough_groups_goes_on_after_the_last_round():
@@ -305,12 +321,12 @@ def test_a_step_without_enough_groups_goes_on_after_the_last_round():
 @pytest.mark.parametrize("change", ["lacking", "unknown"])
 @pytest.mark.parametrize("part", ["the groups", "a prompt", "the completions", "a completion", "a piece", "an episode"])
 def test_groups_of_another_version_are_refused_by_name(part: str, change: str):
-    """Whatever a saved part has less or more, the message names it and the way out, and --allow-changes goes on."""
+    """Whatever a saved part has less or more, the message names it and the way out."""
     buffer, run = buffer_of(carry_over=1)
     requests = buffer.fill(run.stream.draw, run.score)
     buffer.add([completion(index, 2) for index in range(2 * len(requests.prompts))])
     state = buffer.state()
-    assert len(groups_in_flight({"flight": state}, allow_changes=False)) == 5
+    assert len(saved_groups(state)) == 5
     tensors = state["completions"]
     records = json.loads(tensors["facts"].numpy().tobytes())
     records[3]["episode"] = dict.fromkeys(NOTED)
@@ -328,6 +344,5 @@ def test_groups_of_another_version_are_refused_by_name(part: str, change: str):
         changed |= {name: value, "of_tomorrow": value}
         name = "of_tomorrow"
     tensors["facts"] = torch.frombuffer(bytearray(json.dumps(records).encode()), dtype=torch.uint8)
-    with pytest.raises(ValueError, match=f"{name} {change}.*another version.*run.json.*--allow-changes"):
-        groups_in_flight({"flight": state}, allow_changes=False)
-    assert groups_in_flight({"flight": state}, allow_changes=True) == []
+    with pytest.raises(ValueError, match=f"{name} {change}.*another version.*run.json"):
+        saved_groups(state)

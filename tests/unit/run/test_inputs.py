@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from configs.examples.toys import addition_tokenizer
 from grpo.config import GRPOConfig, change
 from grpo.data import toy
+from grpo.folder.was_read import WasRead
 from grpo.models.hf_folder import weights_checksum
 from grpo.rewards.pool import EPISODE_COLUMNS
-from grpo.run.inputs import Inputs, check_functions, resumed_stream, with_checked_weights
+from grpo.run.inputs import Inputs, check_functions, note_weights
 from tests.tiny_models import SMALL
 
 FILE = """
@@ -84,37 +85,27 @@ def test_a_checksum_is_of_the_weights_and_not_of_their_files(folders: tuple[str,
         ({"algorithm.kl_coef": 0.0, "reward.model": "a reward model"}, ["reward.model"]),
     ],
 )
-def test_other_weights_than_the_checkpoint_relies_on_are_refused(folders, changes, checked, monkeypatch, capsys):
+def test_other_weights_than_the_checkpoint_relies_on_are_refused(folders, changes, checked, monkeypatch):
     """A path stays the same while the files in it change, so a run would go on with another base, and nobody knew."""
     monkeypatch.setattr("grpo.models.hf_folder.resolve_folder", lambda path, scores=False: path)
     config = change(GRPOConfig(), changes)
 
-    def started(folder: str, state: dict, config: GRPOConfig = config) -> Inputs:
+    def note(folder: str, state: dict) -> dict[str, dict[str, str]]:
         reward_model = folder if config.reward.model else ""
-        inputs = Inputs(folder, None, None, state, step=7, reference_folder=folder, reward_model=reward_model)
-        return with_checked_weights(config, inputs)
+        read = WasRead(config, state)
+        note_weights(
+            config, Inputs(folder, None, None, state, read, reference_folder=folder, reward_model=reward_model)
+        )
+        return read.parts
 
-    first = started(folders[0], {})
-    assert list(first.weights) == checked
-    assert started(folders[0], {"weights": first.weights}).weights == first.weights
-    assert list(started(folders[1], {"step": 7}).weights) == checked  # an older checkpoint does not say
+    state = {"step": 7, "read": note(folders[0], {})}
+    assert list(state["read"]["weights"]) == [f"the weights of {name}" for name in checked]
+    assert note(folders[0], state) == state["read"]
     if not checked:
-        started(folders[1], {"weights": first.weights})
+        note(folders[1], state)
         return
-    before = first.weights[checked[0]]
-    now = weights_checksum(folders[1])
-    with pytest.raises(ValueError, match=rf"{checked[0]}: .* step 7 .*{now}, then {before}.*--allow-changes"):
-        started(folders[1], {"weights": first.weights})
-    allowed = started(folders[1], {"weights": first.weights}, change(config, {"allow_changes": True}))
-    assert allowed.weights == {checked[0]: now}
-    assert f"resumed all the same: {checked[0]}" in capsys.readouterr().out
-
-
-def test_a_driver_state_with_and_without_checksums_is_read():
-    class Rows:
-        def load_state_dict(self, place: int) -> None:
-            self.place = place
-
-    for more in ({}, {"weights": {"model.path": "01234567"}}):
-        stream = resumed_stream(Rows, {"step": 2, "data": 5, **more}, ("step", "data"), allow_changes=False)
-        assert stream.place == 5
+    message = (
+        f"weights of {checked[0]}: checksum {weights_checksum(folders[0])} -> checksum {weights_checksum(folders[1])}"
+    )
+    with pytest.raises(ValueError, match=message):
+        note(folders[1], state)

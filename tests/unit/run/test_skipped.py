@@ -25,10 +25,8 @@ def test_three_in_a_row_end_the_run(capsys):
     assert logged == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("mean", [math.nan, math.inf, 0.5])
-def test_the_sync_is_blamed_for_finite_differences_only(mean):
-    if math.isfinite(mean):
-        with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
-            check_distance(mean, mean, 0.1)
-    else:
-        check_distance(mean, mean, 0.1)
+def test_the_sync_is_blamed_for_a_mean_that_is_finite_and_above_the_tolerance():
+    for mean in (math.nan, math.inf, 0.05):  # one token may differ by more
+        check_distance(mean, 5.0, 0.1)
+    with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
+        check_distance(0.5, 0.5, 0.1)

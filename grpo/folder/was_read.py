@@ -1,0 +1,87 @@
+"""What a run has read besides its checkpoint, and what becomes of a change when the run is resumed.
+
+Other rows, other weights, and another value of a field on which the result depends make it another run: they are
+refused, or with `allow_changes` printed. The user's own files (a reward, a loss, the script) may be edited on purpose.
+Such a change is printed, and the folder keeps the text of the steps before (see `begin_run`).
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from grpo.config.fields import Config
+from grpo.config.recipes import is_resume_safe, written_fields
+from grpo.folder.run_folder import FILES
+from grpo.text import one_line
+
+READ = "read"  # part of the driver's state in a checkpoint: `WasRead.parts`
+CONFIG = "config"
+NOT_THERE = "not there"
+
+
+class WasRead:
+    """What a run reads, part after part, each compared with what it had read when it was saved.
+
+    `config` has each field as Python writes it, `rows` the checksum of each data set, `weights` that of each model
+    which a checkpoint does not hold, `files` that of each of the user's files.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        state: Mapping[str, Any] | None = None,
+    ):
+        """Note the config. state: the driver's in the checkpoint from which the run is resumed, if it is.
+
+        Raises what `note` raises.
+        """
+        self.config = config
+        self.parts: dict[str, dict[str, str]] = {}
+        self.saved: dict[str, dict[str, str]] = {}
+        self.step = 0
+        if state:
+            self.saved = state[READ]
+            self.step = state["step"]
+        self.is_same_run = True
+        self.note(CONFIG, written_fields(config))
+
+    def note(self, part: str, facts: dict[str, str]) -> bool:
+        """Note a part of what is read. Returns whether it is what it was, as it is if the run is not resumed.
+
+        Prints each change. Raises ValueError for one that makes it another run, unless `allow_changes` is set.
+        """
+        self.parts[part] = facts
+        if not self.saved:
+            return True
+        before = self.saved[part]
+        changes = []
+        refused = []
+        for name in dict.fromkeys([*facts, *before]):
+            old = before.get(name, NOT_THERE)
+            new = facts.get(name, NOT_THERE)
+            # what a change of the config adds or takes away is said there
+            if old == new or part != CONFIG and NOT_THERE in (old, new):
+                continue
+            change = f"{name}: {old} -> {new}"
+            if part == FILES:
+                changes.append(f"{name.removeprefix(f'{FILES}/')} differs from the one of step {self.step}")
+            elif part == CONFIG and name in facts and is_resume_safe(name, self.config):
+                changes.append(change)
+            else:
+                refused.append(change)
+        if refused:
+            self.is_same_run = False
+            if not self.config.allow_changes:
+                raise ValueError(
+                    f"{self.config.run_dir} would not go on as the run that it is, since step {self.step} was saved: "
+                    f"{'; '.join(refused)}. Resume with what it had, take --allow-changes if the change is meant, or "
+                    "start a new run in another --run-dir"
+                )
+        for change in [*refused, *changes]:
+            print(one_line(f"resumed with a change: {change}"))
+        return facts == before
+
+
+def checksum_of(text: str) -> str:
+    """Return a short checksum, which tells an edited text from the one before."""
+    return f"{zlib.crc32(text.encode()):08x}"
