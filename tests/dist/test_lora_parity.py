@@ -14,7 +14,6 @@ CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpoin
         ("qwen2-tied", 2, 1, "selective", ALL),  # TP, the biases sharded
         ("moe", 2, 1, "full", ATTENTION),
     ],
-    3: [("qwen3-tied", 1, 1, "none", ALL)],  # uneven shards
 }
 LAYOUTS = {
     1: [(1, 1, "none")],

@@ -8,18 +8,16 @@ after the other in the world that torchrun started. Prints the largest differenc
 
 import pathlib
 import sys
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch, take_out
 from grpo.models.build import ShardedModel, build_model
-from grpo.models.export import hf_tensors, stacked_shapes, stacked_tensors
+from grpo.models.export import hf_tensors
 from grpo.models.families import HFRoPE
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import Sample, TrainBatch
@@ -60,20 +58,12 @@ def check_case(case: str, roles: Roles) -> None:
     weights = dict(hf_tensors(model, torch.float32))
     assert weights.keys() == parameters.keys(), f"{case}: {weights.keys() ^ parameters.keys()}"
     assert all(torch.equal(weights[name], parameters[name]) for name in parameters), f"{case}: weights in and out"
-    for name, weight in hf_tensors(model, torch.bfloat16):
-        assert torch.equal(weight, parameters[name].bfloat16()), f"{case}: {name} rounded"
-    assert {name: weight.shape for name, weight in stacked_tensors(model, torch.float32)} == stacked_shapes(model), case
 
     batch, weights_2N = random_batch(original.config.vocab_size)
     expected_2N = original_values(original, batch)
     (expected_2N * weights_2N).sum().backward()
     expected_2M = expected_2N.detach()[:, batch.loss_mask_N]
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
-        got_2M = sharded_values(model, batch, weights_2N)[:, batch.loss_mask_N]
-    if trainer.tensor_parallel == 1:  # replicas add their gradients up once an update; one more is got_2M's
-        num_sharded = sum(isinstance(part, FSDPModule) for part in model.module.modules())
-        most = num_sharded if trainer.data_replicas > 1 else 0
-        assert sums.call_count <= most + 1, f"{case}: {sums.call_count} all-reduces of {num_sharded} sharded parts"
+    got_2M = sharded_values(model, batch, weights_2N)[:, batch.loss_mask_N]
     differences_2, largest_2 = (x_2M.abs().amax(1) for x_2M in (got_2M - expected_2M, expected_2M))
     value_error = (differences_2 / largest_2).max().item()
 
