@@ -36,7 +36,8 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTER
 
 def fail(kind: str, roles: Roles) -> None:
     store = PrefixStore("watch", roles.store.clone())
-    while here.phase not in json.loads(store.get(f"place/{roles.rank}")):  # the others do not know the phase yet
+    shown = f"place/{roles.rank}"
+    while watchdog.Place(*json.loads(store.get(shown))).phase != here.phase:  # the others do not know the phase yet
         time.sleep(0.1)
     if kind == "raise":
         raise RuntimeError("forced")
