@@ -57,7 +57,7 @@ def recorded_run(tmp_path) -> pathlib.Path:
     sample = Sample(torch.tensor(ids), mask, logprobs, prompt_tokens=len(prompt))
     batch = make_batch([sample, sample])
     batch = replace(batch, ref_logprobs_N=batch.generator_logprobs_N - 1)
-    batch.ref_logprobs_N[len(prompt) + 1] = torch.nan  # of a reference that is not finite
+    batch.ref_logprobs_N[[len(prompt) + 1, len(ids) + len(prompt) + 1]] = torch.nan  # of a reference that is not finite
     save_step(
         str(tmp_path), 2, RecordedStep(batch, torch.ones(2), torch.ones(2, dtype=torch.bool), torch.ones(1, 2), 2, {})
     )
