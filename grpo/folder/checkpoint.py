@@ -446,7 +446,7 @@ class SafeReader(dcp.FileSystemReader):
         check_file(self.path, METADATA_FILE)
         try:
             description = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except (pickle.UnpicklingError, AttributeError, LookupError, TypeError) as error:
+        except (pickle.UnpicklingError, ValueError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         description.storage_meta = description.storage_meta or metadata.StorageMeta()
         description.storage_meta.load_id = self.load_id
