@@ -113,7 +113,7 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
         if not path.is_file():
             raise Damaged(f"{path} is missing")
         if path.stat().st_size != num_bytes:
-            raise Damaged(f"{path} has {path.stat().st_size} bytes, and had {num_bytes}")
+            raise Damaged(f"{path} has {path.stat().st_size} bytes, in {FILES_FILE} {num_bytes}")
     path = checkpoint / DRIVER_FILE
     check_file(checkpoint, METADATA_FILE)
     check_file(checkpoint, DRIVER_FILE)
@@ -434,7 +434,7 @@ def check_file(checkpoint: pathlib.Path, name: str) -> None:
         while content := file.read(CHECKED_BYTES):
             checksum = zlib.crc32(content, checksum)
     if checksum != written:
-        raise Damaged(f"{path} is damaged: its CRC-32 is {checksum}, and was {written}")
+        raise Damaged(f"{path} is damaged: its CRC-32 is {checksum}, in {FILES_FILE} {written}")
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -446,7 +446,7 @@ class SafeReader(dcp.FileSystemReader):
         check_file(self.path, METADATA_FILE)
         try:
             description = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except (pickle.UnpicklingError, AttributeError, LookupError, TypeError) as error:
+        except (pickle.UnpicklingError, ValueError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         description.storage_meta = description.storage_meta or metadata.StorageMeta()
         description.storage_meta.load_id = self.load_id

@@ -225,9 +225,9 @@ def saved_bytes(value: object) -> bytes:
 def write(folder: pathlib.Path, name: str, content: bytes) -> None:
     """Write a file of a checkpoint, and the checksum that it then should have."""
     (folder / name).write_bytes(content)
-    checksums = json.loads((folder / "files.json").read_text())
-    checksums[name] = f"{zlib.crc32(content):08x}"
-    (folder / "files.json").write_text(json.dumps(checksums))
+    files = json.loads((folder / "files.json").read_text())
+    files[name] = (len(content), zlib.crc32(content))
+    (folder / "files.json").write_text(json.dumps(files))
 
 
 def flip(path: pathlib.Path) -> None:
