@@ -376,7 +376,7 @@ def test_recipes_say_the_memory_of_their_weights():
             qwen = sizes(QWEN3_1_7B)
             assert in_bytes == trained_bytes(qwen, trainer) / trained_parameters(qwen, trainer)
             assert gib == pytest.approx(parameters * in_bytes / ranks / 2**30, abs=0.5)
-    assert num_said == 9
+    assert num_said == 11
 
 
 OF_LLAMA = {"sft_llama3_1_8b.py": LLAMA3_1_8B, "sft_llama3_1_8b_lora.py": LLAMA3_1_8B}
