@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from grpo.check_environment import main
+from grpo.check_environment import NUM_EPISODES, main
 from grpo.config import DataConfig, EnvironmentConfig, GRPOConfig
 from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
 from grpo.environments.host import EnvironmentHost
@@ -94,4 +94,4 @@ def test_the_command_plays_all_that_a_recipe_names(data, tmp_path, capsys):
     assert main(["recipe.py"]) == 0
     shown = capsys.readouterr().out
     assert "wet: tools dive" in shown and "dry: tools none" in shown and "Up: Where is number 1?" in shown
-    assert shown.count("in a fresh process: the same texts") == 2
+    assert shown.count("; ended by ") == 2 * NUM_EPISODES

@@ -141,18 +141,18 @@ class Counted(str):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "answer_format"),
     [
-        "\\boxed" + "{" * 500_000 + "42" + "}" * 500_000,
-        "\\boxed{" * 125_000 + "42" + "}" * 125_000,
-        "\\boxed{" * 125_000 + "42}",
-        "<answer>" * 100_000 + "42",
+        ("\\boxed" + "{" * 500_000 + "42" + "}" * 500_000, "boxed"),
+        ("\\boxed{" * 125_000 + "42" + "}" * 125_000, "boxed"),
+        ("\\boxed{" * 125_000 + "42}", "boxed"),
+        ("<answer>" * 100_000 + "41</answer>", "answer_tag"),
     ],
     ids=["braces", "boxes", "cut off", "tags"],
 )
-def test_a_megabyte_of_braces_is_copied_a_few_times_and_earns_nothing(text):
+def test_a_megabyte_of_braces_is_copied_a_few_times_and_earns_nothing(text, answer_format):
     Counted.copied, Counted.limit = 0, 10 * len(text)
-    assert math_reward([Counted(text)], ["42"], answer_format="boxed") == [0.0]
+    assert math_reward([Counted(text)], ["42"], answer_format=answer_format) == [0.0]
     assert Counted.copied > 0
 
 
