@@ -8,10 +8,12 @@ after the other in the world that torchrun started. Prints the largest differenc
 
 import pathlib
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import ModelConfig, TrainerConfig
@@ -63,7 +65,12 @@ def check_case(case: str, roles: Roles) -> None:
     expected_2N = original_values(original, batch)
     (expected_2N * weights_2N).sum().backward()
     expected_2M = expected_2N.detach()[:, batch.loss_mask_N]
-    got_2M = sharded_values(model, batch, weights_2N)[:, batch.loss_mask_N]
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
+        got_2M = sharded_values(model, batch, weights_2N)[:, batch.loss_mask_N]
+    if trainer.tensor_parallel == 1:  # replicas add their gradients up once an update; one more is got_2M's
+        num_sharded = sum(isinstance(part, FSDPModule) for part in model.module.modules())
+        most = num_sharded if trainer.data_replicas > 1 else 0
+        assert sums.call_count <= most + 1, f"{case}: {sums.call_count} all-reduces of {num_sharded} sharded parts"
     differences_2, largest_2 = (x_2M.abs().amax(1) for x_2M in (got_2M - expected_2M, expected_2M))
     value_error = (differences_2 / largest_2).max().item()
 
