@@ -252,7 +252,10 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
     for path, value in changes.items():
         paths = list(field_paths(config))
         if path not in paths:
-            raise ValueError(f"there is no field {path}{near_miss(path, paths)}")
+            section, _, _ = path.rpartition(".")
+            siblings = [name for name in paths if name.rpartition(".")[0] == section]
+            hint = near_miss(path, paths) or f"; there are {', '.join(siblings or paths)}"
+            raise ValueError(f"there is no field {path}{hint}")
         section, _, name = path.rpartition(".")
         if section:
             value = dataclasses.replace(getattr(config, section), **{name: value})
