@@ -40,8 +40,8 @@ from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Objective, Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run.driver import Driver
-from grpo.run.inputs import read_grpo
 from grpo.run.session import Session, run
+from grpo.run.start import read_grpo
 from grpo.types import MicroBatch, Rollout, StepPlan, TrainBatch
 from grpo.watch.failures import run_script
 

@@ -21,9 +21,9 @@ from grpo.metrics import StepMetrics
 from grpo.roles.comm import send_batch
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
-from grpo.run.inputs import read_sft
 from grpo.run.session import Session, run
 from grpo.run.sft_driver import SFTDriver
+from grpo.run.start import read_sft
 from grpo.types import MicroBatch, TrainBatch
 from grpo.watch.failures import run_script
 
@@ -42,7 +42,7 @@ def train(config: SFTConfig, session: Session) -> None:
     if config.validation.interval:
         for source in config.validation.held_out(config.data):
             held_out[source.label] = send_batch(driver.held_out_batch(source.label), roles)  # driver -> trainers
-    if held_out and session.inputs.step == 0:
+    if held_out and session.shared.step == 0:
         with timer.startup("validating before the first step"):
             validate(driver, trainer, held_out, 0)
     if generator:

@@ -18,8 +18,11 @@ from grpo.config.checks import num_processes
 from grpo.config.fields import Config
 from grpo.config.recipes import load
 from grpo.run.command_line import DEFAULT_RECIPES, check_folder_early, subject_of
-from grpo.run.inputs import Inputs, check_functions, open_run, read_evaluation
+from grpo.run.policy import read_policy
+from grpo.run.rewards import check_functions
+from grpo.run.saved import find_saved
 from grpo.run.session import Session, run
+from grpo.run.start import Start, read_evaluation
 from grpo.watch.failures import refuse_bad_input, run_script
 
 RUNS = pathlib.Path("runs/evaluate")
@@ -87,17 +90,20 @@ def new_folder(model: str) -> str:
         folder = RUNS / f"{name}-{number}"
 
 
-def read(config: Config, script: str, build_dir: str) -> Inputs:
+def read(config: Config, script: str, build_dir: str) -> Start:
     """Check the rewards, the model and the held-out rows. On rank 0."""
     check_functions(config)
     paths = [source.path for source in config.evaluation.held_out(config.data)]
-    return read_evaluation(config, open_run(config, script, build_dir, paths))
+    saved = find_saved(config, script, paths)
+    policy = read_policy(config, build_dir=build_dir)
+    held_out, scorer = read_evaluation(config, policy)
+    return Start(saved, policy, held_out=held_out, scorer=scorer)
 
 
 def evaluate(config: Config, session: Session) -> None:
     """Start the engines, complete the held-out prompts, score and log. Every rank calls it."""
     session.start_up()  # evaluates once everything is there
-    num_prompts = len(session.inputs.eval_prompts)
+    num_prompts = len(session.shared.held_out)
     session.last_line = f"{num_prompts} prompts; every completion is in {config.run_dir}/evaluation.jsonl"
     session.end()
 

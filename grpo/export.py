@@ -25,7 +25,7 @@ from grpo.models.export import adapters_folder, export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.comm import broadcast
 from grpo.roles.process_groups import close_roles, setup_trainers
-from grpo.run.inputs import learned_form
+from grpo.run.policy import learned_form
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 

@@ -26,7 +26,6 @@ import math
 import pathlib
 import statistics
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,8 +43,10 @@ from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.trainer import Trainer
 from grpo.run.command_line import check_folder_early, subject_of
-from grpo.run.inputs import Inputs, learned_form, open_run
+from grpo.run.policy import read_policy
+from grpo.run.saved import find_saved
 from grpo.run.session import Session, is_due, run
+from grpo.run.start import Start
 from grpo.run.trial import try_algorithm
 from grpo.text import compact_number
 from grpo.types import Scalars
@@ -123,23 +124,24 @@ def read(
     config: GRPOConfig,
     script: str,
     build_dir: str,
-) -> Inputs:
+) -> Start:
     """Check the loss, the recorded batches and the model. On rank 0."""
     algorithm = config.algorithm
     try_algorithm(algorithm)
     batches_dir = batch_path(recorded, 1).parent
-    inputs = open_run(config, script, build_dir, [str(batches_dir)])
+    saved = find_saved(config, script, [str(batches_dir)])
+    policy = read_policy(config, build_dir=build_dir)
     needs_reference = []
     if algorithm.kl_coef:
         needs_reference.append(f"algorithm.kl_coef={algorithm.kl_coef}")
     if algorithm.distill_coef:
         needs_reference.append(f"algorithm.distill_coef={algorithm.distill_coef}")
-    steps = range(inputs.step + 1, config.num_steps + 1)
+    steps = range(saved.step + 1, config.num_steps + 1)
     reasons = " and ".join(needs_reference)
     check_recorded(recorded, steps, config.group_size, reasons, config.turns_earn)
     num_trainers = config.roles.num_trainers
     print(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates")
-    return replace(inputs, form=learned_form(config, inputs.tokenizer))
+    return Start(saved, policy)
 
 
 def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
@@ -285,7 +287,7 @@ def compare(
         print(metrics_line("mean", name, means))
         if config.checkpoint.export:
             model_dir = pathlib.Path(config.run_dir, name, "model")
-            export_hf(trainers[name].model, model_dir, first.dtype, session.inputs.form)
+            export_hf(trainers[name].model, model_dir, first.dtype, session.shared.form)
     session.end()
 
 

@@ -50,14 +50,15 @@ class Driver:
         self.config = config
         self.roles = session.roles
         self.timer = session.timer
-        self.stream = session.inputs.stream
-        self.scorer = session.inputs.scorer
+        start = session.start
+        self.stream = start.data.stream if start else None
+        self.scorer = start.scorer if start else None
         self.reward_model = session.reward_model
         self.buffer = GroupBuffer(
             config.sampling,
             config.prompts_per_step,
             config.group_size,
-            session.inputs.groups,
+            start.data.groups if start else (),
             counting_parts(config.reward_weights),
         )
 
@@ -83,7 +84,7 @@ class Driver:
         self.buffer.begin_step()
         requests = self._fill()
         probe = []
-        is_early = step <= self.session.inputs.step + 1  # before the first sync, and after it
+        is_early = step <= self.session.shared.step + 1  # before the first sync, and after it
         if config.sync_check_interval and (is_early or step % config.sync_check_interval == 0):
             probe = [group.prompt for group in self.buffer.taken]
             if requests:

@@ -115,6 +115,7 @@ class Scorer:
         self.weights = config.reward_weights
         self.passes = reward.passes
         self.tokenizer = tokenizer
+        self.model_path = reward.model
         if "code_reward" in reward.functions or "python" in self.environment.tools:
             print(check_programs(reward.allow_without_landlock))
         self.reader = None

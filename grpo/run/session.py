@@ -1,6 +1,7 @@
 """The way into a run and out of it, for every script: `Session`, of which every rank holds one.
 
-Rank 0 reads the inputs (inputs.py), opens the run folder and the log; then every rank loads the models of its roles.
+Rank 0 reads what the run starts from (start.py), and opens the run folder and the log. Then every rank loads the models
+of its roles.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from grpo.folder.run_folder import FILES, SCRIPT, begin_run
 from grpo.folder.was_read import READ, checksum_of
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
-from grpo.models.hf_folder import fetch_folder
+from grpo.models.hf_folder import ChatForm, fetch_folder
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics
 from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
@@ -37,11 +38,12 @@ from grpo.roles.reference import Reference
 from grpo.roles.reward_model import RewardModel
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
-from grpo.run.inputs import Inputs
 from grpo.run.machine import fit_to_machine, print_what_fits
+from grpo.run.saved import Saved
 from grpo.run.scorer import check_version
+from grpo.run.start import Start
 from grpo.run.step_timer import StepTimer, profile_step
-from grpo.types import Completion, Scalars
+from grpo.types import Completion, Prompt, Scalars
 from grpo.watch.failures import BadInput, here, refuse_bad_input, set_place, show_lines_at_once
 from grpo.watch.stopping import (
     forget_old_stop,
@@ -55,14 +57,31 @@ from grpo.watch.watchdog import watched
 
 MOST_SKIPPED = 3  # steps in a row without an update, which end the run
 Result = TypeVar("Result")
-ReadInputs = Callable[[Config, str, str], Inputs]
-"""Config, the script's name, the folder in which a dry run may build a model -> inputs."""
+Read = Callable[[Config, str, str], Start]
+"""Config, the script's name, the folder in which a dry run may build a model -> what the run starts from."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What every rank must know of the start. It is small, and can be pickled."""
+
+    config: Any
+    """The run's, with what it leaves to the machine decided."""
+    checkpoint: pathlib.Path | None
+    """The one to continue from."""
+    step: int
+    """Number of steps that were done when it was saved."""
+    models: dict[str, str]
+    """Folder or hub name of `policy`, `reference` and `reward model`, empty if there is none."""
+    form: ChatForm
+    stop_token_ids: Sequence[int]
+    held_out: Sequence[Prompt]
 
 
 def run(
     config: Config,
     script: str,
-    read_inputs: ReadInputs,
+    read: Read,
     train: Callable[[Config, "Session"], None],
     layout: RolesConfig | None = None,
 ) -> None:
@@ -73,7 +92,7 @@ def run(
     show_lines_at_once()
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            fits = dry_run(config, script, read_inputs)
+            fits = dry_run(config, script, read)
             raise SystemExit(0 if fits else 1)
         return
     with refuse_bad_input():  # a notebook's config has met no check yet
@@ -90,7 +109,7 @@ def run(
     )
     set_place(role=roles.name, run_dir=config.run_dir)
     with watched(roles, config.deadline_minutes) as watchdog:
-        session = Session(config, script, read_inputs, layout, roles, text_around(train))
+        session = Session(config, script, read, layout, roles, text_around(train))
         try:
             train(config, session)
         except BaseException as failure:
@@ -115,7 +134,7 @@ def text_around(function: Callable) -> str:
         return ""
 
 
-def dry_run(config: Config, script: str, read_inputs: ReadInputs) -> bool:
+def dry_run(config: Config, script: str, read: Read) -> bool:
     """Check and read the inputs, and print whether the run fits the machine. Returns whether it does."""
     with refuse_bad_input(), tempfile.TemporaryDirectory() as build_dir:
         if hf_folder.has_config_alone(config.model.path):
@@ -128,10 +147,10 @@ def dry_run(config: Config, script: str, read_inputs: ReadInputs) -> bool:
                 math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel),
             )
             return print_what_fits(config, folder)
-        inputs = read_inputs(config, script, build_dir)
-        fits = print_what_fits(config, inputs.model_folder, inputs.reward_model)
-    if inputs.scorer:
-        inputs.scorer.pool.close()
+        start = read(config, script, build_dir)
+        fits = print_what_fits(config, start.policy.folder, start.reward_model)
+    if start.scorer:
+        start.scorer.pool.close()
     return fits
 
 
@@ -142,7 +161,7 @@ class Session:
         self,
         config: Config,
         script: str,
-        read_inputs: ReadInputs,
+        read: Read,
         layout: RolesConfig | None = None,
         roles: Roles | None = None,
         script_text: str = "",
@@ -152,196 +171,207 @@ class Session:
         self.script = script
         self.script_text = script_text
         # not bound to this object: a notebook's next run would fork a child that collects the cycle, and hangs in it
-        self.read_inputs = read_inputs
+        self.read = read
         self.layout = layout or config.roles
         self.roles = roles
         self.timer = StepTimer(roles is not None and roles.is_driver)
         self.held = contextlib.ExitStack()  # on rank 0: reward processes, run folder and log, until the run ends
         self.repository = ""  # on rank 0: the one at the hub that gets the exported model
         self.is_exported = False
-        self.inputs: Inputs | None = None  # what rank 0 has read; on other ranks `for_all_ranks` of it
+        self.start: Start | None = None  # on rank 0, once it is read
+        self.folders: dict[str, str] = {}  # of the models, once they are there
         self.saver: checkpoint.CheckpointSaver | None = None  # on trainers, once their model is loaded
         self.reward_model: RewardModel | None = None  # on learners, once it is loaded
         self.close_engine: Callable[[], None] | None = None  # on generators, once it has started
 
     # ---- before the first step ------------------------------------------------------------------------------------
 
-    def start(self) -> tuple[Config, Inputs]:
-        """Refuse bad input, then begin to write: only here may an earlier run be deleted. On rank 0.
-
-        Returns what every rank must know: the config, with what it leaves to the machine decided, and the inputs.
-        """
-        config = self.config
-        with refuse_bad_input():
-            inputs = self.read_inputs(config, self.script, "")
-            if inputs.scorer:
-                self.held.callback(inputs.scorer.pool.close)
-            if config.checkpoint.push_to_hub and self.layout.num_trainers:
-                self.repository = open_repository(config.checkpoint.push_to_hub)
-            texts = {f"{FILES}/{name}": text for name, text in own_files(config).items()}
-            if self.script_text:
-                texts[SCRIPT] = self.script_text
-            inputs.read.note(FILES, {name: checksum_of(text) for name, text in texts.items()})
-            # another run may have begun there meanwhile
-            lock = begin_run(config, self.script, inputs.step, texts)
-            self.held.callback(os.close, lock)
-            forget_old_stop(config.run_dir)
-            self.run_log = self._open_log(inputs.step)  # W&B may refuse
-            self.held.callback(self.run_log.close)
-        self.inputs = inputs
-        self.num_skipped = 0  # in a row
-        self.last_line = f"done; everything is in {config.run_dir}"
-        fitted = fit_to_machine(
-            config,
-            self.layout,
-            inputs.model_folder,
-            inputs.reward_model,
-        )
-        print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {inputs.step}")
-        return fitted, inputs.for_all_ranks()
-
-    def _open_log(self, step: int) -> RunLog:
-        """Open the log of a run that continues after `step` steps."""
-        config = self.config
-        trains = self.layout.num_trainers > 0
-        logged_config = config
-        kl_is_to_start = True
-        if isinstance(config, GRPOConfig):
-            logged_config = replace(config, algorithm=config.algorithm.resolved)
-            kl_is_to_start = not (config.reference_moves or config.algorithm.distill_coef)
-        return RunLog(
-            config.metrics,
-            config.run_dir,
-            num_steps=config.num_steps if trains else 0,
-            start_step=step,
-            whole_config=asdict(logged_config),
-            kl_is_to_start=kl_is_to_start,
-            launcher_seconds=launcher_seconds(),
-        )
-
     def start_up(self) -> tuple[Trainer | None, Reference | None, Generator | None]:
         """Check everything on rank 0, then load the models of this rank's roles and the checkpoint.
 
         Held-out prompts are completed before the first step. Collective over `roles.control`.
         """
+        self.import_engine_early()
+        rewards = ", starting the reward processes" if self.roles.replicas else ""
+        with self.timer.startup(f"checking data, tokenizer and model{rewards}"):
+            self.shared = self.ask_driver(self.read_on_driver)
+            self.saved_step = self.shared.step
+            self.folders = self.fetch_folders()
+        generator = self.start_engine()  # first, because vLLM sizes its KV cache from the free memory
+        trainer, reference = self.load_models()
+        with self.timer.startup("waiting for the other ranks"):
+            wait_for_all(self.roles)
+        self.load_checkpoint(trainer, generator)
+        self.evaluate_first(generator)
+        return trainer, reference, generator
+
+    def import_engine_early(self) -> None:
+        """Import vLLM on the generators, except rank 0, which reads the inputs meanwhile."""
+        if self.roles.generates and not self.roles.is_driver:
+            with self.timer.startup("importing vLLM"):
+                import_vllm(self.roles)
+
+    def read_on_driver(self) -> Shared:
+        """Refuse bad input, then begin to write: only here may an earlier run be deleted. On rank 0."""
+        config = self.config
+        with refuse_bad_input():
+            start = self.read(config, self.script, "")
+            if start.scorer:
+                self.held.callback(start.scorer.pool.close)
+            if config.checkpoint.push_to_hub and self.layout.num_trainers:
+                self.repository = open_repository(config.checkpoint.push_to_hub)
+            self.begin_to_write(start.saved)
+        self.start = start
+        self.num_skipped = 0  # in a row
+        self.last_line = f"done; everything is in {config.run_dir}"
+        fitted = fit_to_machine(config, self.layout, start.policy.folder, start.reward_model)
+        print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {start.saved.step}")
+        return Shared(
+            config=fitted,
+            checkpoint=start.saved.checkpoint,
+            step=start.saved.step,
+            models={
+                "policy": start.policy.folder,
+                "reference": start.reference,
+                "reward model": start.reward_model,
+            },
+            form=start.policy.form,
+            stop_token_ids=start.policy.stop_token_ids,
+            held_out=start.held_out,
+        )
+
+    def begin_to_write(self, saved: Saved) -> None:
+        """Take the run folder and open the log."""
+        config = self.config
+        texts = {f"{FILES}/{name}": text for name, text in own_files(config).items()}
+        if self.script_text:
+            texts[SCRIPT] = self.script_text
+        saved.read.note(FILES, {name: checksum_of(text) for name, text in texts.items()})
+        # another run may have begun there meanwhile
+        lock = begin_run(config, self.script, saved.step, texts)
+        self.held.callback(os.close, lock)
+        forget_old_stop(config.run_dir)
+        logged_config = config
+        kl_is_to_start = True
+        if isinstance(config, GRPOConfig):
+            logged_config = replace(config, algorithm=config.algorithm.resolved)
+            kl_is_to_start = not (config.reference_moves or config.algorithm.distill_coef)
+        self.run_log = RunLog(  # W&B may refuse
+            config.metrics,
+            config.run_dir,
+            num_steps=config.num_steps if self.layout.num_trainers else 0,
+            start_step=saved.step,
+            whole_config=asdict(logged_config),
+            kl_is_to_start=kl_is_to_start,
+            launcher_seconds=launcher_seconds(),
+        )
+        self.held.callback(self.run_log.close)
+
+    def fetch_folders(self) -> dict[str, str]:
+        """Return the folder of each model on this node, downloaded from the hub if need be. Collective over control."""
+        folders = {}
+        for name, path in self.shared.models.items():
+            if path:
+                folders[name] = fetch_folder(path, self.roles.control, scores=name == "reward model")
+        return folders
+
+    def start_engine(self) -> Generator | None:
+        """Start vLLM on the generators. Collective over them."""
+        if not self.roles.generates:
+            return None
+        config = self.shared.config
+        stop_token_ids = self.shared.stop_token_ids
+        episodes = None
+        with self.timer.startup("starting vLLM"):
+            if config.environment.enabled:
+                episodes = Episodes(
+                    config.environment,
+                    config.data,
+                    self.folders["policy"],
+                    stop_token_ids,
+                    min(config.generator.max_num_seqs, MAX_NUM_SEQS),
+                    config.reward.environment,
+                    self.roles,
+                    turns_earn=config.turns_earn,
+                )
+            generator = Generator(
+                config.generator,
+                config.model,
+                config.data,
+                config.seed,
+                self.folders["policy"],
+                stop_token_ids,
+                self.roles,
+                episodes,
+            )
+            self.close_engine = generator.close
+        # Python's resource tracker, which comes with shared memory, unblocked SIGTERM in this thread, which would not
+        # obey it while it waits in vLLM's code for a rank that is gone
+        hold_signals()
+        return generator
+
+    def load_models(self) -> tuple[Trainer | None, Reference | None]:
+        """Load the models of this rank's roles, except the engine's. Collective over each role."""
+        config = self.config
         roles = self.roles
-        timer = self.timer
         trainer = None
         reference = None
-        generator = None
-        if roles.generates and not roles.is_driver:  # rank 0 is busy with the checks that follow
-            with timer.startup("importing vLLM"):
-                import_vllm(roles)
-
-        rewards = ", starting the reward processes" if roles.replicas else ""
-        with timer.startup(f"checking data, tokenizer and model{rewards}"):
-            fitted, shared_inputs = self.ask_driver(self.start)
-            inputs = self.inputs or shared_inputs  # rank 0 has all of its own
-            self.inputs = inputs
-            folder = fetch_folder(inputs.model_folder, roles.control)
-            reference_folder = ""
-            if inputs.reference_folder:
-                reference_folder = fetch_folder(inputs.reference_folder, roles.control)
-            if inputs.reward_model:
-                reward_folder = fetch_folder(
-                    inputs.reward_model,
-                    roles.control,
-                    scores=True,
-                )
-
-        self.saved_step = inputs.step
-        if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
-            with timer.startup("starting vLLM"):
-                generator = self._start_engine(fitted, folder, inputs.stop_token_ids)
-                self.close_engine = generator.close
-            # Python's resource tracker, which comes with shared memory, unblocked SIGTERM in this thread, which would
-            # not obey it while it waits in vLLM's code for a rank that is gone
-            hold_signals()
-
-        with timer.startup("loading the models"):
-            config = self.config
+        with self.timer.startup("loading the models"):
             if roles.trains:
                 trainer = Trainer(
                     config.model,
-                    fitted.trainer,
-                    folder,
+                    self.shared.config.trainer,
+                    self.folders["policy"],
                     config.num_steps,
                     roles,
                     config.seed,
                 )
                 self.saver = checkpoint.CheckpointSaver(config)
             if roles.references and roles.has_reference:
-                reference = Reference(
-                    config.model,
-                    config.trainer,
-                    reference_folder,
-                    config.reference_tensor_parallel,
-                    roles,
-                    policy=None if config.reference_has_model else trainer.model,
-                    as_trained=config.algorithm.teacher == "policy",
-                    moves=config.reference_moves,
-                )
-                if config.reference_moves:
-                    algorithm = config.algorithm
-                    trainer.lead(
-                        reference.model,
-                        algorithm.reference_interval,
-                        algorithm.reference_mixture,
-                    )
-            if inputs.reward_model and roles.learns:
-                self.reward_model = RewardModel(
-                    config.model,
-                    config.trainer,
-                    reward_folder,
-                    roles,
-                )
-                if inputs.scorer:
-                    inputs.scorer.reward_model = self.reward_model
-        with timer.startup("waiting for the other ranks"):
-            wait_for_all(roles)
+                reference = self.load_reference(trainer)
+            if "reward model" in self.folders and roles.learns:
+                folder = self.folders["reward model"]
+                self.reward_model = RewardModel(config.model, config.trainer, folder, roles)
+                if self.start:
+                    self.start.scorer.reward_model = self.reward_model
+        return trainer, reference
 
-        if inputs.checkpoint is not None:
-            with timer.startup("loading the checkpoint"):
-                if trainer:
-                    checkpoint.load_checkpoint(inputs.checkpoint, trainer)
-                if roles.replicas:
-                    sync_weights(trainer, generator, inputs.step, roles)
-        if inputs.eval_prompts and inputs.step == 0:
-            what = "evaluating"
-            if roles.trainer_ranks:
-                what += " before the first step"
-            with timer.startup(what):
-                self.evaluate(generator, 0)
-        return trainer, reference, generator
-
-    def _start_engine(
-        self,
-        config: Config,
-        folder: str,
-        stop_token_ids: Sequence[int],
-    ) -> Generator:
-        episodes = None
-        if config.environment.enabled:
-            episodes = Episodes(
-                config.environment,
-                config.data,
-                folder,
-                stop_token_ids,
-                min(config.generator.max_num_seqs, MAX_NUM_SEQS),
-                config.reward.environment,
-                self.roles,
-                turns_earn=config.turns_earn,
-            )
-        return Generator(
-            config.generator,
+    def load_reference(self, trainer: Trainer | None) -> Reference:
+        """Load the reference, which `trainer` moves if it is to follow the policy. Collective over the references."""
+        config = self.config
+        reference = Reference(
             config.model,
-            config.data,
-            config.seed,
-            folder,
-            stop_token_ids,
+            config.trainer,
+            self.folders["reference"],
+            config.reference_tensor_parallel,
             self.roles,
-            episodes,
+            policy=None if config.reference_has_model else trainer.model,
+            as_trained=config.algorithm.teacher == "policy",
+            moves=config.reference_moves,
         )
+        if config.reference_moves:
+            algorithm = config.algorithm
+            trainer.lead(reference.model, algorithm.reference_interval, algorithm.reference_mixture)
+        return reference
+
+    def load_checkpoint(self, trainer: Trainer | None, generator: Generator | None) -> None:
+        """Load the checkpoint that the run goes on from, if there is one. Collective over trainers and generators."""
+        saved = self.shared.checkpoint
+        if saved is None:
+            return
+        with self.timer.startup("loading the checkpoint"):
+            if trainer:
+                checkpoint.load_checkpoint(saved, trainer)
+            if self.roles.replicas:
+                sync_weights(trainer, generator, self.shared.step, self.roles)
+
+    def evaluate_first(self, generator: Generator | None) -> None:
+        """Complete the held-out prompts before the first step, unless the run is resumed behind it."""
+        if self.shared.step > 0 or not self.shared.held_out:
+            return
+        what = "evaluating before the first step" if self.roles.trainer_ranks else "evaluating"
+        with self.timer.startup(what):
+            self.evaluate(generator, 0)
 
     @from_driver
     def ask_driver(self, decide: Callable[..., Result], *arguments: Any) -> Result:
@@ -353,7 +383,7 @@ class Session:
     def steps(self) -> Iterator[int]:
         """Yield for each step the number of steps before it. The step that `profile` names leaves a trace."""
         config = self.config
-        steps = range(self.inputs.step, config.num_steps)
+        steps = range(self.shared.step, config.num_steps)
         for step in profile_step(steps, config.profile, config.run_dir, self.roles):
             if self.saver and self.roles.is_driver:  # if it raises, torchrun ends the other ranks
                 self.saver.raise_failure()
@@ -382,7 +412,7 @@ class Session:
             with self.timer.phase("save"):
                 state = None
                 if self.roles.is_driver:
-                    state = {"step": step, READ: self.inputs.read.parts, **driver_state()}
+                    state = {"step": step, READ: self.start.saved.read.parts, **driver_state()}
                 self.saver.save(step, trainer, state)
         self.saved_step = step
 
@@ -394,7 +424,7 @@ class Session:
         greedy = None
         sampled = None
         if generator:
-            greedy, sampled = generator.evaluate(self.inputs.eval_prompts, self.config.evaluation)
+            greedy, sampled = generator.evaluate(self.shared.held_out, self.config.evaluation)
         completions_by_kind = {
             "greedy": gather_completions(greedy, self.roles),
             "sample": gather_completions(sampled, self.roles),
@@ -408,13 +438,13 @@ class Session:
         step: int,
     ) -> None:
         """Score and write the completions of the held-out prompts by the weights after `step` steps."""
-        scorer = self.inputs.scorer
+        scorer = self.start.scorer
         rollouts = {"sample": []}
         for kind, completions in completions_by_kind.items():
             if not completions:  # no samples were asked for
                 continue
             check_version(completions, step)
-            scorer.submit(self.inputs.eval_prompts, completions, step)
+            scorer.submit(self.shared.held_out, completions, step)
             scored = scorer.collect("evaluation: ")
             prompts = scorer.prompt_texts(scored)
             self.run_log.evaluation_completions(step, kind, scored, prompts)
@@ -460,7 +490,7 @@ class Session:
                 trainer.model,
                 model_dir,
                 trainer.dtype,
-                self.inputs.form,
+                self.shared.form,
             )
             self.is_exported = True
 

@@ -35,14 +35,15 @@ class SFTDriver:
         self.config = session.config
         self.roles = session.roles
         self.timer = session.timer
-        self.stream = session.inputs.stream
-        recent_losses = session.inputs.saved_state.get("recent_losses", [])
-        self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
+        self.recent_losses = collections.deque(maxlen=STOP_WINDOW)
+        if session.start:
+            self.examples = session.start.data
+            self.recent_losses.extend(session.start.saved.state.get("recent_losses", ()))
 
     @on_driver
     def held_out_batch(self, name: str) -> TrainBatch:
         """Lay a validation set end to end."""
-        return batch_of(self.session.inputs.validation[name])
+        return batch_of(self.examples.validation[name])
 
     @from_driver
     def ending(self, step: int) -> Literal["", "learned", "stopped"]:
@@ -56,7 +57,7 @@ class SFTDriver:
     @on_driver
     def next_batch(self, num_sequences: int) -> TrainBatch:
         """Draw examples and lay them end to end. The loss counts their labels."""
-        return batch_of(self.stream.draw(num_sequences))
+        return batch_of(self.examples.stream.draw(num_sequences))
 
     @from_driver
     def due(self, step: int, measured: StepMetrics) -> Due:
@@ -80,7 +81,7 @@ class SFTDriver:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the driver. On rank 0."""
         return {
-            "data": self.stream.state_dict(),
+            "data": self.examples.stream.state_dict(),
             "recent_losses": list(self.recent_losses),
         }
 

@@ -46,7 +46,7 @@ from grpo.config.recipes import load
 from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
 from grpo.data.streams import PromptStream
 from grpo.rewards.loading import load_functions
-from grpo.run.inputs import open_model_folder
+from grpo.run.policy import read_policy
 
 DEFAULT_RECIPE = pathlib.Path(__file__).parent / "colocated.py"
 
@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=float("inf"))
     options, rest = parser.parse_known_args()
     config = load(GRPOConfig, str(DEFAULT_RECIPE), rest)
-    folder, tokenizer = open_model_folder(config)
+    policy = read_policy(config)
+    folder = policy.folder
+    tokenizer = policy.tokenizer
     stream = PromptStream(usable_prompts(load_sources(config.data), config, tokenizer), config)
     prompts = stream.draw(config.num_steps * config.prompts_per_step)
     functions = load_functions(config.reward, config.data.reward_columns, config.generator.max_completion_tokens)

@@ -14,8 +14,8 @@ from grpo import evaluate
 from grpo.config import DataConfig, GRPOConfig, ModelConfig, SFTConfig, change
 from grpo.config.recipes import load
 from grpo.folder.run_folder import begin_run, step_folders
-from grpo.run.inputs import read_grpo, read_sft
 from grpo.run.session import Session
+from grpo.run.start import read_grpo, read_sft
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY
 from tests.tiny_models import SMALL
@@ -163,16 +163,16 @@ def test_rows_that_sft_cannot_use(model: pathlib.Path, tmp_path: pathlib.Path, c
         model=ModelConfig(path=str(model)), data=data, run_dir=str(tmp_path / "run"), max_sequence_tokens=64
     )
     with pytest.raises(BadInput) as refused:
-        Session(config, "train_sft.py", read_sft).start()
+        Session(config, "train_sft.py", read_sft).read_on_driver()
     assert "2 of 3 rows" in str(refused.value) and "row 2: column 'completion' is missing" in str(refused.value)
     assert "row 3: column 'question' holds int, not text" in str(refused.value)
     assert not (tmp_path / "run").exists()
     config = change(config, {"data.bad_rows": "skip"})
     session = Session(config, "train_sft.py", read_sft)
-    session.start()
+    session.read_on_driver()
     session.run_log.close()
     assert "warning: 2 of 3 rows of" in capsys.readouterr().out
-    assert len(session.inputs.stream.draw(4)) == 4
+    assert len(session.start.data.stream.draw(4)) == 4
     marker = json.loads((tmp_path / "run/run.json").read_text())
     assert marker["script"] == "train_sft.py"
 
@@ -197,7 +197,7 @@ def test_evaluations_of_sft_that_cannot_work(flags: tuple[str, ...], model: path
     arguments += ["--evaluation.interval", 1, "--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 32]
     config = load(SFTConfig, "configs/toy_sft.py", [*map(str, arguments), *flags])
     with pytest.raises(BadInput) as refused:
-        Session(config, "train_sft.py", read_sft).start()
+        Session(config, "train_sft.py", read_sft).read_on_driver()
     for part in BAD_EVALUATIONS[flags]:
         assert part in str(refused.value)
 
@@ -207,7 +207,7 @@ def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_pat
         flags = ("--run-dir", tmp_path / name, "--data.answer-column", "answer", "--evaluation.num-prompts", 2)
         config = evaluate.load_config(str(model), [TINY, *map(str, flags)], num_ranks=1)
         session = Session(config, "grpo.evaluate", evaluate.read)
-        session.start()
+        session.read_on_driver()
         Session._finish.__wrapped__(session)
 
     start("alone")
@@ -235,7 +235,7 @@ def refusal(*arguments: object) -> str:
 def start_and_finish(config: GRPOConfig) -> None:
     """What rank 0 does before the first and after the last step, without the other ranks."""
     session = Session(config, "train_grpo.py", read_grpo)
-    session.start()
+    session.read_on_driver()
     Session._finish.__wrapped__(session)
 
 

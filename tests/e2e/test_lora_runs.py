@@ -12,8 +12,8 @@ from grpo import export
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from grpo.folder.checkpoint import SafeReader
-from grpo.run.inputs import read_grpo
 from grpo.run.session import Session
+from grpo.run.start import read_grpo
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY, assert_same_run, read_metrics
 from tests.e2e.test_layouts import COLOCATED, check_two_steps, split
@@ -109,7 +109,7 @@ def test_resume_with_other_targets_is_refused(run, tmp_path):
     with pytest.raises(
         BadInput, match="would not go on as the run that it is, since step 4 .*: trainer.lora_targets: "
     ):
-        Session(config, "train_grpo.py", read_grpo).start()
+        Session(config, "train_grpo.py", read_grpo).read_on_driver()
 
 
 def test_resume_with_another_base_under_the_adapters_is_refused(run, model, tmp_path):
@@ -121,7 +121,7 @@ def test_resume_with_another_base_under_the_adapters_is_refused(run, model, tmp_
     try:
         save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
         with pytest.raises(BadInput, match="since step 4 was saved: the weights of model.path: checksum"):
-            Session(load(GRPOConfig, "", arguments), "train_grpo.py", read_grpo).start()
+            Session(load(GRPOConfig, "", arguments), "train_grpo.py", read_grpo).read_on_driver()
     finally:
         file.write_bytes(kept)
 

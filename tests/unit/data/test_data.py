@@ -15,7 +15,7 @@ from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
 from grpo.data.streams import PromptStream
 from grpo.data.turns import tokenize, write_prompt
 from grpo.folder.was_read import WasRead
-from grpo.run.inputs import Inputs, with_stream
+from grpo.run.saved import Saved, resume_data
 
 # One token per word; the template writes "<role> content .." and, for the generation prompt, "<assistant>".
 WORDS = ["<unk>", "<eos>", "<system>", "<user>", "<assistant>", "<nothink>", "Be", "brief", "add", "yes"]
@@ -176,10 +176,11 @@ def test_other_rows_are_refused_or_begin_again(tokenizer, ten_rows, capsys):
 
     def started(state: dict, **changes: bool) -> tuple[list[int], dict]:
         config = GRPOConfig(data=config_of(ten_rows), **changes)
-        inputs = Inputs("", None, None, state, WasRead(config, state))
-        inputs = with_stream(inputs, prompts_of(config.data, tokenizer, seed=0))
-        drawn = [prompt.row for prompt in inputs.stream.draw(3)]
-        return drawn, {"step": 1, "data": inputs.stream.state_dict(), "read": inputs.read.parts}
+        read = WasRead(config, state)
+        stream = prompts_of(config.data, tokenizer, seed=0)
+        resume_data(Saved(None, state, read), stream)
+        drawn = [prompt.row for prompt in stream.draw(3)]
+        return drawn, {"step": 1, "data": stream.state_dict(), "read": read.parts}
 
     first, saved = started({})
     second, _ = started(saved)

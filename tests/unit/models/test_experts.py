@@ -14,7 +14,7 @@ from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import export_hf, hf_tensors
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places
-from grpo.run.inputs import open_model_folder
+from grpo.run.policy import read_policy
 from tests.tiny_models import QWEN3_MOE, make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -80,5 +80,5 @@ def test_experts_are_not_updated_by_muon(folder: str):
     trainer = TrainerConfig(optimizer="muon")
     config = SFTConfig(model=ModelConfig(path=folder), trainer=trainer, max_sequence_tokens=64)
     with pytest.raises(ValueError, match=f"muon does not go with .* {EXPERTS} experts: .*--trainer.optimizer adamw"):
-        open_model_folder(config)
-    open_model_folder(change(config, {"trainer.optimizer": "adamw"}))
+        read_policy(config)
+    read_policy(change(config, {"trainer.optimizer": "adamw"}))

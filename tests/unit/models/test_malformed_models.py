@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from configs.examples import toys
 from grpo.config import DataConfig, GRPOConfig, ModelConfig
 from grpo.models.hf_folder import MOST, stop_token_ids
-from grpo.run.inputs import open_model_folder
+from grpo.run.policy import read_policy
 from grpo.watch.failures import BadInput, refuse_bad_input
 from tests.tiny_models import SMALL
 
@@ -38,7 +38,7 @@ def open_folder(folder: pathlib.Path, **data) -> None:
     fields = DataConfig(path="configs/examples/toys.py:addition", system_prompt="", max_prompt_tokens=100, **data)
     config = GRPOConfig(model=ModelConfig(path=str(folder)), data=fields)
     with refuse_bad_input():
-        _, tokenizer = open_model_folder(config)
+        tokenizer = read_policy(config).tokenizer
         stop_token_ids(str(folder), tokenizer)
 
 

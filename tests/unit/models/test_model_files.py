@@ -18,7 +18,7 @@ from grpo.models.hf_folder import (
     served_end_ids,
     stop_token_ids,
 )
-from grpo.run.inputs import learned_form
+from grpo.run.policy import learned_form
 
 
 def names(folder: pathlib.Path) -> list[str]:

@@ -16,7 +16,7 @@ from grpo.report.rollout_metrics import stale_frac
 from grpo.rewards.pool import counting_parts
 from grpo.run.driver import Driver
 from grpo.run.groups import Group, GroupBuffer, saved_groups
-from grpo.run.inputs import Inputs, with_stream
+from grpo.run.saved import Saved, resume_data
 from grpo.types import Completion, Prompt, Requests, Rollout
 from tests.unit.completions import completion, hands
 
@@ -292,7 +292,7 @@ def test_groups_in_flight_of_another_run_are_left_out(capsys):
         state = {"step": 1, "read": before, "data": run.stream.state_dict(), "flight": buffer.state()}
         read = WasRead(GRPOConfig(seed=seed, allow_changes=True), state)
         stream = SimpleNamespace(orders={}, load_state_dict=lambda _: None)
-        assert len(with_stream(Inputs("", None, None, state, read), stream).groups) == num_left
+        assert len(resume_data(Saved(None, state, read), stream)) == num_left
     assert "5 groups in flight are left out: they are of the old config or data\n" in capsys.readouterr().out
 
 

@@ -1,6 +1,7 @@
 """What is refused before a run starts: reward functions that cannot be called, and another base than before."""
 
 import pathlib
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -11,7 +12,9 @@ from grpo.config import GRPOConfig, change
 from grpo.folder.was_read import WasRead
 from grpo.models.hf_folder import weights_checksum
 from grpo.rewards.pool import EPISODE_COLUMNS
-from grpo.run.inputs import Inputs, check_functions, note_weights
+from grpo.run.rewards import check_functions
+from grpo.run.saved import Saved
+from grpo.run.start import Start, note_weights
 from tests.tiny_models import SMALL
 
 FILE = """
@@ -91,12 +94,10 @@ def test_other_weights_than_the_checkpoint_relies_on_are_refused(folders, change
     config = change(GRPOConfig(), changes)
 
     def note(folder: str, state: dict) -> dict[str, dict[str, str]]:
-        reward_model = folder if config.reward.model else ""
-        read = WasRead(config, state)
-        note_weights(
-            config, Inputs(folder, None, None, state, read, reference_folder=folder, reward_model=reward_model)
-        )
-        return read.parts
+        saved = Saved(None, state, WasRead(config, state))
+        scorer = SimpleNamespace(model_path=folder if config.reward.model else "")
+        note_weights(config, Start(saved, SimpleNamespace(folder=folder), folder, scorer=scorer))
+        return saved.read.parts
 
     state = {"step": 7, "read": note(folders[0], {})}
     assert list(state["read"]["weights"]) == [f"the weights of {name}" for name in checked]
