@@ -45,8 +45,9 @@ from grpo.roles.trainer import Trainer
 from grpo.run.command_line import check_folder_early, subject_of
 from grpo.run.policy import read_policy
 from grpo.run.saved import find_saved
-from grpo.run.session import Session, is_due, run
+from grpo.run.session import Session, run
 from grpo.run.start import Start
+from grpo.run.steps import Steps
 from grpo.run.trial import try_algorithm
 from grpo.text import compact_number
 from grpo.types import Scalars
@@ -147,9 +148,10 @@ def read(
 def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
     """Take the recorded run's steps. Every rank calls it, and reads the batches for itself."""
     trainer, _, _ = session.start_up()
+    driver = Steps(session)
     vocab_size = read_hf_config(trainer.model.folder).vocab_size
     for step in session.steps():
-        if session.ask_driver(session.is_stopped, step):
+        if session.ask_driver(driver.is_stopped, step):
             session.save(step, trainer)
             break
         recorded_step = read_step(recorded, step + 1, vocab_size)
@@ -157,9 +159,8 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
             measured = train_on(recorded_step, config, trainer)
         times = session.timer.close_step()
         metrics = measured_metrics(measured, times, recorded_step.batch.num_tokens)
-        session.ask_driver(session.log, step + 1, recorded_step.metrics | metrics)
-        is_last = step + 1 == config.num_steps
-        if is_due(config.checkpoint.interval, step + 1, is_last):
+        session.ask_driver(driver.log_step, step + 1, recorded_step.metrics | metrics)
+        if driver.is_due(config.checkpoint.interval, step + 1):
             session.save(step + 1, trainer)
     else:  # not stopped
         session.export(trainer)
@@ -236,6 +237,7 @@ def compare(
     config: the run's, which is that of the first method.
     """
     first, _, _ = session.start_up()
+    driver = Steps(session)
     trainers = {}
     history = {}
     for name, method in configs.items():
@@ -276,7 +278,7 @@ def compare(
         for name, steps in history.items():
             for column, value in steps[-1].items():
                 metrics[f"{name}/{column}"] = value
-        session.log(step + 1, metrics)
+        driver.log_step(step + 1, metrics)
 
     for name, steps in history.items():
         means = {}

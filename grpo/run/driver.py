@@ -32,7 +32,8 @@ from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.groups import GroupBuffer
 from grpo.run.scorer import check_lost, check_version
-from grpo.run.session import Session, is_due
+from grpo.run.session import Session
+from grpo.run.steps import Steps
 from grpo.types import Completion, Prompt, Requests, Rollout, Scalars, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
@@ -40,16 +41,13 @@ RewardTensors = tuple[Tensor, Tensor, Tensor]
 """Rewards, which there are, and the values of each reward function."""
 
 
-class Driver:
+class Driver(Steps):
     """Prompts, rewards, decisions and the log."""
 
     def __init__(self, session: Session):
         """Take the prompts and the scorer of a session that has started up; they are on rank 0 alone."""
+        super().__init__(session)
         config = session.config
-        self.session = session
-        self.config = config
-        self.roles = session.roles
-        self.timer = session.timer
         start = session.start
         self.stream = start.data.stream if start else None
         self.scorer = start.scorer if start else None
@@ -75,7 +73,7 @@ class Driver:
 
         weights, keep_prompt: say which prompts are drawn from now on, see PromptStream.begin_step.
         """
-        if self.session.is_stopped(step):
+        if self.is_stopped(step):
             return StepPlan(step, stop=True)
         config = self.config
         self.step = step
@@ -90,12 +88,11 @@ class Driver:
             if requests:
                 probe = requests.prompts
         number = step + 1
-        is_last = number == config.num_steps
         return StepPlan(
             step=step,
             requests=requests,
-            save=is_due(config.checkpoint.interval, number, is_last),
-            evaluate=is_due(config.evaluation.interval, number, is_last),
+            save=self.is_due(config.checkpoint.interval, number),
+            evaluate=self.is_due(config.evaluation.interval, number),
             probe=probe[:PROBE_PROMPTS],
         )
 
@@ -258,7 +255,7 @@ class Driver:
                 measured_rollouts.append(replace(rollout, advantage=advantage, mismatch=mismatch))
             prompts = self.scorer.prompt_texts(rollouts)
             self.session.run_log.completions(step, measured_rollouts, prompts)
-        self.session.log(step, metrics)
+        self.log_step(step, metrics)
         return metrics
 
     def _finished(self) -> list[Rollout]:

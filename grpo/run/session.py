@@ -43,19 +43,16 @@ from grpo.run.saved import Saved
 from grpo.run.scorer import check_version
 from grpo.run.start import Start
 from grpo.run.step_timer import StepTimer, profile_step
-from grpo.types import Completion, Prompt, Scalars
-from grpo.watch.failures import BadInput, here, refuse_bad_input, set_place, show_lines_at_once
+from grpo.types import Completion, Prompt
+from grpo.watch.failures import here, refuse_bad_input, set_place, show_lines_at_once
 from grpo.watch.stopping import (
     forget_old_stop,
     hold_signals,
     launcher_seconds,
-    obey_stop,
     repeat_behind_launcher,
-    stop_reason,
 )
 from grpo.watch.watchdog import watched
 
-MOST_SKIPPED = 3  # steps in a row without an update, which end the run
 Result = TypeVar("Result")
 Read = Callable[[Config, str, str], Start]
 """Config, the script's name, the folder in which a dry run may build a model -> what the run starts from."""
@@ -222,7 +219,6 @@ class Session:
                 self.repository = open_repository(config.checkpoint.push_to_hub)
             self.begin_to_write(start.saved)
         self.start = start
-        self.num_skipped = 0  # in a row
         self.last_line = f"done; everything is in {config.run_dir}"
         fitted = fit_to_machine(config, self.layout, start.policy.folder, start.reward_model)
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {start.saved.step}")
@@ -390,13 +386,6 @@ class Session:
             yield step
             self.timer.enter("other")  # also on ranks that do not log
 
-    def is_stopped(self, step: int) -> bool:
-        """Return whether a signal or a file asked the run to end after `step` steps. On rank 0 alone."""
-        reason = stop_reason(self.config.run_dir)
-        if reason:
-            self.last_line = obey_stop(reason, step, self.config.run_dir)
-        return bool(reason)
-
     def save(
         self,
         step: int,
@@ -459,27 +448,6 @@ class Session:
         )
         self.run_log.log_held_out(step, metrics)
 
-    def log(self, step: int, metrics: Scalars) -> None:
-        """Log step number `step`, and warn if its update was skipped. On rank 0.
-
-        Raises BadInput after MOST_SKIPPED skipped updates in a row.
-        """
-        self.run_log.log(step, metrics)
-        prefix = "skipped/"
-        causes = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
-        if not causes:
-            self.num_skipped = 0
-            return
-        self.num_skipped += 1
-        skipped_frac = metrics["skipped_frac"]
-        message = f"step {step} skipped {skipped_frac:.0%} of its update, because not finite: {', '.join(causes)}"
-        if self.num_skipped == MOST_SKIPPED:
-            raise BadInput(
-                f"{message}; so did the {MOST_SKIPPED - 1} before it, in part or whole. Lower trainer.learning_rate, "
-                "or look at earlier metrics, and continue with --resume (--record keeps batches)"
-            )
-        print(f"warning: {message}")
-
     # ---- after the last step ------------------------------------------------------------------------------------
 
     def export(self, trainer: Trainer | None) -> None:
@@ -515,8 +483,3 @@ class Session:
         self.held.close()
         print(self.last_line)
         repeat_behind_launcher(self.last_line)
-
-
-def is_due(interval: int, step: int, is_last: bool) -> bool:
-    """Return whether step `step` is followed by what happens every `interval` steps and after the last; 0 is never."""
-    return interval > 0 and (is_last or step % interval == 0)

@@ -11,7 +11,8 @@ from grpo.data.encode import Encoded
 from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
-from grpo.run.session import Session, is_due
+from grpo.run.session import Session
+from grpo.run.steps import Steps
 from grpo.types import Sample, Scalars, TrainBatch
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
@@ -26,15 +27,12 @@ class Due:
     save: bool
 
 
-class SFTDriver:
+class SFTDriver(Steps):
     """Examples, decisions and the log."""
 
     def __init__(self, session: Session):
         """Take the examples of a session that has started up; they are on rank 0 alone."""
-        self.session = session
-        self.config = session.config
-        self.roles = session.roles
-        self.timer = session.timer
+        super().__init__(session)
         self.recent_losses = collections.deque(maxlen=STOP_WINDOW)
         if session.start:
             self.examples = session.start.data
@@ -50,7 +48,7 @@ class SFTDriver:
         """Return why the run ends after `step` steps: a low loss, or a request to stop. Empty if it goes on."""
         if self._is_learned():
             return "learned"
-        if self.session.is_stopped(step):
+        if self.is_stopped(step):
             return "stopped"
         return ""
 
@@ -64,11 +62,11 @@ class SFTDriver:
         """Decide what follows step number `step`. A low loss can make it the last one."""
         config = self.config
         self.recent_losses.append(measured.means()["loss"])
-        is_last = step == config.num_steps or self._is_learned()
+        is_last = self._is_learned()
         return Due(
-            validate=is_due(config.validation.interval, step, is_last),
-            evaluate=is_due(config.evaluation.interval, step, is_last),
-            save=is_due(config.checkpoint.interval, step, is_last),
+            validate=self.is_due(config.validation.interval, step, is_last),
+            evaluate=self.is_due(config.evaluation.interval, step, is_last),
+            save=self.is_due(config.checkpoint.interval, step, is_last),
         )
 
     def _is_learned(self) -> bool:
@@ -97,7 +95,7 @@ class SFTDriver:
         metrics = measured_metrics(measured, times, batch.num_tokens)
         if self.config.too_long == "truncate":
             metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
-        self.session.log(step, metrics)
+        self.log_step(step, metrics)
 
     @on_driver
     def log_validation(self, step: int, losses: Scalars) -> None:

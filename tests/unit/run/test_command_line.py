@@ -1,6 +1,5 @@
 """The scripts' command line: refused before torch is imported, and one process without torchrun."""
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -19,22 +18,26 @@ from grpo.watch.failures import BadInput
 ROOT = pathlib.Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("script", ["train_grpo.py", "train_sft.py"])
+@pytest.fixture
+def without_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "code", "text"),
+    ("command", "code", "text"),
     [
-        (["--trainer.learning-rat", "1e-5"], 1, "--trainer.learning-rate"),
-        (["configs/nothing.py"], 1, "error: recipe configs/nothing.py does not exist"),
-        (["--run-dir", "/proc/nowhere"], 1, "error: run_dir /proc/nowhere cannot be written"),
-        (["--run-dir", "configs"], 1, "error: configs has files"),
-        (["--model.path", "/proc/nowhere"], 1, "error: model folder /proc/nowhere does not exist"),
-        (["--help"], 0, "usage: train_"),
+        ("train_grpo.py --trainer.learning-rat 1e-5", 1, "--trainer.learning-rate"),
+        ("train_sft.py configs/nothing.py", 1, "error: recipe configs/nothing.py does not exist"),
+        ("train_grpo.py --run-dir /proc/nowhere", 1, "error: run_dir /proc/nowhere cannot be written"),
+        ("train_sft.py --run-dir configs", 1, "error: configs has files"),
+        ("train_grpo.py --model.path /proc/nowhere", 1, "error: model folder /proc/nowhere does not exist"),
+        ("train_sft.py --help", 0, "usage: train_"),
     ],
 )
-def test_the_command_line_is_read_before_torch_is_imported(script, arguments, code, text):
-    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-X", "importtime", script, *arguments]
-    result = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
+def test_the_command_line_is_read_before_torch_is_imported(command, code, text, without_torchrun):
+    words = [sys.executable, "-X", "importtime", *command.split()]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == code
     assert text in result.stdout + result.stderr
     imported = {
@@ -44,7 +47,7 @@ def test_the_command_line_is_read_before_torch_is_imported(script, arguments, co
     assert not imported & {"torch", "vllm", "transformers", "datasets", "numpy"}
 
 
-def test_torch_is_quiet_from_its_import_on():
+def test_torch_is_quiet_from_its_import_on(monkeypatch):
     """It reads the variable only then. Others may look for torch before."""
     code = (
         "import os, sys\n"
@@ -54,8 +57,8 @@ def test_torch_is_quiet_from_its_import_on():
         "sys.meta_path.insert(0, Watch())\n"
         "import grpo.evaluate\n"
     )
-    outside = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=outside, capture_output=True, text=True)
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert set(done.stdout.split()) == {"ERROR"}
 
 
@@ -69,40 +72,25 @@ def test_flags_of_other_tools_are_answered_by_fields_that_there_are():
 ON_ONE_GPU = ("--generator.sleep", "--generator.gpu-memory-utilization", "0.4")
 
 
-@pytest.fixture
-def without_torchrun(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.parametrize("flags", [(), ("--dry-run",), ("--dry-run", "--gpus", "1")])
 def test_one_process_has_every_role_before_it_is_checked(flags, without_torchrun, capsys):
     """What a flag says of the engine's memory holds; what the recipe says is of an engine alone on its GPU."""
     config = checked_config(GRPOConfig, [*ON_ONE_GPU, *flags])
     assert config.num_ranks == 1 and config.roles.colocated and config.generator.sleep
     assert config.generator.gpu_memory_utilization == 0.4
-    capsys.readouterr()
     config = checked_config(GRPOConfig, ["configs/qwen3_32b_gsm8k.py", "--overlap-steps", "1", *flags])
     assert (config.num_ranks, config.overlap_steps, config.generator.gpu_memory_utilization) == (1, 0, SHARED_GPU)
     assert config.generator.tensor_parallel == config.trainer.tensor_parallel == 1
     said = capsys.readouterr().out
-    for changed in (
-        "generator.tensor_parallel = 1, not 4",
-        "overlap_steps = 0, not 1",
-        "roles.num_trainers = 1, not 8",
-    ):
+    for changed in ("generator.tensor_parallel = 1, not 4", "overlap_steps = 0, not 1"):
         assert changed in said
-    assert f"generator.gpu_memory_utilization = {SHARED_GPU}, not 0.85" in said
     assert checked_config(SFTConfig, list(flags)).num_ranks == 1
 
 
-def test_several_gpus_are_judged_with_the_ranks_configured(without_torchrun):
+def test_several_gpus_or_processes_have_the_ranks_configured(without_torchrun, monkeypatch):
     assert checked_config(GRPOConfig, ["--dry-run", "--gpus", "8"]).num_ranks == 8
     with pytest.raises(ValueError, match="generator.sleep needs roles.colocated"):
         checked_config(GRPOConfig, [*ON_ONE_GPU, "--dry-run", "--gpus", "8"])
-
-
-def test_torchrun_starts_the_ranks_configured(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for flags in ([], ["--dry-run"]):
         monkeypatch.setenv("WORLD_SIZE", "8")

@@ -6,7 +6,7 @@ import types
 import pytest
 
 from grpo.roles.weight_sync import check_distance
-from grpo.run.session import Session
+from grpo.run.steps import Steps
 from grpo.watch.failures import BadInput
 
 GOOD = {"skipped_frac": 0.0}
@@ -14,14 +14,15 @@ BAD = {"skipped_frac": 0.5, "skipped/loss": 1.0}
 
 
 def test_three_in_a_row_end_the_run(capsys):
-    session, logged = types.SimpleNamespace(num_skipped=0), []
-    session.run_log = types.SimpleNamespace(log=lambda step, metrics: logged.append(step))
+    logged = []
+    run_log = types.SimpleNamespace(log=lambda step, metrics: logged.append(step))
+    driver = Steps(types.SimpleNamespace(run_log=run_log, config=None, roles=None, timer=None))
     for step, metrics in enumerate((BAD, BAD, GOOD, BAD, BAD), start=1):
-        Session.log(session, step, metrics)
+        driver.log_step(step, metrics)
     told = capsys.readouterr().out.splitlines()
     assert told == [f"warning: step {n} skipped 50% of its update, because not finite: loss" for n in (1, 2, 4, 5)]
     with pytest.raises(BadInput, match="^step 6 skipped 50% .*: loss; so did the 2 before it.*--resume"):
-        Session.log(session, 6, BAD)
+        driver.log_step(6, BAD)
     assert logged == [1, 2, 3, 4, 5, 6]
 
 
