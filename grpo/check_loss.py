@@ -18,21 +18,16 @@ import torch
 from torch import Tensor
 
 from grpo.algorithm.inputs import LossInputs
-from grpo.data.batches import take_out
+from grpo.data.layout import take_out
 from grpo.run.command_line import subject_of, tool_config
-from grpo.run.trial import ONE_ROW, trial_batch, trial_inputs, try_algorithm
+from grpo.run.trial import LENGTHS, trial_batch, trial_inputs, try_algorithm
 from grpo.types import TrainBatch
 from grpo.watch.failures import refuse_bad_input, run_rank
 from train_grpo import policy_loss
 
 TOLERANCE = 1e-5
 EXTREME = 1e4  # nats
-ONE_PER_ROW = [[[0], [1], [2], [3], [4], [5]]]  # micro-batches of rows of sequences
-PACKINGS = {
-    "one packed row": [ONE_ROW],
-    "another order": [[[3, 1, 5], [2, 4, 0]]],
-    "two micro-batches": [[[0, 2, 4]], [[1], [3, 5]]],
-}
+PACKINGS = {"one packed row": 1, "two micro-batches": 2, "three micro-batches": 3}
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -65,8 +60,8 @@ def check_packing(loss: Loss) -> str | None:
     """Compare one sequence per row with other ways to pack the same sequences."""
     batch = trial_batch()
     expected = torch.cat(values_and_gradients(loss, batch))
-    for packing, micro_batches in PACKINGS.items():
-        packed = torch.cat(values_and_gradients(loss, batch, micro_batches))
+    for packing, num_rows in PACKINGS.items():
+        packed = torch.cat(values_and_gradients(loss, batch, num_rows))
         if not torch.allclose(packed, expected, atol=TOLERANCE, rtol=TOLERANCE):  # NaN agrees with nothing
             return (
                 f"{packing}: loss or gradient differs from one sequence per row. Take statistics over sequences "
@@ -129,22 +124,20 @@ CHECKS = {
 def values_and_gradients(
     loss: Loss,
     batch: TrainBatch,
-    micro_batches: list[list[list[int]]] = ONE_PER_ROW,
+    num_rows: int = len(LENGTHS),
 ) -> tuple[Tensor, Tensor]:
     """Return each token's loss and the gradient of their sum by its log-prob, both [N], in the order of `batch`.
 
-    micro_batches: the rows of each micro-batch, and the sequences of each row.
+    num_rows: number of micro-batches, one for each sequence by default.
     """
     values_N = torch.zeros(batch.num_tokens)
-    gradients_N = torch.zeros(batch.num_tokens)
-    for rows in micro_batches:
-        micro, policy_BT, x = trial_inputs(batch, rows)
+    policy_N = batch.old_logprobs_N.clone().requires_grad_()
+    for micro, x in trial_inputs(batch, policy_N, num_rows):
         loss_BT, _ = loss(x)
         loss_BT = loss_BT.where(x.loss_mask_BT, 0)
         loss_BT.sum().backward()
         index_M, values_N[index_M] = take_out(loss_BT.detach(), micro)
-        _, gradients_N[index_M] = take_out(policy_BT.grad, micro)
-    return values_N, gradients_N
+    return values_N, policy_N.grad
 
 
 if __name__ == "__main__":

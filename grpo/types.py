@@ -362,7 +362,7 @@ class SharedPrompts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One forward and backward on one rank: B rows of T positions, each row whole sequences and then padding.
+    """One forward and backward on one rank: a row (B = 1) of T positions, whole sequences and then padding.
 
     In fields [B, T] the values of a token stand at the position that *predicts* it, the one before it; the mask is
     False where nothing is predicted. Sequences that share a prompt may have it once, in front.

@@ -24,7 +24,8 @@ print(math_reward(["<answer>42</answer>", "<answer>41</answer>"], answer=["42", 
 # %% Two completions of one prompt as a batch, and their advantages
 import torch
 
-from grpo.data.batches import build_micro_batch, make_batch
+from grpo.data.batches import make_batch
+from grpo.data.layout import plan
 from grpo.metrics import StepMetrics
 from grpo.types import Sample
 from train_grpo import add_advantages, policy_loss
@@ -45,7 +46,7 @@ from dataclasses import replace
 from grpo.algorithm.inputs import LossInputs
 
 batch = replace(batch, old_logprobs_N=batch.generator_logprobs_N)
-micro = build_micro_batch(batch, rows=[[0, 1]], row_length=batch.num_tokens)
+micro = next(plan(batch, num_ranks=1, max_tokens=batch.num_tokens).micro_batches(rank=0))
 policy_BT = micro.generator_logprobs_BT + 0.5
 loss_BT, metrics = policy_loss(LossInputs.of(micro, policy_BT, entropy_BT=-policy_BT), pair.algorithm.resolved)
 print(loss_BT)  # -0.8484 where the ratio exp(0.5) is clipped to 1.2, 1.1657 where it is not; 0 outside the mask

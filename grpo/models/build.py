@@ -28,8 +28,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.utils import set_default_dtype
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.data.batches import take_out
-from grpo.data.packing import Packing, pack
+from grpo.data.layout import Layout, plan, take_out
 from grpo.models.attention import SelectiveCheckpointing, allow_any_length, choose_attention
 from grpo.models.blocks import NormedBlock, set_norm_shardings
 from grpo.models.experts import ExpertsReader, local_part
@@ -102,7 +101,7 @@ class ShardedModel:
         for weight, new in pairs:
             local_part(weight).lerp_(local_part(new), share)
 
-    def pack(self, batch: TrainBatch) -> Packing:
+    def lay_out(self, batch: TrainBatch) -> Layout:
         """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them.
 
         A model with states shares no prompts.
@@ -110,7 +109,7 @@ class ShardedModel:
         num_ranks = self.data_ranks.size() if self.data_ranks else 1
         multiple = ROW_MULTIPLE[self.device.type]
         shares = self.trainer.share_prompts and 0 not in self.module.config.windows
-        return pack(batch, num_ranks, self.trainer.micro_batch_tokens, multiple, shares)
+        return plan(batch, num_ranks, self.trainer.micro_batch_tokens, multiple, shares)
 
     def accumulate(self, is_last: bool) -> None:
         """Say before a micro-batch whether it is the last one before the gradients are used.
@@ -129,14 +128,14 @@ class ShardedModel:
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def micro_batches(self, packing: Packing) -> Iterator[tuple[MicroBatch, bool]]:
+    def micro_batches(self, layout: Layout) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield this rank's micro-batches, on its device, and whether each is the last. Does not wait for the device.
 
-        The next micro-batch is laid out before this one is yielded, so that the device is busy meanwhile.
+        The next micro-batch is written before this one is yielded, so that the device is busy meanwhile.
         """
         rank = self.data_ranks.rank() if self.data_ranks else 0
         micro = None
-        for following in packing.micro_batches(rank):
+        for following in layout.micro_batches(rank):
             fields = tree_map_only(Tensor, partial(_on_device, device=self.device), vars(following))
             if micro is not None:
                 yield micro, False
@@ -159,10 +158,10 @@ class ShardedModel:
         count in the loss may have 0. Collective over the role's ranks.
         """
         logprobs_N = torch.zeros(batch.num_tokens)
-        packing = self.pack(batch)
+        layout = self.lay_out(batch)
         # all forwards are launched before the first result is read, which waits for the device
         results = []
-        for micro, _ in self.micro_batches(packing):
+        for micro, _ in self.micro_batches(layout):
             logprobs_BT, _ = self.logprobs(micro)
             results.append((micro, logprobs_BT))
         if self.tensor_parallel_rank == 0:

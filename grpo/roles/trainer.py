@@ -115,8 +115,8 @@ class Trainer:
         for name, values_N in inputs.items():
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
-        packing = self.model.pack(batch)
-        for micro, is_last in self.model.micro_batches(packing):
+        layout = self.model.lay_out(batch)
+        for micro, is_last in self.model.micro_batches(layout):
             self.model.accumulate(is_last)
             logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, measured = objective(micro, logprobs_BT, entropy_BT)
@@ -126,7 +126,7 @@ class Trainer:
             loss.backward()
             metrics.add(micro, loss.detach(), measured)
         self.model.drop_copy()
-        metrics.record(**packing.metrics())
+        metrics.record(**layout.metrics())
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
         metrics.reduce(self.model.data_ranks)  # waits for the device, unlike all before it
 

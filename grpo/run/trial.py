@@ -1,6 +1,6 @@
 """A trial call of the loss, the advantages and the aggregation that a config names, before any GPU is used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,12 @@ from grpo.algorithm.inputs import LossInputs, Metrics
 from grpo.algorithm.losses import CLIPPED_LOSSES, named_loss
 from grpo.config import AlgorithmConfig
 from grpo.config.user_files import cause_and_line
-from grpo.data.batches import build_micro_batch, make_batch
+from grpo.data.batches import make_batch
+from grpo.data.layout import plan
 from grpo.types import MicroBatch, Sample, TrainBatch
 
 # Loss tokens of each sequence, between a prompt token and a last one that is excluded
 LENGTHS = (5, 1, 3, 4, 2, 2)
-ONE_ROW = [[*range(len(LENGTHS))]]
 
 
 def try_algorithm(config: AlgorithmConfig) -> None:
@@ -30,7 +30,8 @@ def try_algorithm(config: AlgorithmConfig) -> None:
     batch = trial_batch()
     if not config.kl_coef:
         batch = replace(batch, ref_logprobs_N=None)
-    _, _, x = trial_inputs(batch, ONE_ROW)
+    policy_N = batch.old_logprobs_N.clone().requires_grad_()
+    _, x = next(trial_inputs(batch, policy_N))
     if config.loss not in CLIPPED_LOSSES:
         output = _call(f"loss {config.loss}", "loss(x, config, *, option=1.0)", named_loss(config), x)
         check_loss_output(output, x, config.loss)
@@ -71,12 +72,18 @@ def trial_batch() -> TrainBatch:
     return replace(batch, old_logprobs_N=policy_N, ref_logprobs_N=policy_N - 0.1, advantages_N=advantages_N)
 
 
-def trial_inputs(batch: TrainBatch, rows: list[list[int]]) -> tuple[MicroBatch, Tensor, LossInputs]:
-    """Lay sequences of a batch out in rows. Returns also the policy's log-probs, a leaf, and what a loss sees."""
-    micro = build_micro_batch(batch, rows, row_length=batch.num_tokens + 2)
-    policy_BT = micro.old_logprobs_BT.clone().requires_grad_()
-    micro = replace(micro, old_logprobs_BT=micro.generator_logprobs_BT)
-    return micro, policy_BT, LossInputs.of(micro, policy_BT, -policy_BT)
+def trial_inputs(
+    batch: TrainBatch,
+    policy_N: Tensor,
+    num_rows: int = 1,
+) -> Iterator[tuple[MicroBatch, LossInputs]]:
+    """Lay a batch out in rows, each a micro-batch, and yield what a loss sees of it under the policy's log-probs."""
+    layout = plan(batch, num_ranks=num_rows, max_tokens=batch.num_tokens)
+    for rank in range(num_rows):
+        micro = next(layout.micro_batches(rank))
+        micro = replace(micro, old_logprobs_BT=micro.generator_logprobs_BT)
+        policy_BT = policy_N[micro.token_BT.clamp(min=0)]
+        yield micro, LossInputs.of(micro, policy_BT, -policy_BT)
 
 
 def _call(what: str, signature: str, function: Callable, *arguments: Any) -> Any:

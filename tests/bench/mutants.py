@@ -34,7 +34,7 @@ TESTS = {
     "grpo/algorithm/inputs.py": ("test_losses", "test_objective"),
     "grpo/algorithm/losses.py": ("test_losses", "test_check_loss"),
     "grpo/run/trial.py": ("test_losses", "test_check_loss"),
-    "grpo/data/packing.py": ("test_packing", "test_shared_prompts"),
+    "grpo/data/layout.py": ("test_layout",),
     "train_grpo.py": SCRIPT_TESTS,
 }
 # of the script, what trains

@@ -29,12 +29,13 @@ from grpo.config import (
     ModelConfig,
     TrainerConfig,
 )
-from grpo.data.batches import build_micro_batch, make_batch
+from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.models.export import hf_tensors
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Objective, Trainer
 from grpo.types import Sample, TrainBatch
+from tests.rows import rows_of, stacked
 
 PROMPT_LENGTHS = [4, 9, 6, 11, 5, 8, 7, 10, 3, 12, 6, 9]
 COMPLETION_LENGTHS = [12, 3, 25, 7, 18, 1, 30, 9, 22, 16, 20, 14]
@@ -74,10 +75,11 @@ def main() -> None:
     def undivided(config: GRPOConfig) -> dict[str, torch.Tensor]:
         """Gradients of the step in one micro-batch, which has a row for each sequence."""
         batch = make_step(IN_ORDER)
-        micro = build_micro_batch(batch, [[index] for index in IN_ORDER], row_length=int(batch.lengths_S.max()))
+        micros = rows_of(batch, batch.num_sequences)
         trainer.zero_gradient()
         trainer.model.accumulate(is_last=True)
-        loss, _ = objective_of(config, batch)(micro, *trainer.model.logprobs(micro))
+        logprobs, entropies = zip(*map(trainer.model.logprobs, micros), strict=True)
+        loss, _ = objective_of(config, batch)(stacked(micros), torch.cat(logprobs), torch.cat(entropies))
         loss.backward()
         trainer.model.drop_copy()
         return full_gradients(trainer)
@@ -87,7 +89,7 @@ def main() -> None:
         tokens = MICRO_BATCH_TOKENS[num_ranks][count]
         trainer.model.trainer = dataclasses.replace(options, micro_batch_tokens=tokens)
         batch = make_step(order)
-        found = len(trainer.model.pack(batch).rows[0])
+        found = len(trainer.model.lay_out(batch).rows[0])
         assert found == count, f"{num_ranks} ranks, {tokens} tokens: {found} micro-batches"
         objective = objective_of(config, batch)
         if wrong:

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.data.batches import make_batch, take_out
+from grpo.data.batches import make_batch
+from grpo.data.layout import take_out
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import hf_tensors
 from grpo.models.families import HFRoPE
@@ -116,7 +117,7 @@ def check_temperatures(model: ShardedModel, batch: TrainBatch, case: str) -> Non
         return statistics(product, targets, temperatures, first_row)
 
     head.statistics = spy
-    for micro, _ in model.micro_batches(model.pack(batch)):
+    for micro, _ in model.micro_batches(model.lay_out(batch)):
         model.logprobs(micro)
     wanted = {*torch.tensor([*TEMPERATURES, 1.0]).tolist()}  # 1 is padding's
     assert seen and seen <= wanted, f"{case}: temperatures {sorted(seen)}, expected some of {sorted(wanted)}"
@@ -157,7 +158,7 @@ def sharded_values(model: ShardedModel, batch: TrainBatch, weights_2N: torch.Ten
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
     weights_2N = weights_2N.to(model.device)
     got_2N = torch.zeros_like(weights_2N)
-    for micro, is_last in model.micro_batches(model.pack(batch)):
+    for micro, is_last in model.micro_batches(model.lay_out(batch)):
         assert model.trainer.share_prompts == (micro.shared is not None)
         model.accumulate(is_last)
         values = model.logprobs(micro)

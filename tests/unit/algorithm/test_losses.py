@@ -20,10 +20,11 @@ from grpo.algorithm.importance import (
 )
 from grpo.algorithm.inputs import LossInputs
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GeneratorConfig, GRPOConfig
-from grpo.data.batches import build_micro_batch, make_batch
-from grpo.data.packing import pack
+from grpo.data.batches import make_batch
+from grpo.data.layout import plan
 from grpo.run.trial import check_loss_output, try_algorithm
 from grpo.types import Sample
+from tests.rows import rows_of, stacked
 from train_grpo import grpo_objective, policy_loss
 
 torch.set_num_threads(1)
@@ -523,7 +524,7 @@ def random_step(seed=0):
 def loss_and_gradients(step, loss_name, kind, layout=None):
     """Sum the step's loss over ranks and micro-batches; the gradient at each sequence's log-probs.
 
-    layout: what `pack` takes; None is one micro-batch with a row for each sequence.
+    layout: what `plan` takes; None is one micro-batch with a row for each sequence.
     """
     samples, policy_N = [], []
     for prompt, completion, advantage, old, policy in step:
@@ -545,11 +546,10 @@ def loss_and_gradients(step, loss_name, kind, layout=None):
     config = GRPOConfig(algorithm=algorithm, generator=GeneratorConfig(max_completion_tokens=8))
     objective = grpo_objective(config, batch, 0.1, first_update=True)
     if layout is None:
-        rows = [[index] for index in range(batch.num_sequences)]
-        micros = [build_micro_batch(batch, rows, int(batch.lengths_S.max()))]
+        micros = [stacked(rows_of(batch, batch.num_sequences))]
     else:
-        packing = pack(batch, *layout)
-        micros = [micro for rank in range(layout[0]) for micro in packing.micro_batches(rank)]
+        planned = plan(batch, *layout)
+        micros = [micro for rank in range(layout[0]) for micro in planned.micro_batches(rank)]
     total = 0.0
     for micro in micros:
         logprobs_BT = policy_N[micro.token_BT.clamp(min=0)].where(micro.token_BT >= 0, 0).float()

@@ -13,10 +13,11 @@ from grpo.algorithm.advantages import AdvantageInputs
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GeneratorConfig, GRPOConfig, RewardConfig
 from grpo.config.fields import ADVANTAGES
 from grpo.config.user_files import load_function
-from grpo.data.batches import build_micro_batch, make_batch
+from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.types import Sample
 from tests.methods import methods
+from tests.rows import rows_of
 from train_grpo import add_advantages, grpo_objective
 
 # Three completions of a prompt: log-probs by the sampler and by the policy
@@ -44,8 +45,7 @@ def gradients(algorithm, rewards):
     batch = dataclasses.replace(batch, old_logprobs_N=batch.generator_logprobs_N)
     policy_N = torch.tensor([x for sequence in POLICY for x in (0.0, *sequence)]).double().requires_grad_()
     objective = grpo_objective(config, batch, 0.0, first_update=True)
-    for rows in ([[0, 2]], [[1]]):  # two micro-batches
-        micro = build_micro_batch(batch, rows, row_length=6)
+    for micro in rows_of(batch, 2):
         logprobs_BT = policy_N[micro.token_BT.clamp(min=0)].where(micro.loss_mask_BT, 0)
         objective(micro, logprobs_BT, torch.zeros_like(logprobs_BT))[0].backward()
     return policy_N.grad[batch.loss_mask_N].tolist()

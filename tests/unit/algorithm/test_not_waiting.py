@@ -13,12 +13,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
-from grpo.data.batches import build_micro_batch, make_batch
-from grpo.data.shared_prompts import repeated_prompts
+from grpo.data.batches import make_batch
+from grpo.data.layout import plan
 from grpo.metrics import StepMetrics
 from grpo.models.attention import document_masks
 from grpo.models.families import titan_config
 from grpo.types import KeptIds, MicroBatch, Sample, TrainBatch
+from tests.rows import one_row
 from train_grpo import grpo_objective
 
 LENGTHS = [5, 9, 3]
@@ -35,13 +36,6 @@ def step() -> TrainBatch:
     return dataclasses.replace(batch, advantages_N=values_N, old_logprobs_N=-values_N, ref_logprobs_N=-values_N)
 
 
-def micro_batch(rows=((0, 1), (2,)), row_length=16, shares=False) -> MicroBatch:
-    batch = step()
-    return build_micro_batch(
-        batch, [list(row) for row in rows], row_length, prompts=repeated_prompts(batch) if shares else None
-    )
-
-
 def on_fake_device(micro: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
     def faked(value):
         if isinstance(value, tuple):
@@ -54,24 +48,26 @@ def on_fake_device(micro: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
 @pytest.mark.parametrize("changes", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_the_objective_and_its_metrics_do_not_wait_for_the_device(changes):
     config = GRPOConfig(algorithm=AlgorithmConfig(kl_coef=0.1, entropy_coef=0.1, old_logprobs="policy", **changes))
-    micro = micro_batch()
+    micro = one_row(step(), share_prompts=False)
     objectives = {first: grpo_objective(config, step(), 0.1, first) for first in (True, False)}
     with FakeTensorMode() as mode:
         micro = on_fake_device(micro, mode)
-        logprobs_BT, entropy_BT = torch.zeros(2, 16, requires_grad=True), torch.zeros(2, 16)
+        logprobs_BT, entropy_BT = torch.zeros(1, 17, requires_grad=True), torch.zeros(1, 17)
         metrics = StepMetrics(len(LENGTHS))
         for first in (True, False):
             loss, measured = objectives[first](micro, logprobs_BT * 1.0, entropy_BT)
             loss.backward()
             metrics.add(micro, loss.detach(), measured)
-        assert logprobs_BT.grad.shape == (2, 16) and "mismatch/mean" in measured
+        assert logprobs_BT.grad.shape == (1, 17) and "mismatch/mean" in measured
         with pytest.raises(DataDependentOutputException):
             metrics.reduce(None)  # so this test can fail
 
 
-@pytest.mark.parametrize("rows, row_length", [([[0, 1], [2]], 16), ([[0, 1, 2]], 17), ([[]], 300), ([[1]], 600)])
-def test_documents_are_those_that_torchtitan_finds_in_positions(rows, row_length):
-    micro = micro_batch(rows, row_length)
+@pytest.mark.parametrize("num_ranks, row_length", [(1, 16), (1, 17), (4, 300)])
+def test_documents_are_those_that_torchtitan_finds_in_positions(num_ranks, row_length):
+    """Of a row with several sequences, with padding behind it, and of one of padding alone: a rank has nothing."""
+    layout = plan(step(), num_ranks, 17, row_length, share_prompts=False)
+    (micro,) = layout.micro_batches(num_ranks - 1)
     found, wanted = document_masks(micro), create_varlen_metadata_for_document(micro.positions_BT)
     for bounds in (found.cu_seq_q, found.cu_seq_k):
         assert bounds.tolist() == wanted.cu_seq_q.tolist() and bounds.dtype == wanted.cu_seq_q.dtype
@@ -85,7 +81,7 @@ def test_the_model_does_not_wait_for_the_device(keep_logits, shares, keeps):
     """With flash attention, whose kernels have a fake form; without it, flex attention's masks are torchtitan's."""
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     hf = transformers.AutoConfig.for_model("qwen3", **sizes, num_attention_heads=2, num_key_value_heads=1)
-    config, micro = titan_config(hf, "flash", 4, keep_logits=keep_logits), micro_batch(shares=shares)
+    config, micro = titan_config(hf, "flash", 4, keep_logits=keep_logits), one_row(step(), 1, shares)
     assert (micro.shared is not None) == shares
     if keeps:
         places_M = torch.arange(len(micro.scored_M))
@@ -96,4 +92,4 @@ def test_the_model_does_not_wait_for_the_device(keep_logits, shares, keeps):
         micro = on_fake_device(micro, mode)
         logprobs_BT, entropy_BT = model(micro)
         (logprobs_BT.sum() + entropy_BT.sum()).backward()
-        assert logprobs_BT.shape == (2, 16) and all(p.grad is not None for p in model.parameters())
+        assert logprobs_BT.shape == micro.ids_BT.shape and all(p.grad is not None for p in model.parameters())

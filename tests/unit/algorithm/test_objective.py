@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from grpo.config import AlgorithmConfig, GRPOConfig
-from grpo.data.batches import build_micro_batch, make_batch
+from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.types import Sample, TrainBatch
+from tests.rows import one_row
 from train_grpo import add_advantages, grpo_objective
 
 # one prompt token and two completion tokens; the generator gave the second a probability 10 times too small
@@ -29,7 +30,7 @@ def step(
 ) -> tuple[float, dict, list[float]]:
     """Loss, metrics of the two tokens, and the gradient by their log-probs; advantages are 1."""
     batch = dataclasses.replace(make_batch(samples(1)), advantages_N=torch.ones(3), **fields)
-    micro = build_micro_batch(batch, [[0]], row_length=4)
+    micro = one_row(batch, multiple=4)
     logprobs_BT = torch.tensor([[*logprobs, 0.0, 0.0]], requires_grad=True)
     config = GRPOConfig(algorithm=algorithm)
     objective = grpo_objective(config, batch, algorithm.kl_coef, first)
@@ -250,7 +251,7 @@ def test_its_gradient_is_that_of_the_reverse_kl_on_a_vocabulary_of_two(loss):
         batch = dataclasses.replace(make_batch([sample]), ref_logprobs_N=torch.tensor([0.0, teacher]))
         no_reward = torch.zeros(1), torch.zeros(1, dtype=torch.bool), torch.zeros(2, 1)
         batch = add_advantages(config, batch, *no_reward, 0.0, StepMetrics(1))
-        micro = build_micro_batch(batch, [[0]], row_length=2)
+        micro = one_row(batch)
         logprobs_BT = torch.stack([policy[token], torch.tensor(0.0)])[None]
         value, _ = grpo_objective(config, batch, 0.0, True)(micro, logprobs_BT, torch.zeros(1, 2))
         gradient += math.exp(logprob) * torch.autograd.grad(value, t, retain_graph=True)[0].item()

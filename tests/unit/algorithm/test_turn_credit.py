@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from grpo.config import AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig
-from grpo.data.batches import build_micro_batch, make_batch, sample_of
+from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, check_recorded, read_step, save_step
 from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import alone_frac
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.types import Completion, Piece, Prompt, Rollout, TrainBatch
+from tests.rows import one_row
 from train_grpo import add_advantages, grpo_objective
 
 WEIGHT = 0.5
@@ -189,7 +190,7 @@ def test_the_loss_with_lost_rollouts_is_that_of_a_batch_without_them(kind, loss)
             episodes += draw.sample(group + lost, 6) if with_lost else group
         config, batch = batch_of(len(episodes) // 4, episodes, kind, loss)
         logprobs_N = (-batch.ids_N / 50).requires_grad_()
-        micro = build_micro_batch(batch, [range(batch.num_sequences)], row_length=1024)
+        micro = one_row(batch)
         logprobs_BT = logprobs_N[micro.token_BT.clamp(min=0)].where(micro.loss_mask_BT, 0)
         value, _ = grpo_objective(config, batch, 0.0, True)(micro, logprobs_BT, torch.zeros_like(logprobs_BT))
         value.backward()

@@ -9,7 +9,7 @@ import torch
 
 from grpo.algorithm.importance import kl
 from grpo.data.batches import make_batch, sample_of, split_groups
-from grpo.data.packing import pack
+from grpo.data.layout import plan
 from grpo.data.recorded import RecordedStep, read_step, save_step
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.run.groups import join
@@ -66,8 +66,8 @@ def test_every_loss_token_is_scored_over_its_own_ids(tmp_path, seed, shares):
     batch = read_step(str(tmp_path), 1).batch
     num_seen = 0
     for mini_batch in split_groups(batch, GROUP_SIZE, 2):
-        packing = pack(mini_batch, 2, 64, 16, shares)
-        for micro in (micro for rank in range(2) for micro in packing.micro_batches(rank)):
+        layout = plan(mini_batch, 2, 64, 16, shares)
+        for micro in (micro for rank in range(2) for micro in layout.micro_batches(rank)):
             found = [[] for _ in micro.scored_M]
             for place, token in zip(micro.kept.place_C.tolist(), micro.kept.ids_C.tolist(), strict=True):
                 found[place].append(token)
@@ -86,7 +86,7 @@ def test_nothing_is_carried_if_every_id_was_kept():
     completion = Completion.of(torch.tensor([5, 6]), torch.zeros(2), False)
     batch = make_batch([sample_of(Prompt(0, [1]), c) for c in unflatten_completions(flatten_completions([completion]))])
     assert batch.kept_C is None
-    (micro,) = pack(batch, 1, 64).micro_batches(0)
+    (micro,) = plan(batch, 1, 64).micro_batches(0)
     assert micro.kept is None
 
 

@@ -1,6 +1,5 @@
-"""Prompts that are laid out once for several sequences: rows by hand, plans, and that nothing else changes."""
+"""Prompts that are laid out once for several sequences change no number of a model."""
 
-import dataclasses
 import random
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from grpo.data.batches import build_micro_batch, make_batch, split_groups, take_out
-from grpo.data.packing import pack
-from grpo.data.shared_prompts import repeated_prompts, row_tokens
+from grpo.data.batches import make_batch
+from grpo.data.layout import plan
 from grpo.models import attention
 from grpo.models.attention import (
     DocumentAttention,
@@ -21,8 +19,9 @@ from grpo.models.attention import (
     window_mask,
 )
 from grpo.models.families import titan_config
-from grpo.types import MicroBatch, Sample, TrainBatch
+from grpo.types import Sample, TrainBatch
 from tests import plain_attention
+from tests.rows import one_row
 
 torch.set_num_threads(1)
 
@@ -36,107 +35,6 @@ def batch_of(*groups: tuple[list[int], list[int]]) -> TrainBatch:
             counts_T = torch.arange(len(ids_T)) >= len(prompt)
             samples.append(Sample(ids_T, counts_T, -ids_T.float(), prompt_tokens=len(prompt)))
     return make_batch(samples)
-
-
-def test_a_row_by_hand():
-    batch = batch_of(([1, 2, 3], [2, 1]), ([7, 8], [1]))
-    micro = build_micro_batch(batch, [[0, 1, 2]], row_length=12, prompts=repeated_prompts(batch))
-    #                             prompt  completions      other    padding
-    assert micro.ids_BT.tolist() == [[1, 2, 3, 100, 101, 3, 200, 7, 8, 300, 0, 0]]
-    assert micro.positions_BT.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0, 1]]
-    assert micro.targets_BT.tolist() == [[2, 3, 100, 101, 0, 200, 0, 8, 300, 0, 0, 0]]
-    assert micro.loss_mask_BT.int().tolist() == [[0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0]]
-    assert micro.sequence_BT.tolist() == [[0, 0, 0, 0, 0, 1, 1, 2, 2, 2, -1, -1]]
-    assert micro.document_starts.tolist() == [0, 2, 5, 7, 10, 12] and micro.longest_document == 3
-    assert micro.shared.keys_K.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9, 10, 11]
-    assert micro.shared.reused_R.tolist() == [0, 1] and micro.shared.uses_RU.tolist() == [[0, 2, 7], [1, 3, 8]]
-    index_M, ids_M = take_out(micro.targets_BT, micro)
-    assert torch.equal(batch.ids_N[index_M], ids_M)
-    # the first token of each sequence, and the second sequence's prompt
-    assert set(range(batch.num_tokens)) - set(index_M.tolist()) == {0, 5, 6, 7, 9}
-
-
-def test_what_is_shared():
-    same, other = [1, 2, 3], [1, 2, 4]
-    assert repeated_prompts(batch_of((same, [1, 1]), (other, [1]), (same, [2]))) == ([0, 0, 2, 0], [2, 2, 2, 2])
-    assert repeated_prompts(batch_of((same, [1]), (other, [1]))) is None  # every prompt once
-    ending = [7, 8, 9, 1, 2, 3]  # as of all chats: prompts of one length with one ending are not the same prompt
-    assert repeated_prompts(batch_of(([4, *ending], [1]), ([5, *ending], [1]))) is None
-    assert repeated_prompts(batch_of(([1], [1, 1]))) is None  # its only token predicts
-    batch = batch_of((same, [1, 1]))
-    assert repeated_prompts(dataclasses.replace(batch, prompt_lengths_S=None)) is None
-    with pytest.raises(ValueError, match="sequence 1 has a token that counts in the loss within its prompt"):
-        repeated_prompts(dataclasses.replace(batch, loss_mask_N=batch.loss_mask_N | (torch.arange(8) == 6)))
-    second = split_groups(batch_of((other, [1, 1]), (same, [2, 2])), group_size=2, num_parts=2)[1]
-    assert repeated_prompts(second) == ([0, 0], [2, 2])
-
-
-def test_plan_by_hand():
-    # 4 prompts of 10 tokens (9 to share) with 4 completions of 10 each: 9 + 4 * 11 = 53 tokens a group, whole 80
-    batch = batch_of(*(([i] * 10, [10] * 4) for i in range(4)))
-    packing = pack(batch, 1, 110)
-    assert packing.rows == [[[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]] and packing.row_length == 106
-    assert packing.metrics() == {"packing/padding_frac": 0, "packing/shared_frac": 1 - 212 / 320}
-    assert len(pack(batch, 1, 110, share_prompts=False).rows[0]) == 4
-    # over three ranks two groups are cut, and their prompts laid out twice
-    packing, lengths = pack(batch, 3, 110), batch.lengths_S.tolist()
-    loads = [row_tokens(row, lengths, packing.prompts) for of_rank in packing.rows for row in of_rank]
-    assert sorted(loads) == [53, 84, 84]  # of 4, 6 and 6
-
-
-def random_batches():
-    draw = random.Random(0)
-    for _ in range(60):
-        num_groups, size = draw.randint(1, 12), draw.randint(1, 9)
-        longest = draw.choice([5, 60])
-        groups = [
-            ([draw.randint(1, 9) for _ in range(draw.randint(1, 30))], [draw.randint(1, longest) for _ in range(size)])
-            for _ in range(num_groups)
-        ]
-        yield batch_of(*groups), draw.choice([1, 2, 3]), draw.choice([90, 128, 500]), draw.choice([1, 16])
-
-
-@pytest.mark.parametrize("batch, num_ranks, max_tokens, multiple", list(random_batches()))
-def test_properties_of_packings(batch, num_ranks, max_tokens, multiple):
-    """Every sequence once, rows within their limit, never more positions than without sharing; every token in place."""
-    packing, lengths = pack(batch, num_ranks, max_tokens, multiple), batch.lengths_S.tolist()
-    assert packing.rows == pack(batch, num_ranks, max_tokens, multiple).rows
-    assert len({len(rows) for rows in packing.rows}) == 1
-    rows = [row for of_rank in packing.rows for row in of_rank]
-    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
-    assert all(row_tokens(row, lengths, packing.prompts) <= max_tokens for row in rows)
-    whole = pack(batch, num_ranks, max_tokens, multiple, share_prompts=False)
-    assert len(packing.rows[0]) * packing.row_length <= len(whole.rows[0]) * whole.row_length
-    counted = torch.zeros(batch.num_tokens, dtype=torch.int64)
-    for rank in range(num_ranks):
-        for micro in packing.micro_batches(rank):
-            check_keys(micro, batch)
-            index_M, ids_M = take_out(micro.targets_BT, micro)
-            assert torch.equal(ids_M, batch.ids_N[index_M])
-            counted[micro.token_BT[micro.loss_mask_BT]] += 1
-    assert torch.equal(counted, batch.loss_mask_N.long())
-
-
-def check_keys(micro: MicroBatch, batch: TrainBatch) -> None:
-    """Each position attends to its sequence up to itself, found by ids and positions; gradients come back once each."""
-    if (shared := micro.shared) is None:
-        return
-    ids, positions = micro.ids_BT.flatten(), micro.positions_BT.flatten()
-    sequences = batch.ids_N.split(batch.lengths_S.tolist())
-    starts, key_starts = micro.document_starts.tolist(), shared.key_starts.tolist()
-    for d, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
-        keys = shared.keys_K[key_starts[d] : key_starts[d + 1]]
-        assert positions[keys].tolist() == list(range(len(keys)))
-        assert keys[len(keys) - (end - start) :].tolist() == list(range(start, end))
-        if (owner := int(micro.sequence_BT.flatten()[start])) >= 0:  # not padding
-            assert torch.equal(ids[keys], sequences[owner][: len(keys)])
-    uses = torch.zeros(len(shared.keys_K), dtype=torch.int64)
-    kept = torch.ones(len(ids), dtype=torch.bool)
-    kept[shared.reused_R] = False
-    places = torch.cat([shared.own_T[kept], shared.uses_RU[shared.uses_RU >= 0]])
-    assert torch.equal(uses.index_add_(0, places, torch.ones_like(places)), torch.ones_like(uses))
-    for place, row in zip(shared.reused_R.tolist(), shared.uses_RU, strict=True):
-        assert all(shared.keys_K[row[row >= 0]] == place)
 
 
 @pytest.fixture(params=[("documents", None), ("documents", 9), ("flash", None), ("flash", 9)])
@@ -159,7 +57,7 @@ def results(model, batch: TrainBatch, shares: bool, weights_N: torch.Tensor):
     """Log-probs and entropy of what counts, and the gradients of their weighted sum."""
     found_2N = torch.zeros(2, batch.num_tokens)
     model.zero_grad()
-    for micro in pack(batch, 1, 256, 128, shares).micro_batches(0):
+    for micro in plan(batch, 1, 256, 128, shares).micro_batches(0):
         counts, index_M = micro.loss_mask_BT, micro.token_BT[micro.loss_mask_BT]
         values_2 = model(micro)
         sum((value[counts] * weights_N[index_M]).sum() for value in values_2).backward()
@@ -185,7 +83,7 @@ def test_sharing_changes_no_number(model):
 def test_threads_of_a_cpu_add_the_gradients_of_shared_keys_in_one_order():
     """As a resumed run and a replay need it. The order of their sums must not depend on which thread is first."""
     batch = batch_of(([1] * 60, [14] * 8))
-    micro = build_micro_batch(batch, [[*range(8)]], row_length=200, prompts=repeated_prompts(batch))
+    micro = one_row(batch, multiple=200)
     values = [torch.randn(1, 200, heads, 64, requires_grad=True) for heads in (9, 3, 3)]
     masks = document_masks(micro)
     torch.set_num_threads(2)
@@ -212,9 +110,10 @@ def test_flash_attention_is_compiled_once_and_right(monkeypatch, shares, window)
     plain, flash = DocumentAttention(None), FlashAttention(FlashAttention.Config())
     compiled = torch.compile(flash, backend=counter, fullgraph=True)
     batch = batch_of(([1] * 5, [3, 9]), ([2] * 4, [7, 1, 5, 2]), ([3] * 9, [6]), ([4] * 2, [8, 4]))
-    for rows in ([[0, 1], []], [[0, 1, 2], [3, 4]], [[2, 3, 4, 5, 6], [7, 8]], [[6], [0]], [[], []]):
-        micro = build_micro_batch(batch, rows, row_length=60, prompts=repeated_prompts(batch) if shares else None)
-        values = [torch.randn(2, 60, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    # rows of many sequences, of two, of one, and two of padding
+    for num_ranks, rank in [(2, 0), (2, 1), (5, 0), (5, 4), (11, 0), (11, 5), (11, 9), (11, 10)]:
+        (micro,) = plan(batch, num_ranks, 60, 200, shares).micro_batches(rank)
+        values = [torch.randn(1, 200, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
         found, wanted = (
             [out, *torch.autograd.grad(out.sin().sum(), values)]
             for out in (
@@ -230,7 +129,7 @@ def test_flash_attention_is_compiled_once_and_right(monkeypatch, shares, window)
 def test_what_flex_attention_sees():
     """Its mask shows each query what the keys of its document are for the others; its kernels do not run here."""
     batch = batch_of(([1, 2, 3], [2, 1, 3]), ([7, 8], [1]), ([4, 5], [2, 2]))
-    micro = build_micro_batch(batch, [[0, 1, 2, 3, 4, 5]], row_length=40, prompts=repeated_prompts(batch))
+    micro = one_row(batch, multiple=40)
     places = torch.arange(40)
     seen = shared_prompt_mask(micro)(None, None, places[:, None], places) & (places <= places[:, None])
     near = seen & window_mask(micro.positions_BT, 2)(0, None, places[:, None], places)
