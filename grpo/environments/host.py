@@ -111,9 +111,7 @@ class EnvironmentHost:
             self.workers.submit([call])
             return None
         failure = outcome["failed"]
-        if cause in ("late", "busy"):
-            failure = f"it took longer than {call.seconds:g} s and was stopped"
-        elif cause == "memory":
+        if cause == "memory":
             failure = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
         was_killed = failure.endswith(f"killed by signal {signal.SIGKILL:d}")  # the machine had no more memory
         has_class = bool(self.config.all_classes)

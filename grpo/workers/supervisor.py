@@ -99,15 +99,13 @@ class Supervisor:
             self._give_up(describe_error(error))
         self.load = lambda: loaded
         self.helpers = processes.children()
-        hazards = []
-        if processes.connections() - connections:
-            hazards.append("opens a connection, which all processes would share and whose replies they would mix up")
-        if threading.active_count() > 1:
-            hazards.append("starts a thread, which no process would have")
-        if hazards:
-            named = " and ".join(hazards)
-            advice = "do it in reset, or in the first call"
-            print(f"warning: your file {named}, while it is imported; {advice}", file=sys.stderr, flush=True)
+        if processes.connections() - connections or threading.active_count() > 1:
+            print(
+                "warning: your file opens a connection or starts a thread while it is imported; do it in reset, or in "
+                "the first call: all processes would share the connection and mix up its replies, none has the thread",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _start_workers(self) -> None:
         """Start the missing workers: all at the beginning or, if they load once, as many as calls need."""

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import numbers
 import os
 import pathlib
 import socket
@@ -184,12 +183,11 @@ def plain_values(values: Any, number: int) -> Rewards:
 
 def _as_float(value: Any) -> float:
     """Return a real number as a float, and NaN for anything else."""
-    is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
-    if isinstance(value, str | bytes) or is_complex or getattr(value, "ndim", 0):
+    if isinstance(value, str | bytes) or getattr(value, "ndim", 0):
         return math.nan
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError):  # a table; a signalling NaN; 10**400
+    except (TypeError, ValueError, OverflowError):  # a table, a complex number; a signalling NaN; 10**400
         return math.nan
 
 

@@ -64,7 +64,6 @@ ROOM = """
             if what == "net": raise ConnectionResetError(errno.ECONNRESET, "the server is gone")
             if what == "killed": os.kill(os.getpid(), signal.SIGKILL)
             if what == "disk": raise OSError(errno.ENOSPC, "full")
-            if what == "leave": subprocess.Popen(["sleep", "1000.75"], start_new_session=True)
             return "done"
 
         def get_reward(self):
@@ -154,12 +153,27 @@ def test_half_a_character_is_a_question_mark_wherever_it_comes_from(host, tmp_pa
     assert say(room, 0, "finish")["info"] == {"query": "a ? 👍"}
 
 
-def test_a_call_in_a_thought_that_the_template_opened_is_none(room):
-    reply = turn(room, f"I add. </think> {call('add', number=3)}", False, "<think>\n")
-    assert reply["answers"] == ["3"]
-    reply = turn(room, f"I may add. {call('add', number=4)}", False, "<think>\n")
-    assert reply["ended"] and reply["counts"]["calls"] == reply["counts"]["unread_calls"] == 0
-    assert say(room, 0, "finish")["info"] == {"count": 3}
+ADD = call("add", number=3)
+FENCED = '```json\n{"name": "add", "arguments": {"number": 4}}\n```'
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "answers", "ended", "unread"),
+    [
+        (f"I add. </think> {ADD}", [False, "<think>\n"], ["3"], False, ""),  # the template opened a thought
+        (f"I may add. {ADD}", [False, "<think>\n"], [], True, ""),
+        (f"{ADD} {FENCED}", [], ["3"], False, ""),
+        (FENCED, [], [], True, "fence"),  # in a style that is not read
+        (f'{ADD}<tool_call>{{"name": "add"', [False, "", True], ["3"], True, ""),  # cut off, so one call and no `reply`
+    ],
+)
+def test_which_calls_of_a_turn_are_carried_out(room, text, more, answers, ended, unread):
+    reply = turn(room, text, *more)
+    assert (reply["answers"], reply["ended"], reply.get("unread", "")) == (answers, ended, unread)
+    counts = {"calls": len(answers), "bad_calls": 0, "tool_errors": 0, "unread_calls": int(bool(unread))}
+    assert reply["counts"] == counts
+    assert reply.get("calls", []) == [{"name": "add", "arguments": {"number": 3}}] * len(answers)
+    assert say(room, 0, "finish")["info"] == {"count": 3 * len(answers)}
 
 
 def test_the_reward_so_far_is_asked_for_only_where_turns_earn(host):
@@ -188,16 +202,6 @@ def test_what_the_policy_causes_is_told_to_it(room):
         assert 1000 < len(reply["answers"][0]) < 50_000  # cut before it fills a socket
     assert len(json.dumps("\U0001f600" * MAX_OPENING_CHARACTERS)) < 0.9 * LINE_BYTES  # else the process is ended for it
     assert say(room, 0, "finish")["reward"] == 0.0
-
-
-def test_a_call_in_a_style_that_is_not_read_is_counted(host):
-    room, fenced = host(), '```json\n{"name": "add", "arguments": {"number": 3}}\n```'
-    say(room, 0, "reset", {}, 0, 0)
-    reply = turn(room, f"{call('add', number=4)} {fenced}")
-    assert reply["answers"] == ["4"] and "unread" not in reply  # one in the style that is read
-    reply = turn(room, fenced)
-    assert reply["ended"] and reply["unread"] == "fence"
-    assert reply["counts"] == {"calls": 0, "bad_calls": 0, "tool_errors": 0, "unread_calls": 1}
 
 
 @pytest.mark.parametrize(
@@ -262,15 +266,6 @@ def test_a_reward_that_the_policy_can_have_broken_is_scored(room, what, reason):
     assert reply["kind"] == "hung" and reason in reply["failed"]
 
 
-def test_the_calls_of_a_turn_that_ran_out_of_tokens_are_carried_out(room):
-    """But not one that is cut off, and `reply` gets no text that is."""
-    reply = turn(room, call("add", number=3) + '<tool_call>{"name": "add"', False, "", True)
-    assert reply["answers"] == ["3"] and reply["ended"]
-    assert reply["counts"] == {"calls": 1, "bad_calls": 0, "tool_errors": 0, "unread_calls": 0}
-    assert reply["calls"] == [{"name": "add", "arguments": {"number": 3}}]
-    assert say(room, 0, "finish")["info"] == {"count": 3}
-
-
 def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
     """As a tmux server does. The end of another episode, and of what that had detached, changes nothing."""
     (tmp_path / "served.py").write_text(
@@ -306,28 +301,8 @@ def test_functions_share_processes_and_a_late_one_is_told(host):
     assert len({reply["answers"][0] for reply in replies}) == 1  # of one process
     late = say(tools, 0, "turn", call("look", place="attic"), seconds=1.0)
     assert "longer than 1 s" in late["answers"][0] and not late["ended"] and late["counts"]["hung_calls"] == 1
-    assert "empty" in say(tools, 0, "turn", call("look", place="cellar"))["answers"][0]
-
-
-def test_functions_that_use_up_descriptors_get_another_process(host):
-    tools = host(num_processes=1, name="", tools=("room.py:look",))
     pids = [say(tools, 0, "turn", call("look", place="shaft"))["answers"][0].split()[-1] for _ in range(2)]
-    assert pids[0] != pids[1]
-
-
-def test_nothing_survives(room):
-    say(room, 1, "reset", {}, 0, 0)
-    turn(room, call("do", what="leave"))
-    room.ask(1, "turn", [call("do", what="loop")], 60.0)
-    group = os.getpgid(room.workers.supervisor.pid)
-    room.close()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                command = file.read()
-            assert b"1000.75" not in command and os.getpgid(int(pid)) != group
-        except OSError:
-            continue
+    assert pids[0] != pids[1]  # each has used up its descriptors
 
 
 def write(tmp_path, code: str) -> str:
@@ -371,7 +346,7 @@ def test_what_a_file_starts_as_it_is_imported_goes_on_and_what_forks_share_is_na
         assert say(made, 0, "reset", {}, 0, 0)["text"] == "True"
         say(made, 0, "finish")
     shown = capfd.readouterr().err
-    assert "opens a connection" in shown and "thread" not in shown
+    assert "warning: your file opens a connection or starts a thread while it is imported" in shown
     helpers = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if "1000.5" in command_of(pid)]
     made.close()
     assert helpers and not any("1000.5" in command_of(pid) for pid in helpers)

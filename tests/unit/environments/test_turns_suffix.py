@@ -95,9 +95,14 @@ settled = settings(max_examples=25, deadline=None, derandomize=True, database=No
 
 @carried
 @settled
-@given(TEXT, st.lists(st.tuples(MODEL_TEXT, ANSWERS), max_size=3))
-def test_a_conversation_is_what_the_template_writes(number: int, question: str, rounds: list[tuple[str, list[str]]]):
-    """Whatever is answered: its ids read as the template writes it, and only the template's tokens are special."""
+@given(TEXT, st.lists(st.tuples(MODEL_TEXT, ANSWERS), max_size=3), st.sampled_from(templates.STOPS))
+def test_a_conversation_is_what_the_template_writes(
+    number: int, question: str, rounds: list[tuple[str, list[str]]], stop: str
+):
+    """Whatever is answered: its ids read as the template writes it, and only the template's tokens are special.
+
+    What follows a turn is the same, whichever token ended it.
+    """
     turns = case(number)
     written, _ = render(turns.tokenizer, turns.data, prompt_messages(turns.data, "Where?"), True, SCHEMAS)
     assert turns.opening("Where?") == turns.tokenizer(written, add_special_tokens=False)["input_ids"]
@@ -109,27 +114,12 @@ def test_a_conversation_is_what_the_template_writes(number: int, question: str, 
         sampled += tokenizer(turns.frames[turns.role][0])["input_ids"][:1]
         ids = ids + sampled + turns.ids(answers, sampled[-1])
         assert ids[: len(before) + len(sampled)] == before + sampled
+        assert turns.ids(answers, tokenizer.convert_tokens_to_ids(stop)) == ids[len(before) + len(sampled) :]
         plain += sampled + turns.ids(["x"] * len(answers), sampled[-1])
         told = ["\n\n".join(answers)] if turns.role == "user" else answers
         messages += [{"role": "assistant", "content": text}, *({"role": turns.role, "content": t} for t in told)]
     assert OPENED_THOUGHTS.sub("", tokenizer.decode(ids)) == rendered(turns, messages)
     assert [token for token in ids if token in turns.special_ids] == [t for t in plain if t in turns.special_ids]
-
-
-@carried
-@settled
-@given(st.lists(st.integers(0, 400), max_size=20), st.sampled_from(templates.STOPS), ANSWERS, ANSWERS)
-def test_a_turn_stays_as_it_was_sampled(
-    number: int, sampled: list[int], stop: str, first: list[str], second: list[str]
-):
-    """Any ids, ended by any token at which the model stops; what follows does not depend on them or on the round."""
-    turns = case(number)
-    last = turns.tokenizer.convert_tokens_to_ids(stop)
-    ids = turns.opening("Where?")
-    grown = ids + [*sampled, last] + turns.ids(first, last)
-    again = grown + [*sampled, last] + turns.ids(second, last)
-    assert again[: len(grown)] == grown and grown[len(ids) : len(ids) + len(sampled) + 1] == [*sampled, last]
-    assert turns.ids(first, last) == turns.ids(first, turns.tokenizer.convert_tokens_to_ids(templates.STOPS[0]))
 
 
 QWEN2 = templates.QWEN2

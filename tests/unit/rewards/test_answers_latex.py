@@ -62,25 +62,6 @@ def test_no_wrapper_runs_code(other, marker):
             assert not marker.exists(), text
 
 
-CONTROL = """
-import builtins, pathlib, sys
-import math_verify
-builtins.latex_marker = lambda: pathlib.Path(sys.argv[1]).write_text("ran") and 1
-pi, other = (math_verify.parse(text, parsing_timeout=None) for text in (r"$\\pi$", f"${sys.argv[2]}$"))
-math_verify.verify(pi, other, timeout_seconds=None)  # its own limits are seconds of the clock
-"""
-
-
-def test_the_library_alone_runs_the_code(tmp_path):
-    """The control: what the tests above try does run where nothing stands before the library."""
-    path = tmp_path / "marker"
-    text = SUM.replace("X", r"\hat{CODE}").replace("CODE", CODE)
-    subprocess.run([sys.executable, "-c", CONTROL, str(path), text], check=True, timeout=600)
-    if not path.exists():
-        pytest.skip("this version of math-verify and sympy does not run code in names any more")
-    assert path.read_text() == "ran"
-
-
 # The other guard is off: only what `load_math_verify` did to sympy is between the text and the compiler. `bare` undoes
 # that too.
 AUDIT = """
@@ -114,14 +95,12 @@ def test_sympy_compiles_no_text_of_a_completion(sympy, compiles):
 
 
 def test_sums_are_worth_the_same_without_the_compiler():
-    """e, e^2, the cosine's series at 1, and one that starts late."""
+    """The cosine's series at 1, and one that starts late."""
     import sympy
 
     n, oo = sympy.Symbol("n", integer=True), sympy.oo
     latex.load_math_verify()
     for term, start, value in (
-        (1 / sympy.factorial(n), 0, sympy.E),
-        (2**n / sympy.factorial(n), 0, sympy.E**2),
         ((-1) ** n / sympy.factorial(2 * n), 0, sympy.cos(1)),
         (1 / sympy.factorial(n), 2, sympy.E - 2),
     ):
@@ -141,36 +120,26 @@ def test_numbers_of_some_hundred_digits_are():
     assert not latex.same_expression("2^{1000} + 1", "4^{500}", 1e-6)
 
 
-@pytest.mark.parametrize(("wait", "reward"), [(time.sleep, 1.0), (burn, None)])
-def test_only_cpu_time_of_its_own_leaves_an_answer_without_reward(wait, reward, monkeypatch):
-    """A parser that waits for 1.5 s, as on a busy machine, and one that computes as long. The limit is 0.5 s."""
+@pytest.mark.parametrize(
+    ("wait", "seconds", "num_items", "reward"),
+    [(time.sleep, 1.5, 1, 1.0), (burn, 0.2, 1, 1.0), (burn, 0.2, 4, None)],
+)
+def test_all_that_comparing_one_answer_computes_has_one_time_limit(wait, seconds, num_items, reward, monkeypatch):
+    """Each of the two parses for an item waits, as on a busy machine, or computes. The limit is 1 s of CPU time."""
     latex.load_math_verify()
     import latex2sympy2_extended
 
     parse = latex2sympy2_extended.latex2sympy
-    monkeypatch.setattr(latex, "LATEX_SECONDS", 0.5)
-    monkeypatch.setattr(
-        latex2sympy2_extended, "latex2sympy", lambda *a, **options: (wait(1.5), parse(*a, **options))[1]
-    )
-    latex.parse_expression.cache_clear()
-    assert math_reward([r"\boxed{x+7}"], ["7+x"], answer_format="boxed") == [reward]
-    latex.parse_expression.cache_clear()
 
+    def slow_parse(text: str, **options):
+        wait(seconds)
+        return parse(text, **options)
 
-@pytest.mark.parametrize(("num_items", "reward"), [(1, 1.0), (4, None)])
-def test_all_items_of_a_list_share_one_time_limit(num_items, reward, monkeypatch):
-    """Each of two parses for an item computes for 0.2 s. The limit is 1 s."""
-    latex.load_math_verify()
-    import latex2sympy2_extended
-
-    parse = latex2sympy2_extended.latex2sympy
     monkeypatch.setattr(latex, "LATEX_SECONDS", 1)
-    monkeypatch.setattr(
-        latex2sympy2_extended, "latex2sympy", lambda *a, **options: (burn(0.2), parse(*a, **options))[1]
-    )
+    monkeypatch.setattr(latex2sympy2_extended, "latex2sympy", slow_parse)
+    latex.parse_expression.cache_clear()
     answer = ", ".join(f"x+{number}" for number in range(70, 70 + num_items))
     reference = ", ".join(f"{number}+x" for number in range(70, 70 + num_items))
-    latex.parse_expression.cache_clear()
     assert math_reward([rf"\boxed{{{answer}}}"], [reference], answer_format="boxed") == [reward]
     latex.parse_expression.cache_clear()
 

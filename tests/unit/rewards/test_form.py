@@ -51,11 +51,11 @@ def test_what_a_reader_would_see_is_content(text):
         ("<think>is it <answer>4</answer>?</think><answer>5</answer>", 1.0),
         ("<think>2 + 3 = 5</think>", 1.0),
         ("<answer>5</answer>", 0.0),
-        ("", 0.0),
         ("<think>2 + 3", 0.5),
         ("2 + 3</think><answer>5</answer>", 0.5),
         ("</think>2 + 3<think>", 0.5),
-        ("<think>a</think><think>b</think>", 0.5),
+        ("<thinking>a</thinking>", 0.0),  # no tag of thoughts
+        ("I think > 5", 0.0),
         ("<answer>5</answer><think>2 + 3</think>", 0.5),
         ("<think>2 + 3 <answer>5</answer></think>", 0.5),
     ],
@@ -69,15 +69,12 @@ def test_thinking_reward(text, reward):
     [
         ("<think>a</think><answer>b</answer>", 1.0),
         ("\n<think>\na\nb\n</think>\n\n<answer>c</answer>\n", 1.0),
-        ("", 0.0),
         ("<think>a</think>", 0.0),
-        ("<answer>b</answer>", 0.0),
         ("a</think><answer>b</answer>", 0.0),
         ("<think>a</think><answer>b</answer>.", 0.0),
         ("So <think>a</think><answer>b</answer>", 0.0),
         ("<think>a</think> so <answer>b</answer>", 0.0),
         ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
-        ("<think>a<answer>b</answer></think>", 0.0),
         ("<think>a</think><answer>b</answer>" + "</answer>" * 30000, 0.0),
     ],
 )
@@ -104,42 +101,22 @@ def test_tags_in_another_form_count_and_are_malformed(old, new):
     assert (thinking_reward([text]), format_reward([text])) == ([0.5], [0.0])
 
 
-@pytest.mark.parametrize("text", ["<thinking>a</thinking>", "I think > 5", "a < thinker >", "<ANSWER>5</ANSWER>"])
-def test_what_is_no_tag_of_thoughts(text):
-    assert thinking_reward([text]) == [0.0]
-
-
 # ---- Repetition
 
 
 @pytest.mark.parametrize(
     ("text", "ngram", "reward"),
     [
-        ("a b c d", 2, 0.0),
         ("a b A  b", 2, -1 / 3),  # a b, b a, a b
         ("a a a a a", 2, -0.75),  # one of four is distinct
         ("a a a a", 5, 0.0),
         ("", 1, 0.0),
-        ("a b a b", 1, -0.5),
-    ],
-)
-def test_repetition_penalty(text, ngram, reward):
-    assert repetition_penalty([text], ngram=ngram, answer=["?"]) == [pytest.approx(reward)]
-
-
-@pytest.mark.parametrize(
-    ("text", "ngram", "reward"),
-    [
-        ("hahaha", 2, -0.5),  # ha ha, ha ha
-        ("HaHaha", 2, -0.5),
-        ("hahaha", 4, 0.0),  # three words
-        ("abcabcabc", 1, -2 / 3),  # abc of abc abc abc
+        ("HaHaha", 2, -0.5),  # ha ha, ha ha
+        ("abc" * 100, 1, -0.99),
         ("xabcabcabcy", 1, -2 / 5),  # x abc abc abc y
         ("banana", 1, 0.0),  # an only twice
-        ("haha", 1, 0.0),
-        ("你好你好", 1, -0.5),  # 你 好 of four characters
-        ("你好你好", 2, -1 / 3),  # 你好 好你 你好
         ("你好，你好，", 1, -0.5),  # 你 好 ， of six
+        ("你好你好", 2, -1 / 3),  # 你好 好你 你好
         ("กขกข", 1, -0.5),
         ("한국 한국", 1, -0.5),  # Korean has blanks
         ("a\u200bb\u200ba\u200bb", 1, -0.5),  # a blank without width
@@ -150,13 +127,8 @@ def test_repetition_penalty(text, ngram, reward):
         (bytes(range(33, 98)).decode() * 4, 1, 0.0),  # 65: one word
     ],
 )
-def test_repetition_without_blanks(text, ngram, reward):
-    assert repetition_penalty([text], ngram=ngram) == [pytest.approx(reward)]
-
-
-@pytest.mark.parametrize("text", ["hahaha" * 100, "abc" * 100, "我想" * 100, "สวัสดี" * 100, "!?" * 100])
-def test_a_text_that_is_one_repetition_costs_nearly_all(text):
-    assert -1.0 < repetition_penalty([text])[0] < -0.95
+def test_repetition_penalty(text, ngram, reward):
+    assert repetition_penalty([text], ngram=ngram, answer=["?"]) == [pytest.approx(reward)]
 
 
 # ---- Patterns, scripts, length
@@ -169,13 +141,9 @@ def test_regex_match():
 @pytest.mark.parametrize(
     ("text", "language", "reward"),
     [
-        ("Hello, Welt 42!", "latin", 1.0),
-        ("Hallo мир", "latin", 5 / 8),
+        ("Hallo мир 42!", "latin", 5 / 8),
         ("中文abc", "cjk", 2 / 5),
-        ("ひらがな", "hiragana", 1.0),
-        ("한국", "hangul", 1.0),
         ("42 + 1 = 43", "latin", None),
-        ("", "latin", None),
     ],
 )
 def test_language_reward(text, language, reward):

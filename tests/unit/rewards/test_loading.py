@@ -11,16 +11,26 @@ from grpo.config import RewardConfig
 from grpo.rewards.builtin import BUILT_INS
 from grpo.rewards.loading import call_arguments, load_functions
 
+ROOT = pathlib.Path(__file__).parents[3]
 SECONDS = 600.0  # for a program that ends by itself, on a machine that may be busy
 
 
-def test_importing_rewards_does_not_import_torch():
-    names = "('torch', 'numpy', 'sympy', 'math_verify')"
-    code = f"import sys, grpo.rewards.loading; print([m for m in {names} if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[3], capture_output=True, text=True, timeout=600
-    )
-    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
+LOADED = """
+import sys
+from grpo.config import RewardConfig
+from grpo.rewards.loading import load_functions
+libraries = ("torch", "numpy", "sympy", "math_verify")
+for answer_format in ("answer_tag", "boxed"):
+    load_functions(RewardConfig(functions={"math_reward": 1.0}, answer_format=answer_format))
+    print([library for library in libraries if library in sys.modules])
+"""
+
+
+def test_the_library_that_compares_latex_is_loaded_at_the_start_and_torch_never():
+    command = [sys.executable, "-c", LOADED]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    without, boxed = result.stdout.splitlines()
+    assert without == "[]" and "math_verify" in boxed and "torch" not in boxed, result.stderr
 
 
 def test_load_functions_gives_every_built_in_its_options():
@@ -83,9 +93,11 @@ def test_load_functions_refuses_columns(name, column, message):
         ("code_reward", {"timeout_seconds": 10.0}, r"is 10.0; set it .* below reward.timeout_seconds = 10.0"),
         ("code_reward", {"memory_gib": 8}, r"memory_gib is 8; .* at most reward.memory_gib = 4.0"),
         ("math_reward", {"answer_format": "xml"}, r"of math_reward: answer_format='xml' is unknown; use"),
-        ("math_reward", {"tolerence": 1}, r"math_reward has no option 'tolerence' \(did you mean tolerance\?\)"),
-        ("overlong_penalty", {"cut": 1}, r"no option 'cut'; its options .* are: tokens, max_completion_tokens$"),
-        ("math_reward", {"tolerance": "1"}, r"options of math_reward: tolerance is '1' \(str\), not float"),
+        (
+            "overlong_penalty",
+            {"token": 1},
+            r"no option 'token' \(did you mean tokens\?\); its options .* are: tokens, ",
+        ),
         ("repetition_penalty", {"ngram": True}, r"ngram is True \(bool\), not int"),
         ("math_reward", [1], r"reward.options of math_reward is \[1\]; write a table such as"),
     ],
@@ -113,10 +125,7 @@ def test_a_function_of_the_users_has_options_and_facts_of_the_run_like_a_built_i
         return load_functions(config, columns, 100)[name]
 
     assert load()(["a"], answer=["3"], question=["?"]) == ["boxed 100", 3.0]
-    assert load(scale=2)(["a"], answer=["3"]) == ["boxed 100", 6.0]
     assert load(scale=0.5, answer_format="hashes", max_completion_tokens=5)(["a"], answer=["3"]) == ["hashes 5", 1.5]
-    with pytest.raises(ValueError, match=r"scaled has no option 'scales' \(did you mean scale\?\)"):
-        load(scales=2)
     with pytest.raises(ValueError, match=r"mine.py:scaled: scale is '2' \(str\), not float"):
         load(scale="2")
     with pytest.raises(ValueError, match=r"column scale is named like an option of /.*mine.py:scaled; rename it"):
@@ -132,17 +141,6 @@ def test_a_function_of_the_users_has_options_and_facts_of_the_run_like_a_built_i
     load_functions(config, ["answer"])
     with pytest.raises(ValueError, match=r"column level is named like an option"):
         load_functions(config, ["answer", "level"])
-
-
-def test_the_library_that_compares_latex_is_loaded_at_the_start():
-    program = (
-        "import sys; from grpo.config import RewardConfig; from grpo.rewards.loading import load_functions; "
-        "load_functions(RewardConfig(functions={'math_reward': 1.0}, answer_format='boxed')); "
-        "print('math_verify' in sys.modules)"
-    )
-    root = pathlib.Path(__file__).parents[3]
-    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=600)
-    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
 
 
 @pytest.mark.parametrize(
@@ -180,14 +178,14 @@ def first_by_any_name(texts, **columns):
     return [float(len(text)) for text in texts]
 
 
-@pytest.mark.parametrize(("function", "values"), [(trl, [1.0, 0.0]), (first_by_any_name, [1.0, 2.0])])
+@pytest.mark.parametrize(
+    ("function", "values"),
+    [(trl, [1.0, 0.0]), (functools.partial(trl), [1.0, 0.0]), (first_by_any_name, [1.0, 2.0])],
+)
 def test_completions_go_by_their_name_or_first(function, values):
     columns = {"prompts": ["1+2", "2+2"], "answer": ["3", "4"], "step": [1, 1]}
     arguments, named = call_arguments(function, ["3", "55"], columns)
     assert function(*arguments, **named) == values
-    partial = functools.partial(function)
-    arguments, named = call_arguments(partial, ["3", "55"], columns)
-    assert partial(*arguments, **named) == values
 
 
 def test_each_completion_has_the_form_of_its_own_prompt():

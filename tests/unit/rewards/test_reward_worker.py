@@ -1,7 +1,6 @@
 """One reward process: what a function may return, which functions run confined, and which variables they get."""
 
 import decimal
-import enum
 import fractions
 import importlib.util
 import math
@@ -32,21 +31,14 @@ class Unspeakable:
         raise KeyError("no words")
 
 
-class Level(enum.IntEnum):
-    HIGH = 2
-
-
 @pytest.mark.parametrize(
     ("values", "plain"),
     [
-        ([1.5, None, -0.0], [1.5, None, -0.0]),
-        ([True, 1e9, -1e9], [1.0, 1e9, -1e9]),
-        ([fractions.Fraction(1, 4), decimal.Decimal("0.5"), Level.HIGH], [0.25, 0.5, 2.0]),
-        (np.array([0.5, 2.0]), [0.5, 2.0]),
+        ([1.5, None, True, -1e9], [1.5, None, 1.0, -1e9]),
+        ([fractions.Fraction(1, 4), decimal.Decimal("0.5")], [0.25, 0.5]),
         (np.array([1.0, None], dtype=object), [1.0, None]),
-        ([np.float16(0.5), np.longdouble(0.5), np.int64(3), np.bool_(True), None], [0.5, 0.5, 3.0, 1.0, None]),
+        ([np.float16(0.5), np.int64(3), np.bool_(True), torch.tensor(0.5)], [0.5, 3.0, 1.0, 0.5]),
         (torch.tensor([0.5, 2.0]), [0.5, 2.0]),
-        ([torch.tensor(0.5), torch.tensor(True), torch.tensor(3)], [0.5, 1.0, 3.0]),
     ],
 )
 def test_what_is_a_number_becomes_a_float(values, plain):
@@ -61,18 +53,13 @@ def test_what_is_a_number_becomes_a_float(values, plain):
         ([math.nan], "nan (float), not None or a finite number"),
         ([1.1e9], "1100000000.0 (float), not None or a finite number of at most 1e+09"),
         ([10**6000], "a value that cannot be shown (int), not"),
-        ([decimal.Decimal("sNaN")], "Decimal('sNaN') (Decimal), not"),
         (["1"], "'1' (str), not"),
         ([1j], "1j (complex), not"),
-        ([[1.0]], "[1.0] (list), not"),
         ([Unspeakable()], "a value that cannot be shown (Unspeakable), not"),
-        ([np.complex64(1)], "(complex64), not"),
         ([torch.tensor([1.0])], "tensor([1.]) (Tensor), not"),
-        (np.array([np.nan]), "nan (float), not"),
         ([1.0, 2.0], "returned 2 values for 1 completions"),
         (np.ones((1, 1)), "(ndarray), not a list with 1 values"),
         (1.0, "1.0 (float), not a list with 1 values"),
-        (Unspeakable(), "a value that cannot be shown (Unspeakable), not a list with 1 values"),
     ],
 )
 def test_what_is_none_is_a_failure_that_says_what_came(values, failure):

@@ -41,16 +41,10 @@ def attempt(lock: str, code: str) -> str:
         ("open({own!r} + '/file', 'r+').write('y'); open('/dev/null', 'w').write('x')", True),
         ("open({read!r} + '/file').read(); os.listdir({read!r})", True),
         ("open({own!r} + '/new', 'w')", False),
-        ("os.open({own!r}, os.O_TMPFILE | os.O_RDWR)", False),
-        ("os.mkdir({own!r} + '/new')", False),
-        ("os.truncate({own!r} + '/file', 0)", False),
         ("open({read!r} + '/file', 'a')", False),
-        ("os.remove({read!r} + '/file')", False),
         ("os.rename({read!r} + '/file', {own!r} + '/taken')", False),
         ("os.link({other!r} + '/file', {own!r} + '/taken')", False),
-        ("open({other!r} + '/file').read()", False),
         ("os.execv('/bin/sh', ['sh', '-c', 'echo done'])", False),
-        ("open('/proc/self/environ').read()", False),
     ],
 )
 def test_files_are_a_whitelist(tmp_path, code, allowed):
@@ -70,27 +64,38 @@ def test_files_are_a_whitelist(tmp_path, code, allowed):
         assert attempt("", code) == "done"
 
 
+HARMLESS = """
+import fcntl, resource, threading
+socket.socketpair(type=socket.SOCK_STREAM | 0o4000)
+resource.getrlimit(7)
+os.sched_setaffinity(0, {0})
+os.nice(0)
+fcntl.fcntl(0, fcntl.F_GETFL)
+os.stat(".")
+thread = threading.Thread(target=print)
+thread.start()
+thread.join()
+signal.raise_signal(signal.SIGCHLD)
+os.execv("/bin/echo", ["echo", "done"])
+"""
+
+
+@seccomp
+def test_harmless_uses_of_denied_calls_remain():
+    assert attempt("kernel.deny_calls()", HARMLESS.replace("\n", "\n    ")).endswith("done")
+
+
 @seccomp
 @pytest.mark.parametrize(
     ("code", "still"),
     [
         ("socket.socket()", "socket.socketpair()"),
-        ("socket.socketpair(type=socket.SOCK_DGRAM)", "socket.socketpair(type=socket.SOCK_STREAM | 0o4000)"),
-        ("os.memfd_create('x')", "bytes(1 << 20)"),
-        ("import resource as r; r.prlimit(os.getppid(), 7)", "import resource as r; r.getrlimit(7)"),
-        ("os.sched_setaffinity(os.getppid(), {0})", "os.sched_setaffinity(0, {0})"),
-        ("os.setpriority(os.PRIO_PROCESS, os.getppid(), 0)", "os.nice(0)"),
-        ("import fcntl; fcntl.fcntl(0, 8, 0)", "import fcntl; fcntl.fcntl(0, fcntl.F_GETFL)"),
-        ("os.chmod('.', os.stat('.').st_mode)", "os.stat('.')"),
-        ("os.fork() or os._exit(0)", "import threading as t; x = t.Thread(target=print); x.start(); x.join()"),
-        ("import subprocess; subprocess.run(['/bin/true'])", "os.execv('/bin/echo', ['echo', 'done'])"),
-        ("os.kill(os.getppid(), 0)", "os.kill(os.getpid(), 0); signal.raise_signal(signal.SIGCHLD)"),
-        ("kernel.prctl(kernel.PR_SET_PDEATHSIG, 0)", "os.getpid()"),
+        ("os.kill(os.getppid(), 0)", "os.kill(os.getpid(), 0)"),
         (f"{TEMPORARY}os.open(f.name, os.O_TRUNC)", f"{TEMPORARY}os.open(f.name, os.O_TRUNC | os.O_WRONLY)"),
         (f"{TEMPORARY}os.open(f.name, os.O_TRUNC | 3)", f"{TEMPORARY}open(f.name, 'w')"),
     ],
 )
-def test_system_calls_are_denied_and_their_harmless_uses_not(code, still):
+def test_what_newer_versions_of_landlock_refuse_is_denied_without_them(code, still):
     lock = "kernel.deny_calls()"
     assert attempt("", code) == "done"
     assert attempt(lock, code) == "PermissionError"

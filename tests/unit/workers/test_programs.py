@@ -7,8 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
 import uuid
 
@@ -17,37 +15,14 @@ import pytest
 from grpo.workers import lockdown, programs
 from grpo.workers.programs import Limits, Outcome, ProgramError, check_programs, run_python
 from tests.unit.workers.lockdown_attacks import ROOT
+from tests.unit.workers.processes import DEADLINE, find, wait_until
 
 needs_filters = pytest.mark.skipif(not lockdown.kernel.can_deny_calls(), reason="this kernel filters no system calls")
 pytestmark = needs_filters
 
-# Seconds for what happens within moments, on a machine that may be busy.
-DEADLINE = 600.0
-
 
 def run(code: str, stdin: str = "", timeout_seconds: float = DEADLINE, memory_gib: float = 1.0, **limits) -> Outcome:
     return run_python(code, stdin, Limits(timeout_seconds, memory_gib, **limits))
-
-
-def find(marker: str) -> list[int]:
-    """Processes with `marker` among their arguments."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if marker.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            pass  # it ended meanwhile
-    return found
-
-
-def wait_until(condition) -> bool:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def sleeper(marker: str) -> str:
@@ -58,7 +33,6 @@ def sleeper(marker: str) -> str:
     ("code", "outcome"),
     [
         ("print(input()[::-1])", Outcome("ok", "ßba\n", "")),
-        ("import sys; sys.exit(0)", Outcome("ok", "", "")),
         ("import sys; print(1, file=sys.stderr); sys.exit(3)", Outcome("failed", "", "1\n")),
         ("import os; os.kill(os.getpid(), 9)", Outcome("killed", "", "")),
         ("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)", Outcome("timeout", "", "")),
@@ -107,15 +81,11 @@ def test_the_limits_are_set_and_cannot_be_raised():
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_endless_output_costs_no_memory(stream):
     code = f"import sys\nwhile True: sys.{stream}.write('x' * 1_000_000)"
+    assert run(code.replace("while", "if").replace("1_000_000", "100_000"), output_bytes=100_000).status == "ok"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outcome = run(code, output_bytes=100_000)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000  # KiB
     assert (outcome.status, getattr(outcome, stream)) == ("output", "x" * 100_000)
-
-
-def test_output_up_to_the_limit_is_fine():
-    assert run("print('x' * 99_999)", output_bytes=100_000) == Outcome("ok", "x" * 99_999 + "\n", "")
-    assert run("print('x' * 100_000)", output_bytes=100_000).status == "output"
 
 
 def test_a_caller_that_ignores_signals_and_keeps_files_private_changes_nothing():
@@ -171,46 +141,15 @@ def test_what_a_program_needs_is_there():
     assert run(code).stdout == "done False\n"
 
 
-def test_it_is_not_root_and_goes_first_when_memory_runs_out():
-    code = "import os\nprint(0 in (*os.getresuid(), *os.getresgid(), *os.getgroups()))\n"
-    is_rootless = os.geteuid() == 0 and lockdown.new_user() is None
-    assert is_rootless or run(code).stdout == "False\n"
+def test_it_goes_first_when_memory_runs_out():
     sleeps = f"import os, sys\n{sleeper(marker := f'marker-{uuid.uuid4()}')}"
     with concurrent.futures.ThreadPoolExecutor() as pool:
         future = pool.submit(run, sleeps, timeout_seconds=600)
-        assert wait_until(lambda: find(f"\0{marker}\0"))
-        (program,) = find(f"\0{marker}\0")
+        wait_until(lambda: find(marker), "the program")
+        (program,) = find(marker)
         assert pathlib.Path(f"/proc/{program}/oom_score_adj").read_text() == "1000\n"
-        fields = dict(line.split(":\t") for line in pathlib.Path(f"/proc/{program}/status").read_text().splitlines())
-        allowed = {"0" * 16, f"{1 << 2:016x}"}  # to read the interpreter, where it is closed to others
-        assert fields["CapEff"] in allowed and fields["CapPrm"] in allowed and fields["NoNewPrivs"] == "1"
         os.kill(program, signal.SIGKILL)
         assert future.result().status == "killed"
-
-
-@pytest.mark.parametrize("killed", ["caller", "program"])
-def test_whoever_is_killed_no_program_is_left(killed, tmp_path):
-    marker = f"marker-{uuid.uuid4()}"
-    code = "import ctypes, os, sys\nctypes.CDLL(None).prctl(1, 0)\n" + sleeper(marker)
-    caller = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from grpo.workers.programs import Limits, run_python\n"
-            f"print(run_python({code!r}, '', Limits(600, 1.0)).status)",
-        ],
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    program = f"\0{marker}\0"  # as an argument of its own; the caller has it inside another
-    assert wait_until(lambda: len(find(program)) == 1)
-    os.kill(caller.pid if killed == "caller" else find(program)[0], signal.SIGKILL)
-    stdout, _ = caller.communicate(timeout=DEADLINE)
-    assert stdout == ("" if killed == "caller" else "killed\n")
-    assert wait_until(lambda: find(program) == [])
-    assert killed == "caller" or list(tmp_path.iterdir()) == []
 
 
 THREAD_EXECS = """
@@ -242,16 +181,16 @@ def test_no_program_is_left_when_the_reward_processes_are_killed(killed, tmp_pat
     variables = os.environ | {"TMPDIR": str(tmp_path)}
     driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=variables, **pipes)
     supervisor = int(driver.stdout.readline())
-    programs = f"\0{marker}\0"
-    assert wait_until(lambda: len(find(programs)) == 2)
+    wait_until(lambda: len(find(marker)) == 2, "the programs")
     workers = pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     pids = {"supervisor": supervisor, "driver": driver.pid, "worker": int(workers[0])}
     os.kill(pids[killed], signal.SIGKILL)
-    assert wait_until(lambda: len(find(programs)) == (1 if killed == "worker" else 0))
+    wait_until(lambda: len(find(marker)) == (1 if killed == "worker" else 0), "programs to end")
     driver.kill()
     driver.communicate()
-    assert wait_until(lambda: find(programs) == [])
-    assert killed == "supervisor" or wait_until(lambda: list(tmp_path.iterdir()) == [])
+    wait_until(lambda: not find(marker), "all programs to end")
+    if killed != "supervisor":
+        wait_until(lambda: not [*tmp_path.iterdir()], "their folders to go")
 
 
 def test_a_program_whose_end_is_unknown_has_not_succeeded():
@@ -289,35 +228,6 @@ def test_the_start_of_a_run_says_what_programs_run_under_and_refuses_what_is_too
     monkeypatch.setattr(programs.kernel, "can_deny_calls", lambda: False)
     with pytest.raises(ValueError, match="filters no system calls"):
         check_programs(allow_without_landlock=True)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="others run programs as the user that owns the interpreter")
-def test_an_environment_that_only_root_may_read_does_not_mean_running_as_root():
-    """Made under umask 077, in a folder that only root may enter. Capability 1 or 2 is to read."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        make = f"umask 077; mkdir {folder}/e; {sys.executable} -m venv --without-pip {folder}/e/env"
-        subprocess.run(["sh", "-c", make], check=True, timeout=600)
-        package = pathlib.Path(sysconfig.get_path("purelib", vars={"base": f"{folder}/e/env"})) / "package.py"
-        package.write_text("print('imported')")
-        package.chmod(0o600)
-        code = (
-            "import ctypes, os, package, struct\n"
-            "data = ctypes.create_string_buffer(24)\n"
-            "ctypes.CDLL(None).capget(struct.pack('Ii', 0x20080522, 0), data)\n"
-            "capabilities = struct.unpack('6I', data.raw)[1]\n"
-            "print(0 in (*os.getresuid(), *os.getresgid(), *os.getgroups()), capabilities & ~0b110)\n"
-            f"open({str(package)!r}, 'a')"
-        )
-        program = (
-            "from grpo.workers.programs import Limits, check_programs, run_python\n"
-            f"print(check_programs(False))\nprint(run_python({code!r}, '', Limits(120, 1.0)))"
-        )
-        result = subprocess.run(
-            [f"{folder}/e/env/bin/python", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600
-        )
-    line, outcome = result.stdout.splitlines()
-    assert line.startswith("programs run with: ")
-    assert r"stdout='imported\nFalse 0\n'" in outcome and "PermissionError" in outcome
 
 
 def test_the_whitelist_holds_libraries_and_not_the_places_around_them(monkeypatch, tmp_path):
