@@ -21,6 +21,7 @@ import time
 
 import torch
 
+from grpo import features
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example, as_messages
 from grpo.rewards import loading
@@ -31,7 +32,6 @@ from grpo.run.command_line import subject_of, tool_config
 from grpo.text import one_line, shorten
 from grpo.types import Completion, Prompt, Rollout
 from grpo.watch.failures import refuse_bad_input, run_rank
-from grpo.workers.programs import check_programs
 
 NUM_ROWS = 3
 SHOWN_CHARACTERS = 70  # of a text, in a line
@@ -59,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         refuse_what_reads_episodes(functions[name], name)
         for example in examples:
             loading.try_built_ins(functions, example.columns)
-        if name == "code_reward":
-            print(check_programs(reward.allow_without_landlock))
+        for _, before_rewards in features.turned_on(dataclasses.replace(config, reward=reward), "before_rewards"):
+            print(before_rewards(config))
         with contextlib.closing(RewardPool(reward, max_tokens)) as pool:
             return show(pool, examples)
 

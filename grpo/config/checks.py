@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from grpo import features
 from grpo.config.engine_options import (
     EXCLUDING,
     RESHAPING_ENGINE,
@@ -79,6 +80,9 @@ def validate(config: Config) -> None:
         check_engine_options(config.generator)
     _check_rewards(config)
     _check_steps(config)
+    for _, problems in features.turned_on(config, "problems"):
+        for problem in problems(config):
+            raise ValueError(problem)
 
 
 def _check_data(data: DataConfig) -> None:

@@ -18,14 +18,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from grpo import features
 from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function, near_miss
 from grpo.config.values import fits
 from grpo.environments.calls import Arguments, ToolCall
-from grpo.environments.programs import python_tool
 from grpo.text import one_line
 from grpo.workers import worker
-from grpo.workers.programs import ProgramError
 from grpo.workers.worker import Lost
 
 # Optional public methods of a class that are not tools -> what the run calls them with
@@ -144,12 +143,13 @@ def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
 
     If there is only one, its name is empty. Raises ValueError, with the reason, for what cannot be used.
     """
+    built_ins = features.offers("TOOLS")
     functions = []
     for spec in config.tools:
-        if spec == "python":
-            function = python_tool(config)
+        if spec in built_ins:
+            function = built_ins[spec](config)
         else:
-            function = load_function(spec, "environment.tools (built in: python)")
+            function = load_function(spec, f"environment.tools (built in: {', '.join(built_ins) or 'none'})")
         if not inspect.isroutine(function):
             raise ValueError(f"environment.tools {spec} is no function; write def ..., and a class as environment.name")
         functions.append(function)
@@ -302,7 +302,7 @@ def is_outage(error: BaseException | None) -> bool:
         is_broken_off = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
         has_number = isinstance(error, OSError) and error.errno in OUTAGE_NUMBERS
         has_one = isinstance(error, BaseExceptionGroup) and any(map(is_outage, error.exceptions))
-        if is_broken_off or has_number or has_one or isinstance(error, Lost | ProgramError):
+        if is_broken_off or has_number or has_one or isinstance(error, Lost):
             return True
         if error.__suppress_context__:
             error = error.__cause__

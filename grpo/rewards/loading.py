@@ -17,13 +17,16 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
+from grpo import features
 from grpo.config import EXTRA_COLUMNS, RewardConfig
 from grpo.config.user_files import check_options, load_function, near_miss, optional_arguments
-from grpo.rewards.builtin import BUILT_INS, RewardFunction
+from grpo.rewards import builtin
+from grpo.rewards.builtin import RewardFunction
 from grpo.workers import lockdown
 from grpo.workers.processes import Workers
 from grpo.workers.worker import PACKAGE, Failure, Rewards, describe_error, plain_values
 
+BUILT_INS: dict[str, RewardFunction] = builtin.BUILT_INS | features.offers("REWARDS")
 # The columns of a call, by name, with a value for each completion
 Columns = dict[str, list]
 # Arguments that TRL gives to reward functions and a run here does not -> what to do instead
@@ -302,11 +305,11 @@ class Snapshot(types.SimpleNamespace):
 
 
 def is_confined(name: str) -> bool:
-    """Decide whether a function runs confined. Built-in functions do, except code_reward, which confines its programs.
+    """Decide whether a function runs confined. Built-in functions do, unless they confine what they run themselves.
 
     The user's functions do not, because they may call a judge or read data.
     """
-    return name in BUILT_INS and name != "code_reward"
+    return name in BUILT_INS and not getattr(BUILT_INS[name], "confines_itself", False)
 
 
 def part(config: RewardConfig, confined: bool) -> RewardConfig:

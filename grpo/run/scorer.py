@@ -5,24 +5,22 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo import features
 from grpo.config import DataConfig
-from grpo.config.fields import REWARD_MODEL, RunConfig
+from grpo.config.fields import RunConfig
 from grpo.data.chat import detokenize, look_at_prompt, template_name
 from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
 from grpo.report.samples import (
     broken_line,
     failure_lines,
-    finite_or_none,
     no_answer_line,
     unread_calls_line,
 )
 from grpo.rewards.loading import answer_format_of
 from grpo.rewards.pool import RewardError, RewardPool, weighted_sum
-from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
 from grpo.text import printable
 from grpo.types import Completion, Prompt, Rollout
-from grpo.workers.programs import check_programs
 
 # By what name an episode is lost that has functions as tools and no class
 TOOLS = "environment.tools"
@@ -93,9 +91,6 @@ def passed_end_line(
 class Scorer:
     """Decodes completions, and has worker processes and the reward model, if there is one, score them."""
 
-    reward_model: RewardModel | None = None
-    """The session's, once it is loaded."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -107,7 +102,7 @@ class Scorer:
 
         end_token_ids: tokens that end a completion, in addition to those of the model's `folder` and of the generator.
         Raises ValueError or RuntimeError if a reward function cannot be loaded, or programs cannot be locked down, and
-        what `open_reward_model` raises.
+        what `reward_part` of a feature raises.
         """
         reward = config.reward
         generator = config.generator
@@ -116,11 +111,9 @@ class Scorer:
         self.passes = reward.passes
         self.tokenizer = tokenizer
         self.model_path = reward.model
-        if "code_reward" in reward.functions or "python" in self.environment.tools:
-            print(check_programs(reward.allow_without_landlock))
-        self.reader = None
-        if reward.model:
-            self.reader = open_reward_model(reward.model, config.trainer)
+        for _, before_rewards in features.turned_on(config, "before_rewards"):
+            print(before_rewards(config))
+        self.parts = {name: reward_part(config) for name, reward_part in features.turned_on(config, "reward_part")}
 
         more_stop_ids = (*generator.stop_token_ids, *end_token_ids)
         self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, more_stop_ids)
@@ -181,18 +174,12 @@ class Scorer:
         where: how a warning begins. If other ranks hold a part of the reward model, they compute it meanwhile, see
         `scores` of `comm.on_driver`.
         """
-        model_scores = []
-        if self.reward_model:
-            model_scores = self._ask_reward_model()  # while worker processes score
+        # while worker processes score
+        values_of = {name: part.values(self.submitted, self.pool.opening) for name, part in self.parts.items()}
         rollouts = [self._with_environment(rollout) for rollout in self.pool.collect()]
-        for place, (score, failure) in enumerate(model_scores):
-            rollouts[place] = with_value(
-                rollouts[place],
-                REWARD_MODEL,
-                self.weights,
-                score,
-                failure,
-            )
+        for name, values in values_of.items():
+            for place, (value, failure) in enumerate(values):
+                rollouts[place] = with_value(rollouts[place], name, self.weights, value, failure)
         check_lost(rollouts)
 
         warnings = failure_lines(rollouts)
@@ -230,25 +217,6 @@ class Scorer:
             episode["reward"],
             episode["failure"],
         )
-
-    def _ask_reward_model(self) -> list[tuple[float | None, str]]:
-        """Return for each rollout that was submitted its score, or None and the reason."""
-        messages = [conversation(rollout, self.pool.opening) for rollout in self.submitted]
-        conversations = self.reader.read(messages)
-        readable = [ids for ids in conversations if isinstance(ids, list)]
-        scores = iter(self.reward_model.scores(readable))
-        results = []
-        for ids in conversations:
-            score = None
-            failure = ""
-            if isinstance(ids, str):  # not ids, but the reason why it cannot be read
-                failure = ids
-            else:
-                score = finite_or_none(next(scores))
-                if score is None:
-                    failure = "its score is not finite"
-            results.append((score, failure))
-        return results
 
     def _ids_to_show(self, prompt: Prompt, completion: Completion) -> list[int]:
         """Return the ids of a completion without the stop token at the end."""

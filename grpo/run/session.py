@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from grpo import features
 from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.checks import check_world_size, describe_roles, num_processes, validate
 from grpo.config.fields import MAX_NUM_SEQS, Config
@@ -35,7 +36,6 @@ from grpo.roles.engine.generator import Generator
 from grpo.roles.engine.vllm_engine import import_vllm
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
-from grpo.roles.reward_model import RewardModel
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
 from grpo.run.machine import fit_to_machine, print_what_fits
@@ -178,7 +178,7 @@ class Session:
         self.start: Start | None = None  # on rank 0, once it is read
         self.folders: dict[str, str] = {}  # of the models, once they are there
         self.saver: checkpoint.CheckpointSaver | None = None  # on trainers, once their model is loaded
-        self.reward_model: RewardModel | None = None  # on learners, once it is loaded
+        self.reward_model: Any = None  # on learners, once it is loaded
         self.close_engine: Callable[[], None] | None = None  # on generators, once it has started
 
     # ---- before the first step ------------------------------------------------------------------------------------
@@ -326,10 +326,10 @@ class Session:
             if roles.references and roles.has_reference:
                 reference = self.load_reference(trainer)
             if "reward model" in self.folders and roles.learns:
-                folder = self.folders["reward model"]
-                self.reward_model = RewardModel(config.model, config.trainer, folder, roles)
-                if self.start:
-                    self.start.scorer.reward_model = self.reward_model
+                for name, load in features.turned_on(config, "load"):
+                    self.reward_model = load(config, self.folders["reward model"], roles)
+                    if self.start:
+                        self.start.scorer.parts[name].model = self.reward_model
         return trainer, reference
 
     def load_reference(self, trainer: Trainer | None) -> Reference:

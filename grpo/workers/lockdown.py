@@ -10,9 +10,9 @@ need no privilege, so they work for any user and in containers:
 
 Root goes on as another user, because the kernel limits the threads of all users except root. Nothing else needs it.
 
-Left out: limits (processes.py, programs.py) and namespaces. Landlock does not govern `stat`: whether a file of a known
-name exists, and its size, stay visible. It does not govern changes of owner, mode, times or attributes either, so
-seccomp denies those calls.
+Left out: limits (processes.py, features/programs) and namespaces. Landlock does not govern `stat`: whether a file of a
+known name exists, and its size, stay visible. It does not govern changes of owner, mode, times or attributes either,
+so seccomp denies those calls.
 """
 
 import ctypes

@@ -19,9 +19,11 @@ LAYERS = (
     ("roles", "report"),
     ("watch",),
     ("folder",),
+    ("features",),
     ("run",),
 )
 LAYER_OF = {folder: number for number, folders in enumerate(LAYERS) for folder in folders}
+DOOR = "grpo.features"  # every layer may import it, nobody what is behind it
 SCRIPTS = ("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay")
 SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.check_environment", "grpo.look")
 MODULES = sorted(
@@ -60,16 +62,24 @@ def uses(module: str, package: str) -> bool:
 
 
 def test_every_module_is_in_a_folder_or_a_script():
-    assert {folder_of(module) for module in MODULES_OF_FOLDERS} == set(LAYER_OF)
+    assert {folder_of(module) for module in MODULES_OF_FOLDERS} | {"features"} == set(LAYER_OF)
     assert {module for module in MODULES if module in SCRIPTS} == {s for s in SCRIPTS if s.startswith("grpo.")}
 
 
 @pytest.mark.parametrize("module", MODULES_OF_FOLDERS)
 def test_imports_go_downward(module: str):
     folder = folder_of(module)
-    known = {folder_of(name) for name in imports_of(module) if name.startswith("grpo.")}
+    known = {folder_of(name) for name in imports_of(module) - {DOOR} if name.startswith("grpo.")}
     higher = {other for other in known - {folder} if LAYER_OF[other] >= LAYER_OF[folder]}
     assert not higher, f"{module} imports from {', '.join(sorted(higher))}"
+
+
+def test_the_door_is_the_only_way_to_a_feature_and_knows_nothing_itself():
+    assert not [name for name in imports_of(f"{DOOR}.__init__") if name.startswith("grpo")]
+    for module in (*MODULES_OF_FOLDERS, *SCRIPTS):
+        own_folder = ".".join(module.split(".")[:3]) if module.startswith(f"{DOOR}.") else "itself"
+        behind = [name for name in imports_of(module) if name.startswith(f"{DOOR}.")]
+        assert all(name.startswith(own_folder) for name in behind), module
 
 
 def test_no_two_files_import_each_other():

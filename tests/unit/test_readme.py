@@ -15,7 +15,7 @@ from grpo import config as c
 from grpo.config.checks import describe_roles, validate
 from grpo.config.recipes import field_paths, load, load_recipe
 from grpo.folder.run_folder import RUN_FILES
-from grpo.rewards.builtin import BUILT_INS
+from grpo.rewards.loading import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
 OF_CONFIGS = ("README", "DATA", "METHODS", "ENVIRONMENTS", "SFT", "RUNNING", "COMING_FROM", "ANSWERS")

@@ -6,8 +6,8 @@ Arguments: trainer ranks, reference ranks, then folders. Prints the largest diff
 import sys
 
 from grpo.config import ModelConfig, RolesConfig, TrainerConfig
+from grpo.features.reward_model.model import RewardModel, open_reward_model
 from grpo.roles.process_groups import close_roles, setup_roles
-from grpo.roles.reward_model import RewardModel, open_reward_model
 from tests.reward_scores import scores_by_transformers
 
 TOLERANCE = 1e-5

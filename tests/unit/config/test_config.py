@@ -479,7 +479,8 @@ def test_a_path_of_a_recipe_starts_in_this_folder_or_else_in_the_recipes(tmp_pat
     assert recipe.data.prompt_template == f"{tmp_path}/chat.jinja"
     assert recipe.environment.tools == (f"{tmp_path}/mine.py:tool", "python")
     assert recipe.model.path == "none/there"
-    assert load(GRPOConfig, str(tmp_path / "one.py"), ["--algorithm.loss", "mine.py:x"]).algorithm.loss == "mine.py:x"
+    flags = ["--algorithm.loss", "mine.py:x", "--environment.tools"]
+    assert load(GRPOConfig, str(tmp_path / "one.py"), flags).algorithm.loss == "mine.py:x"
 
 
 # What a recipe's lines do, from line 2 on, and the message after `path, `

@@ -11,7 +11,6 @@ from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function
 from grpo.environments.calls import ToolCall
 from grpo.environments.tools import Lost, Toolbox, load_toolboxes, run_call
-from grpo.workers import lockdown
 
 ROOT = pathlib.Path(__file__).parents[3]
 GUESS = f"{ROOT}/configs/examples/guess.py:Guess"
@@ -81,7 +80,7 @@ MINE = {"name": "{here}:Mine"}
 @pytest.mark.parametrize(
     "code, fields, words",
     [
-        (LOOK, {"tools": ("{here}:lok",)}, r"\(built in: python\) .* no function 'lok'; .* look"),
+        (LOOK, {"tools": ("{here}:lok",)}, r"\(built in: .*\) .* no function 'lok'; .* look"),
         (ENVIRONMENT + "    def look(self):\n        'Look.'", MINE | {"tools": ("{here}:look",)}, "two tools .* look"),
         (LOOK, {"name": "{here}:look"}, "look is no class; write functions as environment.tools"),
         (ENVIRONMENT, {"tools": ("{here}:Mine",)}, "a class as environment.name"),
@@ -148,7 +147,6 @@ def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
     [
         ("Lost('the server is down')", True),
         ("ConnectionResetError()", True),
-        ("ProgramError('no fork')", True),
         (f"OSError({errno.ENOSPC}, 'disk full')", True),
         (f"OSError({errno.ETIMEDOUT}, 'the connection')", True),
         ("ExceptionGroup('all tasks', [ValueError(), ConnectionResetError()])", True),
@@ -164,7 +162,6 @@ def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
 def test_what_the_policy_cannot_have_caused(tmp_path, error, is_lost):
     """Also behind another error, which a client's library raises in its place."""
     body = "import asyncio, socket\nfrom grpo.environments.tools import Lost\n"
-    body += "from grpo.workers.programs import ProgramError\n"
     body += f"def f():\n    'F.'\n    raise {error}\n"
     body += "def g():\n    'G.'\n    try:\n        f()\n    except BaseException:\n        raise ValueError('x')\n"
     toolbox = toolbox_of(tmp_path, body, tools=("{here}:f", "{here}:g"))
@@ -200,21 +197,6 @@ def test_the_calculator_of_the_examples(expression, answer):
         assert str(error).startswith(answer)
     else:
         assert said == answer
-
-
-@pytest.mark.skipif(not lockdown.kernel.can_deny_calls(), reason="this kernel filters no system calls")
-def test_python():
-    toolbox = load_toolbox(EnvironmentConfig(tools=("python",), call_seconds=600.0))
-    assert run_call(toolbox, None, ToolCall("python", {"code": "print(6 * 7)"})) == ("42\n", "ok")
-    said, how = run_call(toolbox, None, ToolCall("python", {"code": "print(1)\n1 / 0"}))
-    assert how == "ok" and said.startswith('1\nTraceback (most recent call last):\n  File "program.py", line 2')
-    assert said.endswith("ZeroDivisionError: division by zero")
-    assert run_call(toolbox, None, ToolCall("python", {"code": "open('/etc/passwd')"}))[0].count("PermissionError") == 1
-    short = load_toolbox(EnvironmentConfig(tools=("python",), call_seconds=1.0))
-    assert run_call(short, None, ToolCall("python", {"code": "while True: pass"})) == (
-        "It took longer than 0.8 s.",
-        "ok",
-    )
 
 
 def test_workers_load_no_large_library():

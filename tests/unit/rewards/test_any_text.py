@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from grpo.config import RewardConfig
-from grpo.rewards.builtin import BUILT_INS
-from grpo.rewards.loading import load_functions
+from grpo.rewards.loading import BUILT_INS, load_functions
 
 # Seconds: the deadline of a call by default, which is reward.timeout_seconds.
 DEADLINE = RewardConfig().timeout_seconds

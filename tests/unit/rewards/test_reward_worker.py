@@ -136,7 +136,7 @@ def test_a_variable_that_is_missing_says_how_to_have_it(own, monkeypatch):
 
 def test_built_in_functions_and_the_users_own_run_in_different_processes(own, tmp_path):
     """One worker each: that of the built-in has a filter of system calls (Seccomp 2), the other has none."""
-    functions = ["math_reward", "thinking_reward", f"{own}:writes", "code_reward"]
+    functions = ["math_reward", "thinking_reward", f"{own}:writes"]
     config = RewardConfig(functions=dict.fromkeys(functions, 1.0), options={"thinking_reward": {}}, num_workers=1)
     confined, other = part(config, confined=True), part(config, confined=False)
     assert list(confined.functions) == functions[:2] and list(other.functions) == functions[2:]
@@ -149,10 +149,7 @@ def test_built_in_functions_and_the_users_own_run_in_different_processes(own, tm
     pool.close()
     assert modes == ["2" if kernel.can_deny_calls() else filter_mode("self"), filter_mode("self")]
 
-    code = "\n```python\nx = 1\n```"
-    text = f"<think>a</think><answer>5</answer>{code}"
-    fields = {"options": {"code_reward": {"timeout_seconds": 590.0}}}
-    (scored,) = rewards(functions, text, fields=fields, answer="5", tests="assert x == 1")
+    (scored,) = rewards(functions, "<think>a</think><answer>5</answer>", answer="5")
     assert scored.rewards == dict.fromkeys(functions, 1.0) and scored.failures == {}
     assert (tmp_path / "written").read_text().startswith("<think>")
     assert not os.path.exists((tmp_path / "temporary").read_text())  # temporary files end with the run

@@ -8,7 +8,7 @@ program, by a confined reward process, and without the lockdown, by a plain inte
 work there, it would show nothing.
 
 Left out: attacks that take the machine down where they work (reboot, loading a kernel module), and those that need time
-or memory, which test_programs.py has.
+or memory, which unit/features/programs has.
 """
 
 import _ctypes
@@ -26,10 +26,11 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from grpo import features
 from grpo.rewards.loading import confine
 from grpo.workers import kernel, processes
-from grpo.workers.programs import Limits, run_python
 
+HAS_PROGRAMS = "programs" in features.present()
 ROOT = pathlib.Path(__file__).parents[3]
 USER = 54399
 
@@ -331,6 +332,8 @@ def running() -> list[str]:
 
 def try_programs() -> dict[str, str]:
     """Program -> "bounded", or how it ended. Also looks whether the victim lives and no process is left."""
+    from grpo.features.programs.run import Limits, run_python
+
     results = {}
     for program in PROGRAMS:
         with targets() as there:
@@ -350,6 +353,7 @@ def try_programs() -> dict[str, str]:
 _PROGRAM = """
 import ctypes, fcntl, json, mmap, os, resource, signal, socket, struct, sys, time
 T = json.loads(sys.stdin.read())
+signal.signal(signal.SIGIO, signal.SIG_IGN)  # comes when another process reads the folder that an attack watches
 libc = ctypes.CDLL(None, use_errno=True)
 def argument(value): return ctypes.c_long(value) if isinstance(value, int) else value
 def call(name, *arguments):
@@ -510,14 +514,20 @@ def without_lockdown(job: dict[str, Any]) -> str:
 
 def in_a_program(job: dict[str, Any]) -> str:
     """What the attacks print as a program."""
+    from grpo.features.programs.run import Limits, run_python
+
     return run_python(_PROGRAM, json.dumps(job), Limits(240.0, memory_gib=2.0)).stdout
 
 
 def try_all(mode: str) -> dict[str, dict[str, str]]:
     """Where -> attack -> what it did, "worked", "nothing" or the name of an exception; `programs`: try_programs."""
     enter(mode)
-    found = {"programs": try_programs()}
-    for where, run in {"program": in_a_program, "worker": in_a_worker, "outside": without_lockdown}.items():
+    found = {}
+    runs = {"worker": in_a_worker, "outside": without_lockdown}
+    if HAS_PROGRAMS:
+        found["programs"] = try_programs()
+        runs = {"program": in_a_program} | runs
+    for where, run in runs.items():
         with targets() as there:
             tried = [(a.name, a.code) for a in ATTACKS if where != "outside" or a.alone != "nobody"]
             found[where] = json.loads(run(there | {"attacks": tried}))

@@ -12,12 +12,12 @@ import uuid
 
 import pytest
 
-from grpo.workers import lockdown, programs
-from grpo.workers.programs import Limits, Outcome, ProgramError, check_programs, run_python
+from grpo.features.programs.run import REASON, Limits, Outcome, ProgramError, check_programs, run_python
+from grpo.workers import kernel, lockdown
 from tests.unit.workers.lockdown_attacks import ROOT
 from tests.unit.workers.processes import DEADLINE, find, wait_until
 
-needs_filters = pytest.mark.skipif(not lockdown.kernel.can_deny_calls(), reason="this kernel filters no system calls")
+needs_filters = pytest.mark.skipif(not kernel.can_deny_calls(), reason="this kernel filters no system calls")
 pytestmark = needs_filters
 
 
@@ -106,7 +106,7 @@ def test_a_caller_that_ignores_signals_and_keeps_files_private_changes_nothing()
 )
 def test_a_program_that_asks_for_more_reads_why_it_cannot(code):
     outcome = run(code)
-    assert outcome.status == "failed" and outcome.stderr.endswith(f"\n{programs.REASON}")
+    assert outcome.status == "failed" and outcome.stderr.endswith(f"\n{REASON}")
 
 
 def test_the_environment_is_empty(monkeypatch):
@@ -203,8 +203,8 @@ def test_a_program_whose_end_is_unknown_has_not_succeeded():
 
 
 def test_a_program_that_could_not_be_run_is_not_a_program_that_failed(monkeypatch):
-    monkeypatch.setattr(programs.lockdown, "restrict_files", lambda *_: 1 / 0)
-    monkeypatch.setattr(programs.lockdown, "landlock_version", lambda: 1)
+    monkeypatch.setattr(lockdown, "restrict_files", lambda *_: 1 / 0)
+    monkeypatch.setattr(lockdown, "landlock_version", lambda: 1)
     with pytest.raises(ProgramError, match="ZeroDivisionError"):
         run("print(42)")
 
@@ -225,7 +225,7 @@ def test_the_start_of_a_run_says_what_programs_run_under_and_refuses_what_is_too
         "    try: attack()\n    except PermissionError: print('refused')\n"
     )
     assert run(code).stdout.splitlines()[-2:] == ["refused", "refused"]
-    monkeypatch.setattr(programs.kernel, "can_deny_calls", lambda: False)
+    monkeypatch.setattr(kernel, "can_deny_calls", lambda: False)
     with pytest.raises(ValueError, match="filters no system calls"):
         check_programs(allow_without_landlock=True)
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from grpo.workers import kernel, lockdown, processes
+from grpo.workers.worker import Lost
 
 # All that a program finds in its environment besides what the loader needs: BLAS with one thread, not one per core
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -42,7 +43,7 @@ REASON = "Programs here cannot make or change files, start processes or use the 
 TRIAL_SECONDS = 60.0
 
 
-class ProgramError(RuntimeError):
+class ProgramError(Lost):
     """The program could not be run, which says nothing about the program."""
 
 
@@ -90,7 +91,7 @@ def check_programs(allow_without_landlock: bool) -> str:
             "nothing here must stay private, set --reward.allow-without-landlock"
         )
     # in a process of its own, since the caller may be large and have threads
-    command = [sys.executable, "-m", "grpo.workers.programs"]
+    command = [sys.executable, "-m", "grpo.features.programs.run"]
     trial = subprocess.run(command, cwd=processes.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if trial.stdout != "42\n":
         output = (trial.stdout + trial.stderr).strip()

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from grpo.config import EnvironmentConfig
-from grpo.workers.programs import Limits, run_python
+from grpo.features.programs.run import Limits, run_python
 
 # Share of environment.call_seconds, so that the model reads that its program loops before the process is killed
 PROGRAM_TIME = 0.8

@@ -19,6 +19,7 @@ from grpo.data.chat import Refused, check_template, open_tokenizer, render
 from grpo.data.rows import Message, as_messages
 from grpo.models import hf_folder
 from grpo.models.build import build_model
+from grpo.report.samples import finite_or_none
 from grpo.rewards.pool import episode_columns
 from grpo.roles.comm import broadcast, send_batch
 from grpo.roles.process_groups import Roles
@@ -165,3 +166,28 @@ def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
         return [{"role": m["role"], "content": m["content"]} for m in messages]  # calls stand in the content already
     answer = as_messages(opening + rollout.text, "assistant")
     return as_messages(rollout.prompt.content) + answer
+
+
+class ModelPart:
+    """The part of the reward that the model gives, on the driver. `model` is set once it is loaded."""
+
+    model: RewardModel
+
+    def __init__(self, reader: RewardReader):
+        """Hold what reads rollouts."""
+        self.reader = reader
+
+    def values(self, rollouts: Sequence[Rollout], opening: str) -> list[tuple[float | None, str]]:
+        """Return for each rollout its score, or None and the reason. opening: as in `conversation`."""
+        messages = [conversation(rollout, opening) for rollout in rollouts]
+        conversations = self.reader.read(messages)
+        readable = [ids for ids in conversations if isinstance(ids, list)]
+        scores = iter(self.model.scores(readable))
+        results = []
+        for ids in conversations:
+            if isinstance(ids, str):  # not ids, but the reason why it cannot be read
+                results.append((None, ids))
+                continue
+            score = finite_or_none(next(scores))
+            results.append((score, "its score is not finite" if score is None else ""))
+        return results

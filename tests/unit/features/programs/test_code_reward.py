@@ -5,9 +5,11 @@ import types
 
 import pytest
 
-from grpo.rewards import builtin
-from grpo.rewards.builtin import code_reward
-from grpo.workers.programs import Outcome
+from grpo.config import RewardConfig
+from grpo.features.programs import code_reward as module
+from grpo.features.programs.code_reward import code_reward
+from grpo.features.programs.run import Outcome
+from grpo.rewards.loading import load_functions
 
 # For a program that ends by itself, on a machine that may be busy.
 SECONDS = 600.0
@@ -123,7 +125,7 @@ def test_unittest_pays_the_right_program_alone(tests, reward_of_right):
 
 
 def test_success_is_a_marker_that_is_drawn_anew(monkeypatch):
-    monkeypatch.setattr(builtin.secrets, "token_hex", lambda length: "the-marker")
+    monkeypatch.setattr(module.secrets, "token_hex", lambda length: "the-marker")
     known = program("print('the-marker'); import os, sys; sys.stdout.flush(); os._exit(0)")
     assert code_reward([known], tests=["assert False"], timeout_seconds=SECONDS) == [1.0]
     monkeypatch.undo()
@@ -139,8 +141,8 @@ def test_all_tests_of_a_completion_share_the_time(monkeypatch):
         clock[0] += 0.5
         return Outcome("ok", stdin, "")
 
-    monkeypatch.setattr(builtin, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(builtin, "run_python", run)
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(module, "run_python", run)
     for number, reward, expected in ((3, 1.0, [1.5, 1.0, 0.5]), (4, 0.0, [1.5, 1.0, 0.5])):
         granted = []
         tests = [{"input": "a", "output": "a"}] * number
@@ -177,3 +179,15 @@ def test_unreadable_tests_are_refused(tests):
 def test_tests_that_no_program_can_fail_or_pass_are_refused(tests, reason):
     with pytest.raises(ValueError, match=reason):
         code_reward([program("pass")], tests=[tests])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_seconds": 10.0}, r"is 10.0; set it .* below reward.timeout_seconds = 10.0"),
+        ({"memory_gib": 8}, r"memory_gib is 8; .* at most reward.memory_gib = 4.0"),
+    ],
+)
+def test_options_beyond_those_of_the_process_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        load_functions(RewardConfig(functions={"code_reward": 1.0}, options={"code_reward": options}))

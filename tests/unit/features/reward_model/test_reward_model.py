@@ -14,8 +14,8 @@ from configs.examples import toys
 from grpo.config import GRPOConfig, ModelConfig, SFTConfig, TrainerConfig, change
 from grpo.config.checks import check_effects, validate
 from grpo.evaluate import load_config
+from grpo.features.reward_model.model import RewardModel, conversation, open_reward_model
 from grpo.models.hf_folder import check_folder
-from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
 from grpo.run.scorer import Scorer
 from grpo.types import Completion, Prompt, Rollout, TrainBatch
 from tests.tiny_models import SMALL, make_reward_model
@@ -172,7 +172,7 @@ def test_its_score_joins_the_weighted_sum(folder: str, tmp_path: pathlib.Path):
     tokenizer = toys.trained_tokenizer(["1 + 1 = 2"], 300)
     scorer = Scorer(config, folder, tokenizer)
     try:
-        scorer.reward_model = Says(-3.0, 4.0, float("nan"))
+        scorer.parts["reward_model"].model = Says(-3.0, 4.0, float("nan"))
         texts = ["a..", "no dot", 80 * ".", "."]
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
         completions = [Completion.of(torch.tensor(x), torch.zeros(len(x)), truncated=False) for x in ids]

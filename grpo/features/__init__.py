@@ -1,0 +1,51 @@
+"""The door to the features, the only way from the core to them. Any folder beside this file can be deleted.
+
+A feature is a folder whose `__init__.py` offers some of these, each asked for in one place:
+
+    problems(config)            what it needs and does not go with, a sentence each       config/checks.py
+    REWARDS, TOOLS              name -> "module:function": rewards, makers of tools       rewards/loading.py, tools.py
+    before_rewards(config)      a check on rank 0; returns a line to print                run/scorer.py
+    reward_part(config)         a part of the reward that no function computes            run/scorer.py
+    load(config, folder, roles) a model on the learners                                   run/session.py
+
+Standard library alone: worker processes and the checks of a config come through here. No feature imports another.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Name of a folder -> whether a config turns the feature on
+FEATURES: dict[str, Callable[[Any], Any]] = {
+    "programs": lambda config: "code_reward" in config.reward.functions or "python" in config.environment.tools,
+    "reward_model": lambda config: config.reward.model,
+}
+
+
+def present() -> list[str]:
+    """List the features whose folders are here."""
+    return [name for name in FEATURES if importlib.util.find_spec(f"grpo.features.{name}")]
+
+
+def turned_on(config: Any, hook: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the hook of each feature that the config turns on. Raises ValueError if one is deleted."""
+    for name, is_on in FEATURES.items():
+        if not is_on(config):
+            continue
+        if name not in present():
+            raise ValueError(f"the config needs grpo/features/{name}, which this checkout lacks; turn it off")
+        feature = importlib.import_module(f"grpo.features.{name}")
+        if hasattr(feature, hook):
+            yield name, getattr(feature, hook)
+
+
+def offers(hook: str) -> dict[str, Any]:
+    """Return the functions of all features that are here under this hook, by their own names."""
+    functions = {}
+    for feature in present():
+        table = getattr(importlib.import_module(f"grpo.features.{feature}"), hook, {})
+        for name, place in table.items():
+            module, _, function = place.partition(":")
+            functions[name] = getattr(importlib.import_module(module), function)
+    return functions

@@ -1,0 +1,17 @@
+"""A frozen sequence classifier that scores what the policy wrote, on the ranks of the reference."""
+
+from typing import Any
+
+
+def reward_part(config: Any) -> Any:
+    """Open its tokenizer on rank 0 and return the part of the reward that it computes; its model comes with `load`."""
+    from grpo.features.reward_model.model import ModelPart, open_reward_model
+
+    return ModelPart(open_reward_model(config.reward.model, config.trainer))
+
+
+def load(config: Any, folder: str, roles: Any) -> Any:
+    """Load the model, in parts over the reference ranks. Collective over these; every learner calls it."""
+    from grpo.features.reward_model.model import RewardModel
+
+    return RewardModel(config.model, config.trainer, folder, roles)

@@ -1,0 +1,79 @@
+"""The core is complete in itself: its tests pass in a copy of the project without the folders of grpo/features/."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from grpo import features
+
+ROOT = pathlib.Path(__file__).parents[2]
+# What goes with each folder besides it and tests/unit/features/NAME
+ALSO = {
+    "programs": ["configs/qwen2_5_coder_0_5b_programs.py"],
+    "reward_model": [
+        "tests/e2e/test_reward_model.py",
+        "tests/dist/test_reward_model.py",
+        "tests/dist/programs/reward_model.py",
+    ],
+}
+IMPORT_ALL = """
+import importlib, pathlib
+files = sorted(pathlib.Path("grpo").rglob("*.py"))
+modules = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files]
+for module in [*modules, "train_grpo", "train_sft"]:
+    importlib.import_module(module)
+from grpo import features
+print(features.present())
+"""
+SOME = (
+    *("tests/unit/test_layers.py", "tests/unit/config", "tests/unit/rewards/test_loading.py", "tests/unit/run"),
+    *("tests/unit/rewards/test_reward_worker.py", "tests/unit/data/test_data.py"),
+    "tests/e2e/test_sft.py::test_validation_is_the_mean_over_tokens_of_each_set",
+    "tests/e2e/test_algorithms.py::test_verifiers_that_fail_cost_their_completion_alone",
+)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The copy."""
+    copy = tmp_path_factory.mktemp("core") / "project"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
+    for name in features.FEATURES:
+        for folder in (f"grpo/features/{name}", f"tests/unit/features/{name}"):
+            shutil.rmtree(copy / folder)
+        for file in ALSO[name]:
+            (copy / file).unlink()
+    return copy
+
+
+def python(core: pathlib.Path, *words: str) -> str:
+    cache = os.environ.get("VLLM_CACHE_ROOT", str(ROOT / ".cache" / "vllm"))
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=core,
+        env=os.environ | {"PYTHONPATH": str(core), "VLLM_CACHE_ROOT": cache},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-10_000:]
+    return done.stdout
+
+
+def test_every_module_imports(core: pathlib.Path):
+    assert python(core, "-c", IMPORT_ALL).endswith("[]\n")
+
+
+def test_the_core_reads_configs_scores_and_runs_sft_and_grpo(core: pathlib.Path):
+    python(core, "-m", "pytest", "-q", "-x", *SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize("part", ["unit", "e2e", "dist"])
+def test_the_whole_suite_of_the_core_passes(core: pathlib.Path, part: str):
+    python(core, "-m", "pytest", "-q", f"tests/{part}", "--ignore=tests/e2e/test_without_features.py")

@@ -1,0 +1,29 @@
+"""The door: which features a config turns on, and what happens without their folders."""
+
+import pathlib
+
+import pytest
+
+from grpo import features
+from grpo.config import GRPOConfig, change
+from grpo.config.checks import validate
+
+FOLDER = pathlib.Path(features.__file__).parent
+TURNED_ON = {
+    "programs": [{"reward.functions": {"code_reward": 1.0}}, {"environment.tools": ("python",)}],
+    "reward_model": [{"reward.model": "my/judge"}],
+}
+
+
+def test_the_door_names_every_folder_and_each_has_a_page():
+    assert {path.parent.name for path in FOLDER.glob("*/__init__.py")} == {*features.present()} <= {*features.FEATURES}
+    assert all((FOLDER / name / "README.md").is_file() for name in features.present())
+
+
+@pytest.mark.parametrize(("name", "fields"), [(name, fields) for name in TURNED_ON for fields in TURNED_ON[name]])
+def test_a_config_that_needs_a_deleted_feature_is_refused_by_its_name(name, fields, monkeypatch):
+    assert TURNED_ON.keys() == features.FEATURES.keys()
+    monkeypatch.setattr(features, "present", list)
+    validate(GRPOConfig())
+    with pytest.raises(ValueError, match=f"needs grpo/features/{name}, which this checkout lacks"):
+        validate(change(GRPOConfig(), fields))
