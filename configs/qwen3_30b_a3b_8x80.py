@@ -10,7 +10,7 @@ moments in bfloat16 are 12 bytes per parameter, 30.5e9 x 12 / 8 ranks = 43 GiB; 
 embeddings and the LM head 3.5; the gradients of a block and of the LM head before they are shared out 4.6; with the
 activations of 16384 tokens, all blocks computed again, and the rest about 58 GiB. Rows of 32768 tokens take 64. With
 moments in float32 it would be 72 GiB, too close to 80 GB. While the engines sample, weights and moments stay, 28 GiB,
-and an engine takes 40 %, 32 GiB: 14 of weights, the rest is KV cache. So a GPU holds 60 GiB.
+and an engine takes 40 %, 32 GiB: 14 of weights, the rest is KV cache. Asleep it keeps about 5. So a GPU holds 63 GiB.
 """
 
 from grpo.config import change

@@ -29,7 +29,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 from grpo.config.fields import Config
-from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, check_run_folder, read_marker, step_folders, step_of
+from grpo.folder.run_folder import (
+    CHECKPOINTS,
+    PARTIAL,
+    check_run_folder,
+    read_marker,
+    read_metrics,
+    step_folders,
+    step_of,
+)
 from grpo.roles.process_groups import make_savers_group
 from grpo.text import naming, reason_of
 from grpo.watch.failures import FULL_DISK, BadInput
@@ -114,9 +122,9 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
             raise Damaged(f"{path} is missing")
         if path.stat().st_size != num_bytes:
             raise Damaged(f"{path} has {path.stat().st_size} bytes, in {FILES_FILE} {num_bytes}")
-    path = checkpoint / DRIVER_FILE
     check_file(checkpoint, METADATA_FILE)
     check_file(checkpoint, DRIVER_FILE)
+    path = checkpoint / DRIVER_FILE
     try:
         state = torch.load(path, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError) as error:
@@ -129,17 +137,9 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
 def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | None:
     """Return the checkpoint with the highest `eval/<metric>`, the newest of equals; None if none has it."""
     name = f"eval/{metric.removeprefix('eval/')}"
-    values = {}
-    with open(pathlib.Path(run_dir) / "metrics.jsonl", encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):  # it is being written, or was when its run died
-                break
-            record = json.loads(line)
-            if record.get(name) is not None:
-                values[record["step"]] = record[name]
+    values = {record["step"]: record[name] for record in read_metrics(run_dir) if record.get(name) is not None}
     measured = [folder for folder in step_folders(run_dir) if step_of(folder) in values]
-    ranked = sorted(measured, key=lambda folder: values[step_of(folder)])
-    return ranked[-1] if ranked else None
+    return max(reversed(measured), key=lambda folder: values[step_of(folder)], default=None)
 
 
 # ---- Saving

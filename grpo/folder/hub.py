@@ -1,6 +1,5 @@
 """A trained model at Hugging Face's hub: its repository before the run, its files and card afterwards."""
 
-import json
 from pathlib import Path
 
 import httpx
@@ -8,6 +7,7 @@ from huggingface_hub import HfApi
 
 from grpo.config.fields import RunConfig
 from grpo.config.recipes import as_recipe
+from grpo.folder.run_folder import read_metrics
 from grpo.models.hf_folder import name_and_revision
 from grpo.text import reason_of, without_secrets
 
@@ -59,8 +59,7 @@ def push(config: RunConfig, repository: str) -> str:
 def model_card(config: RunConfig, repository: str, run_dir: Path) -> str:
     """Write a model's card: its base, what was measured first and last, and the recipe without secrets."""
     measured = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in read_metrics(run_dir):
         for name, value in record.items():
             is_shown = name in ("loss", "reward/mean") or name.startswith(("eval/", "validation/"))
             if is_shown and value is not None:

@@ -20,7 +20,7 @@ import socket
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -203,15 +203,19 @@ def read_marker(run_dir: str | Path) -> dict[str, Any] | None:
     path = Path(run_dir) / MARKER
     if path.is_symlink() or not path.is_file():
         return None
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         marker = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(marker, dict):
-        return None
-    if not isinstance(marker.get("script"), str) or not isinstance(marker.get("config"), dict):
-        return None
-    return marker
+        if isinstance(marker, dict) and isinstance(marker.get("config"), dict) and "script" in marker:
+            return marker
+    return None
+
+
+def read_metrics(run_dir: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run's metrics, up to one that is being written, or was when its run died."""
+    with open(Path(run_dir) / "metrics.jsonl", encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 def step_folders(run_dir: str | Path) -> list[Path]:

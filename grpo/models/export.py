@@ -74,11 +74,6 @@ def _hf_weights(model: ShardedModel) -> dict[str, Tensor | LoRALinear]:
     return model.names.to_hf(model.module.state_dict() | layers)
 
 
-def peft_name(linear: str, matrix: str) -> str:
-    """Return PEFT's name of A or B of a linear layer, which has a Hugging Face name."""
-    return f"base_model.model.{linear}.lora_{matrix}.weight"
-
-
 def export_hf(
     model: ShardedModel,
     target: pathlib.Path,
@@ -141,7 +136,8 @@ def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
     tensors = {}
     for name, layer in model.names.to_hf(layers).items():
         for matrix, weight in (("A", layer.lora_a), ("B", layer.lora_b)):
-            tensors[peft_name(name.removesuffix(".weight"), matrix)] = _gathered(weight, torch.float32).cpu()
+            linear = name.removesuffix(".weight")
+            tensors[f"base_model.model.{linear}.lora_{matrix}.weight"] = _gathered(weight, torch.float32).cpu()
     if dist.get_rank() != 0:
         return
     layer = adapted_layers(model.module)[0]

@@ -39,13 +39,10 @@ class LogprobHead(Linear):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
         self.keep_logits = config.keep_logits
-        self.statistics = chunk_statistics
-        self.gradients = chunk_gradients
-        self.with_unit_gradients = chunk_with_unit_gradients
-        if config.compile:
-            self.statistics = torch.compile(chunk_statistics)
-            self.gradients = torch.compile(chunk_gradients)
-            self.with_unit_gradients = torch.compile(chunk_with_unit_gradients)
+        compiled = torch.compile if config.compile else lambda function: function
+        self.statistics = compiled(chunk_statistics)
+        self.gradients = compiled(chunk_gradients)
+        self.with_unit_gradients = compiled(chunk_with_unit_gradients)
 
     def forward(
         self,

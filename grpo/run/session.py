@@ -38,7 +38,7 @@ from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
-from grpo.run.machine import fit_to_machine, print_what_fits
+from grpo.run.machine import fit_to_machine
 from grpo.run.saved import Saved
 from grpo.run.scorer import check_version
 from grpo.run.start import Start
@@ -143,12 +143,14 @@ def dry_run(config: Config, script: str, read: Read) -> bool:
                 config.max_sequence_tokens,
                 math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel),
             )
-            return print_what_fits(config, folder)
-        start = read(config, script, build_dir)
-        fits = print_what_fits(config, start.policy.folder, start.reward_model)
-    if start.scorer:
-        start.scorer.pool.close()
-    return fits
+            _, num_problems = fit_to_machine(config, config.roles, folder)
+        else:
+            start = read(config, script, build_dir)
+            _, num_problems = fit_to_machine(config, config.roles, start.policy.folder, start.reward_model)
+            if start.scorer:
+                start.scorer.pool.close()
+    print(f"dry run: nothing was written; memory may be 20 % off; problems: {num_problems}")
+    return not num_problems
 
 
 class Session:
@@ -220,7 +222,7 @@ class Session:
             self.begin_to_write(start.saved)
         self.start = start
         self.last_line = f"done; everything is in {config.run_dir}"
-        fitted = fit_to_machine(config, self.layout, start.policy.folder, start.reward_model)
+        fitted, _ = fit_to_machine(config, self.layout, start.policy.folder, start.reward_model)
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {start.saved.step}")
         return Shared(
             config=fitted,

@@ -400,17 +400,13 @@ def called(module: str, name: str):
 
 
 CLASSES = "torch.distributed.checkpoint.metadata"
-PICKLES = {f"protocol {number}": lambda path, n=number: pickle.dumps(Evil(path), n) for number in (0, 2, 4, 5)} | {
+PICKLES = {f"protocol {number}": lambda path, n=number: pickle.dumps(Evil(path), n) for number in (0, 2, 5)} | {
     "os.system": called("os", "system"),
-    "posix.system": called("posix", "system"),
     "builtins.eval": called("builtins", "eval"),
-    "builtins.exec": called("builtins", "exec"),
     "builtins.getattr": called("builtins", "getattr"),
-    "subprocess.getoutput": called("subprocess", "getoutput"),
     "a name behind a class's module": called(CLASSES, "os.system"),
     "a method of an allowed class": called("pathlib", "PosixPath.write_text"),
     "what the module itself imported": called(CLASSES, "os"),
-    "torch.load": called("torch", "load"),
     "INST": lambda path: f"(S'touch {path}'\nios\nsystem\n.".encode(),
     "OBJ": lambda path: f"(cos\nsystem\nS'touch {path}'\no.".encode(),
     "within an allowed class": lambda path: pickle.dumps(dcp.Metadata({"model.weight": Evil(path)})),

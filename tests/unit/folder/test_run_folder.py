@@ -87,22 +87,15 @@ def test_absent_and_empty_folders_are_taken(tmp_path):
 def test_what_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
-    for name, message in {
-        "file": "file cannot be written: .*/file is not a writable folder",
-        "file/run": "file/run cannot be written: .*/file is not a writable folder",
-        "nowhere": "cannot be written: .*/nowhere is not a writable folder",
-        "/proc/nowhere": "/proc/nowhere cannot be written: /proc is not a writable folder",  # for root too
+    for run_dir, message in {
+        f"{tmp_path}/file": "file cannot be written: .*/file is not a writable folder.*--run-dir",
+        f"{tmp_path}/file/run": "file/run cannot be written: .*/file is not a writable folder.*--run-dir",
+        f"{tmp_path}/nowhere": "cannot be written: .*/nowhere is not a writable folder.*--run-dir",
+        "/proc/nowhere": "/proc/nowhere cannot be written: /proc is not a writable folder.*--run-dir",  # for root too
+        "~/runs": "run_dir ~/runs would be a folder named ~ .*HOME",  # as in --run-dir=~/runs
     }.items():
-        with pytest.raises(ValueError, match=f"{message}.*--run-dir"):
-            check(tmp_path / name)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_may_not_be_written(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ValueError, match="is not a writable folder"):
-        check(tmp_path / "run")
-    tmp_path.chmod(0o700)
+        with pytest.raises(ValueError, match=message):
+            check(run_dir)
 
 
 @pytest.mark.parametrize(
@@ -124,25 +117,21 @@ def test_what_the_marker_says(tmp_path):
         assert re.fullmatch("[0-9a-f]{40}(-dirty)?", marker["commit"])
 
 
-def test_edited_texts_are_kept_as_they_were_before_a_resume(tmp_path):
-    """The script and the user's files. What came before step 5 is kept, and what led to no checkpoint is not."""
-    config = GRPOConfig(run_dir=str(tmp_path))
-    resumed = GRPOConfig(run_dir=str(tmp_path), resume=True)
-    for known, step, text in (
-        (config, 0, "first"),
-        (resumed, 3, "first"),
-        (resumed, 5, "second"),
-        (resumed, 5, "third"),
-    ):
-        os.close(begin_run(known, GRPO, step, {"script.py": text, "files/mine.py": f"{text} reward"}))
-    kept = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.py")}
-    assert kept.items() - {("config.py", kept["config.py"])} == {
-        ("script.py", "third"),
-        ("script-step-00000005.py", "first"),
-        ("files/mine.py", "third reward"),
-        ("files/mine-step-00000005.py", "first reward"),
-    }
-    os.close(begin_run(GRPOConfig(run_dir=str(tmp_path), overwrite=True), GRPO))
+def test_the_texts_of_the_steps_so_far_are_kept(tmp_path):
+    """Config, script and the user's files. The first ones made steps 1 to 5, the second ones led to no checkpoint, the
+    third ones made steps 6 to 8. A new run leaves none of them.
+    """
+    for seed, step, text in ((1, 0, "a"), (1, 3, "a"), (2, 5, "b"), (3, 5, "c"), (3, 7, "c"), (4, 8, "d")):
+        config = GRPOConfig(run_dir=str(tmp_path), seed=seed, resume=step > 0)
+        os.close(begin_run(config, GRPO, step, {"script.py": text, "files/mine.py": f"{text} reward"}))
+    configs = {path.name: seed_of(path) for path in tmp_path.glob("config*")}
+    assert configs == {"config.py": 4, "config-step-00000005.py": 1, "config-step-00000008.py": 3}
+    kept = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("[ms]*.py")}
+    for name, suffix in (("script", ""), ("files/mine", " reward")):
+        for file, text in ((name, "d"), (f"{name}-step-00000005", "a"), (f"{name}-step-00000008", "c")):
+            assert kept.pop(f"{file}.py") == text + suffix
+    assert not kept
+    begin(tmp_path, overwrite=True)
     assert tree(tmp_path) == {"config.py", "run.json", "run.lock"}
 
 
@@ -314,16 +303,6 @@ def test_resume_deletes_nothing_whatever_else_is_asked_for(tmp_path):
     assert gone and all(".partial" in path or path.endswith(".tmp") for path in gone)
 
 
-def test_the_config_of_the_steps_so_far_is_kept(tmp_path):
-    """Config 1 made steps 1 to 4; 2 was in force and led to no checkpoint; 3 made 5 to 8."""
-    started_run(tmp_path)
-    for seed, step in ((1, 4), (2, 4), (3, 4), (3, 6), (4, 8), (5, 0)):
-        begin(tmp_path, seed=seed, step=step, resume=True)
-    assert seed_of(tmp_path / "config.py") == 5
-    kept = {path.name: seed_of(path) for path in tmp_path.glob("config-step-*")}
-    assert kept == {"config-step-00000004.py": 1, "config-step-00000008.py": 3}
-
-
 def test_a_run_does_not_replace_what_it_reads(tmp_path):
     finished_run(tmp_path / "run")
     (tmp_path / "link").symlink_to(tmp_path / "run/model")
@@ -352,9 +331,3 @@ def test_a_finished_run_without_checkpoints_is_not_begun_again(tmp_path):
     check(tmp_path, overwrite=True)
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
     check(tmp_path, resume=True)
-
-
-def test_a_tilde_that_no_shell_has_replaced_is_refused():
-    """As in --run-dir=~/runs: it would become a folder named ~ in the working directory."""
-    with pytest.raises(ValueError, match="run_dir ~/runs would be a folder named ~ .*HOME"):
-        check("~/runs")

@@ -53,34 +53,29 @@ def test_the_longest_length_becomes_a_tensor_behind_fsdp():
     assert given[0].max_q.device.type == "cpu" and given[0].max_q == 4
 
 
-def test_documents_are_apart():
-    """A change in one document moves no output of another."""
+@pytest.mark.parametrize(
+    ("window", "keys", "moved"),
+    [
+        # a change in one document moves no output of another; a document's first token sees itself alone
+        (None, [(0, 3), (0, 4), (0, 5), (0, 6)], [[0, 4], [0, 5], [0, 6]]),
+        # a key moves the outputs of its own token and of the next one, within its document
+        (2, [(0, 1), (0, 6), (1, 0), (1, 3)], [[0, 1], [0, 2], [0, 6], [1, 1], [1, 3], [1, 4]]),
+    ],
+)
+def test_documents_are_apart_and_windows_hide_what_lies_further_away(window, keys, moved):
     attention = DocumentAttention(DocumentAttention.Config())
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 8, heads, 16) for heads in (4, 2, 2))
-    before = attention(q, k, v, attention_masks=masks_of(LENGTHS), enable_gqa=True)
-    k[0, 3:7] += 1
-    after = attention(q, k, v, attention_masks=masks_of(LENGTHS), enable_gqa=True)
-    moved = (before != after).any(-1).any(-1)
-    assert moved.nonzero().tolist() == [[0, 4], [0, 5], [0, 6]]  # a document's first token sees itself alone
-    whole = F.scaled_dot_product_attention(
-        *(x[1:, :5].transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
-    )
-    torch.testing.assert_close(after[1:, :5], whole.transpose(1, 2), atol=2e-6, rtol=0)
-
-
-def test_a_window_hides_what_lies_further_away():
-    """A key moves the outputs of its own token and of the next one, within its document; a first token's own, none."""
-    attention = DocumentAttention(DocumentAttention.Config())
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 8, heads, 16) for heads in (4, 2, 2))
-    masks = masks_of(LENGTHS)._replace(window=2)
+    masks = masks_of(LENGTHS)._replace(window=window)
     before = attention(q, k, v, attention_masks=masks, enable_gqa=True)
-    k[0, [1, 6]] += 1
-    k[1, [0, 3]] += 1
+    for row, place in keys:
+        k[row, place] += 1
     after = attention(q, k, v, attention_masks=masks, enable_gqa=True)
-    moved = (before != after).any(-1).any(-1)
-    assert moved.nonzero().tolist() == [[0, 1], [0, 2], [0, 6], [1, 1], [1, 3], [1, 4]]
+    assert (before != after).any(-1).any(-1).nonzero().tolist() == moved
+    if window is None:
+        document = [x[1:, :5].transpose(1, 2) for x in (q, k, v)]
+        whole = F.scaled_dot_product_attention(*document, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(after[1:, :5], whole.transpose(1, 2), atol=2e-6, rtol=0)
 
 
 def test_a_cpu_takes_documents_and_refuses_flash():

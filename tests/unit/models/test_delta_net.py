@@ -75,22 +75,19 @@ def test_a_convolution_sees_nothing_of_the_document_before():
     assert out.flatten().tolist() == [2, 23, 234, 2340, 4, 46]
 
 
-def test_shared_prompts_are_refused():
-    with pytest.raises(ValueError, match="no-share-prompts"):
-        document_chunks(types.SimpleNamespace(shared=object()))
-
-
 def test_what_is_refused_has_a_remedy(tmp_path):
     folder = make_tiny(tmp_path, "qwen3_5")
     hf = read_hf_config(folder)
-    with pytest.raises(ValueError, match="tensor_parallel=2 must be 1"):
-        check_folder(folder, 64, 2)
-    with pytest.raises(ValueError, match="lora_rank=4: .*leave it out"):
-        adapted_places(hf, TrainerConfig(lora_rank=4))
-    with pytest.raises(ValueError, match="quantization .*leave it out"):
-        check_engine(GeneratorConfig(engine={"quantization": "fp8"}), hf, on_gpu=False)
-    with pytest.raises(ValueError, match="needs a GPU.*SFT without evaluation"):
-        check_engine(GeneratorConfig(), hf, on_gpu=False)
+    quantized = GeneratorConfig(engine={"quantization": "fp8"})
+    for remedy, call in {
+        "no-share-prompts": lambda: document_chunks(types.SimpleNamespace(shared=object())),
+        "tensor_parallel=2 must be 1": lambda: check_folder(folder, 64, 2),
+        "lora_rank=4: .*leave it out": lambda: adapted_places(hf, TrainerConfig(lora_rank=4)),
+        "quantization .*leave it out": lambda: check_engine(quantized, hf, on_gpu=False),
+        "needs a GPU.*SFT without evaluation": lambda: check_engine(GeneratorConfig(), hf, on_gpu=False),
+    }.items():
+        with pytest.raises(ValueError, match=remedy):
+            call()
 
 
 def test_an_engine_on_a_gpu_keeps_states_in_float32_whatever_the_folder_says(tmp_path):

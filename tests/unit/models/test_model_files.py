@@ -10,73 +10,50 @@ from configs.examples import toys
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, SFTConfig
 from grpo.data.chat import load_tokenizer
 from grpo.models.export import write_form
-from grpo.models.hf_folder import (
-    COPIED_FILES,
-    ChatForm,
-    copied_files,
-    read_hf_config,
-    served_end_ids,
-    stop_token_ids,
-)
+from grpo.models.hf_folder import ChatForm, copied_files, read_hf_config, stop_token_ids
 from grpo.run.policy import learned_form
 
 
 def names(folder: pathlib.Path) -> list[str]:
-    return sorted(path.name for path in copied_files(folder))
+    return sorted(str(path.relative_to(folder)) for path in copied_files(folder))
 
 
-def test_all_templates_of_a_tokenizer_are_copied(tmp_path):
+def test_what_an_export_copies(tmp_path):
+    """A tokenizer with all of its templates, what links within the folder lead to, and nothing else that lies there."""
+    folder = tmp_path / "model"
     tokenizer = toys.trained_tokenizer(["a few words"], 300)
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
-    tokenizer.save_pretrained(tmp_path / "there")
-    for file in copied_files(tmp_path / "there"):
-        copy = tmp_path / "copy" / file.relative_to(tmp_path / "there")
+    tokenizer.save_pretrained(folder)
+    for name in ("tokenizer.py", "tokenizer.pkl", "x.model", "chat_template.jinja.bak", "tokenizer.bin", "real"):
+        (folder / name).write_text("{}")
+    (folder / "vocab.json").mkdir()  # a folder of that name
+    (folder / "vocab.txt").symlink_to("absent")
+    (folder / "merges.txt").symlink_to("real")
+    assert names(folder) == [
+        *("additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.jinja"),
+        *("merges.txt", "tokenizer.json", "tokenizer_config.json"),
+    ]
+    for file in copied_files(folder):
+        copy = tmp_path / "copy" / file.relative_to(folder)
         copy.parent.mkdir(exist_ok=True, parents=True)
         copy.write_bytes(file.read_bytes())
     assert load_tokenizer(str(tmp_path / "copy")).chat_template == tokenizer.chat_template
-    (tmp_path / "secret").write_text("key")
-    (tmp_path / "there/additional_chat_templates/mine.jinja").symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match="mine.jinja is a link"):
-        copied_files(tmp_path / "there")
 
 
-def test_other_files_and_folders_are_not_copied(tmp_path):
-    others = ("tokenizer.py", "tokenizer.pkl", "vocab.pickle", "x.model", "chat_template.jinja.bak", "tokenizer.bin")
-    for name in others:
-        (tmp_path / name).write_text("")
-    (tmp_path / "vocab.json").mkdir()  # a folder of that name
-    (tmp_path / "tokenizer_private").mkdir()
-    (tmp_path / "merges.txt").write_text("{}")
-    assert names(tmp_path) == ["merges.txt"]
-    assert not [name for name in COPIED_FILES if name.endswith((".py", ".bin", ".pkl", ".pt"))]
-
-
-def test_links_that_lead_out_are_refused_by_name(tmp_path):
-    (tmp_path / "secret").write_text("key")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/vocab.txt").symlink_to("../secret")
-    with pytest.raises(ValueError, match=rf"model/vocab.txt is a link to {tmp_path}/secret"):
-        copied_files(tmp_path / "model")
-    (tmp_path / "model/vocab.txt").unlink()
-    (tmp_path / "model/vocab.txt").symlink_to("absent")  # leads nowhere: nothing to copy
-    (tmp_path / "model/real").write_text("")
-    (tmp_path / "model/merges.txt").symlink_to("real")
-    assert names(tmp_path / "model") == ["merges.txt"]
-
-
-def test_the_hubs_cache_is_links_to_blobs(tmp_path):
-    """models--A--B/snapshots/REVISION/tokenizer.json -> ../../blobs/HASH, and a link to the snapshot."""
+@pytest.mark.parametrize("name", ["added_tokens.json", "additional_chat_templates/mine.jinja"])
+def test_links_that_lead_out_are_refused_by_name(name, tmp_path):
+    """The hub's cache is links to blobs, models--A--B/snapshots/REVISION/tokenizer.json -> ../../blobs/HASH."""
     home = tmp_path / "models--A--B"
     snapshot = home / "snapshots/0123abcd"
-    snapshot.mkdir(parents=True)
+    (snapshot / "additional_chat_templates").mkdir(parents=True)
     (home / "blobs").mkdir()
     (home / "blobs/hash").write_text("{}")
     (snapshot / "tokenizer.json").symlink_to("../../blobs/hash")
     (tmp_path / "link").symlink_to(snapshot)
     assert names(snapshot) == names(tmp_path / "link") == ["tokenizer.json"]
-    (home / "refs").write_text("")
-    (snapshot / "vocab.json").symlink_to("../../refs")
-    with pytest.raises(ValueError, match="vocab.json is a link"):
+    (home / "refs").write_text("key")
+    (snapshot / name).symlink_to(home / "refs")
+    with pytest.raises(ValueError, match=rf"{name} is a link to {home}/refs"):
         copied_files(snapshot)
 
 
@@ -102,27 +79,22 @@ def test_a_form_brings_its_template_and_what_ends_a_turn(tmp_path):
     assert after == {"eos_token_id": expected, "temperature": 0.6}
 
 
-def test_a_form_without_news_leaves_the_folder_as_it_is(tmp_path):
-    tokenizer = load_tokenizer(str(base_tokenizer(tmp_path, ChatForm())))
-    (tmp_path / "generation_config.json").unlink()
-    eos = tokenizer.eos_token_id
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, eos]}))  # what transformers reads then
-    write_form(tmp_path, ChatForm("", (eos,)))
-    assert tokenizer.chat_template == toys.CHAT_TEMPLATE
-    assert not (tmp_path / "generation_config.json").exists()
-    write_form(tmp_path, ChatForm("", (5,)))  # no such file before
-    assert served_end_ids(tmp_path) == {*stop_token_ids(str(tmp_path), tokenizer)} == {2, 5, eos}
-
-
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json", ""])
 def test_answers_of_an_exported_folder_end_where_completions_ended(name, tmp_path):
-    """Many folders name one end in the tokenizer and another in the file from which transformers takes the ends."""
+    """Many folders name one end in the tokenizer and another in the file from which transformers takes the ends.
+
+    A form without news leaves the folder as it is.
+    """
     if name:
         (tmp_path / name).write_text(json.dumps({"eos_token_id": 7}))
     tokenizer = load_tokenizer(str(base_tokenizer(tmp_path, ChatForm())))
+    assert tokenizer.chat_template == toys.CHAT_TEMPLATE
     ends = {7, tokenizer.eos_token_id} if name else {tokenizer.eos_token_id}
     options = transformers.GenerationConfig.from_pretrained(tmp_path)
     assert {*options.eos_token_id} == ends
+    before = (tmp_path / "generation_config.json").stat()
+    write_form(tmp_path, ChatForm("", (tokenizer.eos_token_id,)))
+    assert (tmp_path / "generation_config.json").stat() == before
 
 
 @pytest.mark.parametrize(

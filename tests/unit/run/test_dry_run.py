@@ -14,6 +14,7 @@ from grpo.watch.failures import BadInput
 from tests.unit.models.test_memory import QWEN3_1_7B
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
+TOY = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", "configs/examples/toys.py:addition_model")
 
 
 @pytest.fixture
@@ -36,12 +37,11 @@ def dry_run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_grpo_recipe_of_four_ranks_for_this_machine_and_for_another_one(dry_run):
-    toy = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", "configs/examples/toys.py:addition_model")
-    code, said = dry_run(*toy, "--gpus", 4, "--gpu-gib", 80)
+    code, said = dry_run(*TOY, "--gpus", 4, "--gpu-gib", 80)
     assert code == 0 and "fits  GPUs: 4 x GPU of 80.0 GiB, 4 needed (2 trainer + 1 reference + 1 generator)" in said
     assert all(f"fits  memory of a {role}: " in said for role in ("trainer", "reference", "generator"))
     assert "fits  disk: " in said and "completions end at" in said  # the scorer was started
-    code, said = dry_run(*toy, "--gpus", 3, "--gpu-gib", 0.1)
+    code, said = dry_run(*TOY, "--gpus", 3, "--gpu-gib", 0.1)
     assert code == 1 and "PROBLEM  GPUs: 3 x GPU of 0.1 GiB, 4 needed (" in said
     assert "; for 3, whose memory follows: --roles." in said
     assert "PROBLEM  memory of a trainer: " in said and "--trainer.micro-batch-tokens 48" in said
@@ -49,25 +49,20 @@ def test_a_grpo_recipe_of_four_ranks_for_this_machine_and_for_another_one(dry_ru
 
 def test_engine_options_are_judged_for_the_machine_that_was_asked_for(dry_run):
     """vLLM's CPU backend gets this one wrong, and a dry run for GPUs may be made on a CPU."""
-    toy = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", "configs/examples/toys.py:addition_model")
     chunked = ("--generator.engine", "enable_chunked_prefill", "true")
-    assert dry_run(*toy, *chunked, "--gpus", 4)[0] == 0
+    assert dry_run(*TOY, *chunked, "--gpus", 4)[0] == 0
     with pytest.raises(BadInput, match="enable_chunked_prefill needs a GPU"):
-        dry_run(*toy, *chunked)
+        dry_run(*TOY, *chunked)
 
 
-def test_for_arithmetic_config_json_is_enough(dry_run, tmp_path):
+def test_config_json_is_enough_for_arithmetic_and_to_count_positions(dry_run, tmp_path):
     transformers.AutoConfig.for_model(**QWEN3_1_7B).save_pretrained(tmp_path / "model")
     flags = ("--model.path", tmp_path / "model", "--data.path", "no/rows", "--gpus", 4, "--gpu-gib", 80)
     code, said = dry_run(train_grpo.main, GRPOConfig, "toy_arithmetic.py", *flags)
     assert code == 0 and "fits  memory of a trainer: " in said and "fits  disk: " in said
-
-
-def test_config_json_is_enough_to_count_positions(dry_run, tmp_path):
-    transformers.AutoConfig.for_model(**QWEN3_1_7B).save_pretrained(tmp_path / "model")
     long = ("--generator.max-completion-tokens", 66000, "--trainer.micro-batch-tokens", 67000)
     with pytest.raises(BadInput, match="do not fit into .*, which has 40960 positions"):
-        dry_run(train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", tmp_path / "model", *long)
+        dry_run(train_grpo.main, GRPOConfig, "toy_arithmetic.py", *flags, *long)
 
 
 def test_an_sft_recipe_that_evaluates(dry_run):
