@@ -16,7 +16,6 @@ import shutil
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from transformers import PretrainedConfig
@@ -331,7 +330,9 @@ def look_at_device() -> Device:
     if num_gpus:
         gpu = torch.cuda.get_device_properties(0)
         return Device(num_gpus, gpu.name, gpu.total_memory / GIB)
-    return Device(0, f"{os.cpu_count()} CPU cores", psutil.virtual_memory().available / GIB)
+    facts = pathlib.Path("/proc/meminfo").read_text()
+    free_kib = re.search(r"MemAvailable: +(\d+)", facts)[1]
+    return Device(0, f"{os.cpu_count()} CPU cores", int(free_kib) / 2**20)
 
 
 def decide(needs: Needs, layout: RolesConfig, device: Device) -> Needs:
