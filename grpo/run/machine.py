@@ -496,7 +496,7 @@ def check_engine(needs: Needs, device: Device) -> Verdict:
 
 
 def ways_out(needs: Needs, device: Device) -> str:
-    """Name the fewest flags with which a trainer rank fits, and another way: LoRA if it fits with that."""
+    """Name the fewest flags with which a trainer rank fits, and LoRA if it fits with that."""
     ways = (
         ("trainer.micro_batch_tokens", needs.config.max_sequence_tokens),
         ("trainer.activation_checkpointing", "full"),
@@ -519,11 +519,11 @@ def ways_out(needs: Needs, device: Device) -> str:
     limit = TIGHT_FRAC * device.gib
     if min(peaks) > limit:  # then what is tight is better than nothing
         limit = device.gib
-    enough = [flags_of(changes) for changes, gib in zip(some, peaks, strict=True) if gib <= limit]
+    enough = [flags_of(changes) for changes, gib in zip(some, peaks, strict=True) if gib <= limit][:1]
     lora = {"trainer.lora_rank": 16}
     if not has_states(needs.policy.hf) and peak(lora) <= limit:
-        enough.insert(1, flags_of(lora))
-    return "it fits with " + " or ".join(enough[:2]) if enough else "it needs more trainers, or larger GPUs"
+        enough.append(flags_of(lora))
+    return "it fits with " + " or ".join(enough) if enough else "it needs more trainers, or larger GPUs"
 
 
 def check_disk(needs: Needs) -> Verdict:

@@ -134,7 +134,7 @@ ADVICE = {  # model, GiB of a GPU, changes -> flags that fit
     "only together": (
         QWEN3_8B,
         139.8,
-        LONG_ROWS | {"algorithm.kl_coef": 0.1},
+        LONG_ROWS | {"algorithm.kl_coef": 0.1, "generator.gpu_memory_utilization": 0.35},
         "it fits with --generator.sleep --trainer.moments bfloat16 --algorithm.kl-coef 0.0",
     ),
     "none": (QWEN3_8B, 24.0, {"trainer.lora_rank": 16}, "it needs more trainers, or larger GPUs"),
