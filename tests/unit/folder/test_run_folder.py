@@ -236,11 +236,14 @@ def test_an_earlier_run_is_continued_or_deleted_only_when_asked_for(tmp_path):
     finished_run(tmp_path)
     with pytest.raises(ValueError, match=r"earlier run \(metrics.jsonl, .*model\); .* --resume, .* --overwrite"):
         check(tmp_path)
-    check(tmp_path, resume=True)
-    check(tmp_path, overwrite=True)
-    check(tmp_path, SFT, overwrite=True)
+    for script, flag in ((GRPO, "resume"), (GRPO, "overwrite"), (SFT, "overwrite")):
+        check(tmp_path, script, **{flag: True})
     with pytest.raises(ValueError, match="run of train_grpo.py, .*train_sft.py cannot resume"):
         check(tmp_path, SFT, resume=True)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="finished run without checkpoints"):
+        check(tmp_path, resume=True)
+    check(tmp_path, overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -320,14 +323,3 @@ def test_run_files_are_listed_in_the_pages():
     page = (ROOT / "configs/RUNNING.md").read_text()
     for name in RUN_FILES:
         assert f"| `{name}` |" in page or f"| `{name}/` |" in page, name
-
-
-def test_a_finished_run_without_checkpoints_is_not_begun_again(tmp_path):
-    begin(tmp_path)
-    check(tmp_path, resume=True)  # not finished: a restart
-    (tmp_path / "model").mkdir()
-    with pytest.raises(ValueError, match="finished run without checkpoints"):
-        check(tmp_path, resume=True)
-    check(tmp_path, overwrite=True)
-    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
-    check(tmp_path, resume=True)
