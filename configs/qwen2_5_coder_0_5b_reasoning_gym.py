@@ -25,14 +25,14 @@ config = change(
     "qwen2_5_coder_0_5b_gsm8k.py",
     {
         "data": c.DataConfig(
-            sources={task: f"{ROWS}:{task}" for task in TASKS},
+            path={task: f"{ROWS}:{task}" for task in TASKS},
             system_prompt="Think step by step, then write the final answer alone inside <answer> and </answer>.",
             answer_column="",
             columns={"entry": "entry"},
         ),
         "reward": c.RewardConfig(functions={f"{ROWS}:verified": 1.0}),
         "generator.max_completion_tokens": 256,
-        "evaluation": c.EvaluationConfig(sets={task: f"{ROWS}:{task}" for task in TASKS}, interval=20, num_prompts=200),
+        "evaluation": c.EvaluationConfig(path={task: f"{ROWS}:{task}" for task in TASKS}, interval=20, num_prompts=200),
         "run_dir": "runs/qwen2_5_coder_0_5b_reasoning_gym",
     },
 )

@@ -14,7 +14,6 @@ so a function that reads an episode is refused. Exit code 1 if a call fails.
 
 import contextlib
 import dataclasses
-import inspect
 import itertools
 import sys
 import time
@@ -22,25 +21,27 @@ import time
 import torch
 
 from grpo import features
+from grpo.config.user_files import optional_arguments
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example, as_messages
-from grpo.rewards import loading
 from grpo.rewards.answers import extract_answer, parse_number
-from grpo.rewards.builtin import RewardFunction, group_level
-from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool, call_columns
+from grpo.rewards.builtin import group_level
+from grpo.rewards.loading import argument_names, called_with, load_functions
+from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
 from grpo.run.command_line import subject_of, tool_config
 from grpo.text import one_line, shorten
 from grpo.types import Completion, Prompt, Rollout
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_ROWS = 3
-SHOWN_CHARACTERS = 70  # of a text, in a line
+SHOWN_CHARACTERS = 50  # of a text, in a line
 FORMATS = {
     "answer_tag": "<answer>{}</answer>",
     "boxed": "\\boxed{{{}}}",
     "hashes": "#### {}",
     "answer_line": "Answer: {}",
 }
+EMPTY = {"empty": ""}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,108 +52,80 @@ def main(arguments: list[str] | None = None) -> int:
         max_tokens = config.generator.max_completion_tokens
         options = {key: value for key, value in config.reward.options.items() if key == name}
         reward = dataclasses.replace(config.reward, functions={name: 1.0}, options=options, num_workers=1)
-        source = load_sources(config.data)[0]
-        examples = list(itertools.islice(source.examples(), NUM_ROWS))
+        examples = list(itertools.islice(load_sources(config.data)[0].examples(), NUM_ROWS))
         if not examples:
-            raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
-        functions = loading.load_functions(reward, list(examples[0].columns), max_tokens)
-        refuse_what_reads_episodes(functions[name], name)
-        for example in examples:
-            loading.try_built_ins(functions, example.columns)
+            raise ValueError("no row of the data can be used; a --dry-run of the recipe says why")
+        function = load_functions(reward, list(examples[0].columns), max_tokens)[name]
+        needed = {*argument_names(function)} - {*optional_arguments(function)}
+        for column in needed & {*EPISODE_COLUMNS}:
+            raise ValueError(
+                f"{name} reads {column}, which only an episode of a run has; try it with train_grpo.py and "
+                "--num-steps 1, whose completions.jsonl has its values"
+            )
         for _, before_rewards in features.turned_on(dataclasses.replace(config, reward=reward), "before_rewards"):
             print(before_rewards(config))
         with contextlib.closing(RewardPool(reward, max_tokens)) as pool:
-            return show(pool, examples)
+            codes = [show(pool, example) for example in examples]
+    return max(codes)
 
 
-def refuse_what_reads_episodes(function: RewardFunction, name: str) -> None:
-    """Raise ValueError if the function needs what only a played episode has."""
-    arguments = inspect.signature(function).parameters
-    needed = [
-        column for column in EPISODE_COLUMNS if column in arguments and arguments[column].default is inspect._empty
-    ]
-    if needed:
-        raise ValueError(
-            f"{name} reads {', '.join(needed)}, which only an episode of a run has; try it with train_grpo.py and "
-            "--num-steps 1, whose completions.jsonl has its values"
-        )
-
-
-def show(pool: RewardPool, examples: list[Example]) -> int:
-    """Print what the pool's one function returns for completions of each row. Returns the exit code."""
+def show(pool: RewardPool, example: Example) -> int:
+    """Print what the pool's one function returns for completions of a row. Returns the exit code."""
     ((name, function),) = pool.functions.items()
-    takes_one = loading.called_with(function) == "completion"
-    calls = "one completion per call" if takes_one else "one call for each row"
-    print(f"reward {name}: {len(examples)} rows, {calls}")
-    needs_ids = "completion_ids" in loading.argument_names(function)
-    columns = call_columns(rollouts_of(examples[0], [""]), 1, needs_ids)
-    print("columns:", ", ".join(f"{column} ({type(values[0]).__name__})" for column, values in columns.items()))
+    completions = some_completions(example, pool.config.answer_format)
+    start = time.perf_counter()
+    scored = score(pool, example, completions)
+    seconds = time.perf_counter() - start
+    kinds = [f"{column} ({type(value).__name__})" for column, value in example.columns.items()]
+    print(f"row: {_short(as_messages(example.prompt)[-1]['content'])}, columns: {', '.join(kinds)}")
+    values = [rollout.reward for rollout in scored]
+    for kind, rollout in zip(completions, scored, strict=True):
+        failure = rollout.failures.get(name)
+        shown = f"FAILS: {failure}" if failure else rollout.reward
+        print(f"  {kind:<9}  {_short(rollout.text):<{SHOWN_CHARACTERS}}  {shown}")
+    print(f"  {seconds:.4f} s for {len(scored)} completions, a call for each {called_with(function)}")
+    if any(rollout.failures for rollout in scored):
+        return 1
+    if "reference" in completions and values[0] is not None and values[0] == values[1]:
+        print("  note: the reference earns what a wrong answer earns")
+    if called_with(function) == "completion":
+        pool.functions[name] = group_level(lambda **columns: [])  # the driver's: the process calls the same one
+        together = [rollout.reward for rollout in score(pool, example, completions)]
+        pool.functions[name] = function
+        if together != values and None not in together:
+            print("  note: it returns other values for all of these in one call, which @group_level asks for")
+    return 0
 
-    exit_code = 0
-    for number, example in enumerate(examples, start=1):
-        completions = some_completions(example, pool.config.answer_format)
-        rollouts = rollouts_of(example, list(completions.values()))
-        start = time.perf_counter()
-        pool.submit(rollouts, len(rollouts), step=1)
-        scored = pool.collect()
-        seconds = time.perf_counter() - start
-        question = as_messages(example.prompt)[-1]["content"]
-        print(f"row {number}: {_short(question)}")
-        for kind, rollout in zip(completions, scored, strict=True):
-            shown = "None" if rollout.reward is None else f"{rollout.reward:g}"
-            if name in rollout.failures:
-                exit_code = 1
-                shown = f"FAILS: {rollout.failures[name]}"
-            print(f"  {kind:<9}  {_short(rollout.text):<{SHOWN_CHARACTERS}}  {shown}")
-        print(f"  {seconds:.4f} s for {len(scored)} completions")
 
-        values = [rollout.reward for rollout in scored]
-        if "reference" in completions and values[0] is not None and values[0] == values[1]:
-            print("  note: the reference earns what a wrong answer earns")
-        if takes_one and not exit_code:
-            pool.functions[name] = group_level(lambda **columns: [])  # the driver's: the process calls the same one
-            pool.submit(rollouts, len(rollouts), step=1)
-            together = [rollout.reward for rollout in pool.collect()]
-            pool.functions[name] = function
-            if together != values and None not in together:
-                print("  note: it returns other values for all of these in one call, which @group_level asks for")
-    return exit_code
+def score(pool: RewardPool, example: Example, completions: dict[str, str]) -> list[Rollout]:
+    """Return completions of a row as a run has them, with rewards. Each word counts as a token, whose id is 0."""
+    prompt = Prompt(0, [], example.columns, content=example.prompt)
+    rollouts = []
+    for text in completions.values():
+        zeros_T = torch.zeros(len(text.split()))
+        rollouts.append(Rollout(prompt, Completion.of(zeros_T.long(), zeros_T, truncated=False), text))
+    pool.submit(rollouts, len(rollouts), step=1)
+    return pool.collect()
 
 
 def some_completions(example: Example, answer_format: str) -> dict[str, str]:
     """Return completions of a row by what they are: the reference, a wrong answer and an empty text.
 
     The reference is the column `answer`, or the first answer of a list. Without it there are the texts and numbers of
-    all columns except the prompt, by their names, and some text; what a model would write for a table nobody knows.
+    all columns except the prompt, by their names; what a model would write for a table nobody knows.
     """
     answer = example.columns.get("answer")
     if isinstance(answer, list) and answer:
         answer = answer[0]
     if isinstance(answer, list | dict | None):
         others = {name: value for name, value in example.columns.items() if value != example.prompt}
-        texts = {name: str(value) for name, value in others.items() if isinstance(value, str | int | float)}
-        return texts | {"some text": "some text", "empty": ""}
+        return {name: str(value) for name, value in others.items() if isinstance(value, str | int | float)} | EMPTY
     answer = str(answer)
     answer = extract_answer(answer, "hashes") or answer  # GSM8K's solutions
     number = parse_number(answer)
     wrong = f"not {answer}" if number is None else str(number + 1)  # 0.5 becomes 3/2
     template = FORMATS[answer_format]
-    return {
-        "reference": template.format(answer),
-        "wrong": template.format(wrong),
-        "empty": "",
-    }
-
-
-def rollouts_of(example: Example, texts: list[str]) -> list[Rollout]:
-    """Return completions of a row as a run has them. Each word counts as a token, whose id is 0."""
-    prompt = Prompt(0, [], example.columns, content=example.prompt)
-    rollouts = []
-    for text in texts:
-        zeros_T = torch.zeros(len(text.split()))
-        completion = Completion.of(zeros_T.long(), zeros_T, truncated=False)
-        rollouts.append(Rollout(prompt, completion, text))
-    return rollouts
+    return {"reference": template.format(answer), "wrong": template.format(wrong)} | EMPTY
 
 
 def _short(text: str) -> str:

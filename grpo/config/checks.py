@@ -8,7 +8,6 @@ from typing import Any
 
 from grpo import features
 from grpo.config.engine_options import (
-    EXCLUDING,
     RESHAPING_ENGINE,
     check_engine_options,
     inexact_options,
@@ -28,7 +27,7 @@ from grpo.config.fields import (
 from grpo.config.user_files import near_miss
 from grpo.config.values import check_fields, names_function, settings
 
-A_CLASS = "environment.name environment.classes"
+A_CLASS = "environment.name"
 # Fields -> switches, one of which must be on, or nothing reads the field
 READ_WITH = {
     **{f"environment.{field}": f"{A_CLASS} environment.tools" for field in vars(EnvironmentConfig())},
@@ -52,86 +51,85 @@ LEAST_LORA_RATE = 5e-6
 # Random weights need about a thousand times the rate of weights that are trained already
 LEAST_RATE_FROM_NOTHING = 1e-5
 OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
-# Fields -> those that are read in their place
-REPLACED_BY = {
-    "data.path": "data.sources",
-    "evaluation.path": "evaluation.sets",
-    "validation.path": "validation.sets",
-    "environment.name": "environment.classes",
-}
 
 
 def validate(config: Config) -> None:
     """Refuse what cannot work, before anything is loaded. Raises ValueError with the numbers and the way out."""
     check_fields(config)
-    _check_data(config.data)
-    _check_trainers(config)
-    if isinstance(config, GRPOConfig):
-        algorithm = config.algorithm.resolved
-        _check_features(config)
-        _check_groups(algorithm, config)
-        _check_corrections(algorithm, config)
-    elif config.validation.interval:
-        config.validation.held_out(config.data)  # raises ValueError if none is named
+    for problem in _problems(config):
+        raise ValueError(problem)
     if config.evaluation.interval:
-        config.evaluation.held_out(config.data)
+        config.evaluation.held_out(config.data)  # raises ValueError if none is named
+    if isinstance(config, SFTConfig) and config.validation.interval:
+        config.validation.held_out(config.data)
     if isinstance(config, GRPOConfig) or config.evaluation.interval:
         check_replicas(config.roles.num_engine_ranks, config.generator.tensor_parallel)
         check_engine_options(config.generator)
-    _check_rewards(config)
-    _check_steps(config)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    """Yield what cannot work, a sentence each; the cheapest to see comes first."""
+    yield from _data_problems(config.data)
+    yield from _trainer_problems(config)
+    if isinstance(config, GRPOConfig):
+        algorithm = config.algorithm.resolved
+        yield from _feature_problems(config)
+        yield from _group_problems(algorithm, config)
+        yield from _correction_problems(algorithm, config)
+    yield from _reward_problems(config)
+    yield from _step_problems(config)
     for _, problems in features.turned_on(config, "problems"):
-        for problem in problems(config):
-            raise ValueError(problem)
+        yield from problems(config)
 
 
-def _check_data(data: DataConfig) -> None:
-    """Refuse sources and weights that draw nothing, and a prompt template without a place for the question."""
-    for label in data.weights.keys() - data.sources:
-        raise ValueError(f"data.weights has {label!r}, not in data.sources{near_miss(label, data.sources)}")
-    if not any(source.weight for source in data.all_sources):  # which raises ValueError for one written wrongly
-        raise ValueError(f"data.weights={data.weights} draw from no source; give one a weight above 0")
+def _data_problems(data: DataConfig) -> Iterator[str]:
+    """Yield sources and weights that draw nothing, and a prompt template without a place for the question."""
+    sources = data.all_sources  # raises ValueError for one written wrongly
+    labels = [source.label for source in sources]
+    for label in data.weights.keys() - labels:
+        yield f"data.weights has {label!r}, not in data.path{near_miss(label, labels)}"
+    if not any(source.weight for source in sources):
+        yield f"data.weights={data.weights} draw from no source; give one a weight above 0"
     if data.is_text_template and "{question}" not in data.prompt_template:
-        raise ValueError(
-            f"data.prompt_template={data.prompt_template!r} has no {{question}}; add it, or give a .jinja file"
-        )
+        yield f"data.prompt_template={data.prompt_template!r} has no {{question}}; add it, or give a .jinja file"
 
 
-def _check_trainers(config: Config) -> None:
-    """Refuse trainer ranks that do not split, rows too short for a sequence, and moments that would never fall."""
+def _trainer_problems(config: Config) -> Iterator[str]:
+    """Yield trainer ranks that do not split, rows too short for a sequence, and moments that would never fall."""
     trainer = config.trainer
     num_trainers = config.roles.num_trainers
     longest = config.max_sequence_tokens
     shards = trainer.tensor_parallel * trainer.data_replicas
     if num_trainers % shards:
-        raise ValueError(
+        yield (
             f"{num_trainers} trainer ranks do not split into trainer.tensor_parallel={trainer.tensor_parallel} x "
             f"trainer.data_replicas={trainer.data_replicas}; use {max(shards, num_trainers - num_trainers % shards)}"
         )
     if longest > trainer.micro_batch_tokens:
-        raise ValueError(
+        yield (
             f"a sequence of up to {longest} tokens does not fit into trainer.micro_batch_tokens="
             f"{trainer.micro_batch_tokens}; raise it to at least {longest} or shorten the lengths"
         )
-    if trainer.moments == "bfloat16" and not trainer.second_moment_falls_in_bfloat16:
-        raise ValueError(
-            f"trainer.adam_beta2={trainer.adam_beta2} takes {1 - trainer.adam_beta2:.2g} of a second moment off in an "
-            "update, which trainer.moments=bfloat16 may round away, so that it never falls; use an adam_beta2 of at "
-            "most 0.996, or float32"
+    lost = 1 - trainer.adam_beta2
+    if trainer.moments == "bfloat16" and lost < 2**-8:  # the smallest change that bfloat16, with 8 bits, shows
+        yield (
+            f"trainer.adam_beta2={trainer.adam_beta2} takes {lost:.2g} of a second moment off in an update, which "
+            "trainer.moments=bfloat16 may round away, so that it never falls; use an adam_beta2 of at most 0.996, or "
+            "float32"
         )
     if trainer.optimizer == "muon" and trainer.lora_rank:
-        raise ValueError(
+        yield (
             f"trainer.optimizer=muon does not go with trainer.lora_rank={trainer.lora_rank}: it makes the update of a "
             "whole matrix orthogonal, and adapters are two factors of one; set --trainer.optimizer adamw"
         )
     num_data_ranks = num_trainers // trainer.tensor_parallel
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
         multiple = num_data_ranks // math.gcd(num_data_ranks, config.group_size)
-        lower = config.prompts_per_step // multiple * multiple
-        raise ValueError(
+        higher = config.prompts_per_step // multiple * multiple + multiple
+        yield (
             f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
             f"{config.completions_per_step} completions do not divide over {num_data_ranks} data-parallel trainer "
-            f"ranks; use --prompts-per-step {lower + multiple}" + (f" or {lower}" if lower else "")
+            f"ranks; use --prompts-per-step {higher}"
         )
 
 
@@ -145,161 +143,132 @@ def check_replicas(num_generators: int, tensor_parallel: int) -> None:
         )
 
 
-def _check_features(config: GRPOConfig) -> None:
-    """Refuse features that exclude each other, a feature without another that it needs, and a class without a file."""
+def _feature_problems(config: GRPOConfig) -> Iterator[str]:
+    """Yield features that exclude each other, a feature without another that it needs, and a class without a file."""
     algorithm = config.algorithm
-    data = config.data
     environment = config.environment
     roles = config.roles
     sampling = config.sampling
     by_policy = algorithm.teacher == "policy"
-    in_reward = algorithm.kl_in == "reward"
-    scores = config.needs_reference or config.reward.model
     # options for which vLLM reads more of a completion than its next token
     reads_text = needs_texts(config.generator)
     text_options = "generator.stop, or generator.sampling other than top_p, top_k and min_p,"
-    refused = [
-        (
-            config.overlap_steps and roles.colocated,
+    if config.overlap_steps and roles.colocated:
+        yield (
             "overlap_steps does not go with roles.colocated: every rank samples and trains in turns; set "
             "--overlap-steps 0, or split the roles: --roles.no-colocated with --roles.num-trainers and "
-            "--roles.num-generators",
-        ),
-        (
-            sampling.carry_over and environment.enabled,
-            "sampling.carry_over does not go with an environment: it does not outlive its step; set "
-            "--sampling.carry-over 0",
-        ),
-        (
-            reads_text and sampling.carry_over,
-            f"{text_options} does not go with sampling.carry_over: it would see the end of a completion alone; use "
-            "generator.stop_token_ids",
-        ),
-        (
-            reads_text and environment.enabled,
-            f"{text_options} does not go with an environment: it would see each turn alone; use "
-            "generator.stop_token_ids",
-        ),
-        (
-            data.is_text_template and environment.enabled,
-            "a text as data.prompt_template does not go with an environment: it has no turns; give a .jinja file",
-        ),
-        (
-            environment.rounds and environment.answer_steps,
-            "environment.rounds does not go with environment.answer_steps: both say when an answer joins; drop one",
-        ),
-        (
-            config.reference_moves and (config.trainer.lora_rank or config.model.reference_path or by_policy),
-            "algorithm.reference_interval does not go with trainer.lora_rank, model.reference_path or "
-            "algorithm.teacher=policy: what moves is a copy of the policy's start; drop one",
-        ),
-        (
-            config.reference_moves and (roles.num_reference_ranks or config.trainer.data_replicas > 1),
-            "algorithm.reference_interval needs the reference sharded as the policy is, on the trainers; set "
-            "--roles.num-references 0 and --trainer.data-replicas 1",
-        ),
-        (
-            config.reference_moves
-            and algorithm.kl_coef
-            and algorithm.reference_interval == algorithm.reference_mixture == config.updates_per_step == 1
-            and not (in_reward and config.has_lag),
-            "algorithm.reference_interval=1 with reference_mixture=1 and one update in a step makes the reference the "
-            "policy at the start of each step, so the KL and its gradient are always 0; raise the interval, lower the "
-            "mixture, or set num_mini_batches",
-        ),
-        (
-            algorithm.teacher_template and algorithm.kl_coef,
-            "algorithm.teacher_template does not go with algorithm.kl_coef: the reference would read two prompts; set"
-            " kl_coef to 0",
-        ),
-        (
-            algorithm.teacher_template and environment.all_classes,
-            "algorithm.teacher_template does not go with environment.name or classes: reset writes other prompts; use"
-            " tools without it",
-        ),
-        (
-            by_policy and config.model.reference_path,
-            "algorithm.teacher=policy does not go with model.reference_path: nobody would read it; drop one",
-        ),
-        (
-            by_policy and roles.num_references,
-            "algorithm.teacher=policy does not go with roles.num_references: the trainers hold the policy; set "
-            "--roles.num-references 0",
-        ),
-        (
-            sampling.dynamic and config.group_size == 1,
-            "sampling.dynamic needs a group_size of at least 2: it drops groups of equal rewards",
-        ),
-        (
-            config.generator.sleep and not roles.colocated,
-            "generator.sleep needs roles.colocated: it leaves the memory to a trainer on the same GPU",
-        ),
-        (
-            roles.num_references and not scores,
+            "--roles.num-generators"
+        )
+    if sampling.dynamic and config.group_size == 1:
+        yield "sampling.dynamic needs a group_size of at least 2: it drops groups of equal rewards"
+    if config.generator.sleep and not roles.colocated:
+        yield "generator.sleep needs roles.colocated: it leaves the memory to a trainer on the same GPU"
+    if roles.num_references and not config.needs_reference and not config.reward.model:
+        yield (
             "roles.num_references needs algorithm.kl_coef or distill_coef, or reward.model: else they idle; set "
-            "--roles.num-references 0",
-        ),
-        (
-            by_policy and not algorithm.teacher_template,
-            "algorithm.teacher=policy needs algorithm.teacher_template: with the same prompt the policy agrees with "
-            "itself",
-        ),
-        (
-            algorithm.teacher_template and not algorithm.distill_coef,
-            "algorithm.teacher_template needs algorithm.distill_coef: it weighs what the teacher says; set it, such "
-            "as to 1",
-        ),
-        (
-            algorithm.distill_coef and not config.model.reference_path and not algorithm.teacher_template,
-            "algorithm.distill_coef needs model.reference_path or algorithm.teacher_template: name a teacher, or its "
-            "prompt",
-        ),
-        (
-            config.turns_earn and not environment.enabled,
-            "algorithm.advantages=return_to_go needs an environment: it compares turns; without them use rloo",
-        ),
-        (
-            environment.classes and not data.environment_column,
-            "environment.classes needs data.environment_column: it says which class a row gets",
-        ),
-        (
-            data.environment_column and not environment.classes,
-            "data.environment_column needs environment.classes: its values are their names",
-        ),
-    ]
-    for is_on, message in refused:
-        if is_on:
-            raise ValueError(message)
-    for spec in environment.all_classes.values():
-        if ":" not in spec:
-            raise ValueError(
-                f"environment.name or classes has {spec!r}, which names no class in a file; write path/file.py:Class "
-                "(functions and `python` belong in environment.tools)"
+            "--roles.num-references 0"
+        )
+    if reads_text and sampling.carry_over:
+        yield (
+            f"{text_options} does not go with sampling.carry_over: it would see the end of a completion alone; use "
+            "generator.stop_token_ids"
+        )
+
+    if environment.enabled:
+        if sampling.carry_over:
+            yield (
+                "sampling.carry_over does not go with an environment: it does not outlive its step; set "
+                "--sampling.carry-over 0"
+            )
+        if reads_text:
+            yield (
+                f"{text_options} does not go with an environment: it would see each turn alone; use "
+                "generator.stop_token_ids"
+            )
+        if config.data.is_text_template:
+            yield "a text as data.prompt_template does not go with an environment: it has no turns; give a .jinja file"
+        if environment.rounds and environment.answer_steps:
+            yield "environment.rounds does not go with answer_steps: both say when an answer joins; drop one"
+        for spec in environment.all_classes.values():
+            if ":" not in spec:
+                yield (
+                    f"environment.name has {spec!r}, which names no class in a file; write path/file.py:Class "
+                    "(functions and `python` belong in environment.tools)"
+                )
+        if environment.are_several and not config.data.row and "environment" not in config.data.columns:
+            yield (
+                "several classes in environment.name need a column that says which a row gets: "
+                "--data.columns environment COLUMN"
+            )
+    elif config.turns_earn:
+        yield "algorithm.advantages=return_to_go needs an environment: it compares turns; without them use rloo"
+
+    if config.reference_moves:
+        if config.trainer.lora_rank or config.model.reference_path or by_policy:
+            yield (
+                "algorithm.reference_interval does not go with trainer.lora_rank, model.reference_path or "
+                "algorithm.teacher=policy: what moves is a copy of the policy's start; drop one"
+            )
+        if roles.num_reference_ranks or config.trainer.data_replicas > 1:
+            yield (
+                "algorithm.reference_interval needs the reference sharded as the policy is, on the trainers; set "
+                "--roles.num-references 0 and --trainer.data-replicas 1"
+            )
+        is_policy = algorithm.reference_interval == algorithm.reference_mixture == config.updates_per_step == 1
+        if algorithm.kl_coef and is_policy and not (algorithm.kl_in == "reward" and config.has_lag):
+            yield (
+                "algorithm.reference_interval=1 with reference_mixture=1 and one update in a step makes the reference "
+                "the policy at the start of each step, so the KL and its gradient are always 0; raise the interval, "
+                "lower the mixture, or set num_mini_batches"
             )
 
+    if algorithm.teacher_template:
+        if algorithm.kl_coef:
+            yield (
+                "algorithm.teacher_template does not go with algorithm.kl_coef: the reference would read two prompts; "
+                "set kl_coef to 0"
+            )
+        if environment.all_classes:
+            yield (
+                "algorithm.teacher_template does not go with environment.name: reset writes other prompts; use tools "
+                "without it"
+            )
+        if not algorithm.distill_coef:
+            yield "algorithm.teacher_template needs algorithm.distill_coef: it weighs what the teacher says; set 1, say"
+    elif by_policy:
+        yield "algorithm.teacher=policy needs algorithm.teacher_template: else the policy agrees with itself"
+    elif algorithm.distill_coef and not config.model.reference_path:
+        yield "algorithm.distill_coef needs model.reference_path or algorithm.teacher_template: name a teacher"
+    if by_policy and config.model.reference_path:
+        yield "algorithm.teacher=policy does not go with model.reference_path: nobody would read it; drop one"
+    if by_policy and roles.num_references:
+        yield (
+            "algorithm.teacher=policy does not go with roles.num_references: the trainers hold the policy; set "
+            "--roles.num-references 0"
+        )
 
-def _check_groups(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
-    """Refuse groups that do not fill a step's mini-batches, or whose advantages are all 0."""
+
+def _group_problems(algorithm: AlgorithmConfig, config: GRPOConfig) -> Iterator[str]:
+    """Yield groups that do not fill a step's mini-batches, or whose advantages are all 0."""
     group_size = config.group_size
     temperatures = config.generator.temperature
     prompts = f"prompts_per_step={config.prompts_per_step}"
     if config.prompts_per_step < algorithm.num_mini_batches:
-        raise ValueError(f"num_mini_batches={algorithm.num_mini_batches} need as many prompts; raise {prompts}")
+        yield f"num_mini_batches={algorithm.num_mini_batches} need as many prompts; raise {prompts}"
     if config.sampling.carry_over >= config.prompts_per_step:
-        raise ValueError(f"carry_over={config.sampling.carry_over} must be below {prompts}; a quarter of it is a lot")
+        yield f"carry_over={config.sampling.carry_over} must be below {prompts}; a quarter of it is a lot"
     if not 1 <= len(temperatures) <= group_size:
-        raise ValueError(f"{len(temperatures)} values in generator.temperature; give 1 to group_size={group_size}")
-    rewards = any(config.reward.weights.values()) or (config.environment.all_classes and config.environment.weight)
-    only_teacher = algorithm.distill_coef > 0 and not rewards
+        yield f"{len(temperatures)} values in generator.temperature; give 1 to group_size={group_size}"
+    only_teacher = algorithm.distill_coef > 0 and not any(config.reward_weights.values())
     if group_size == 1 and algorithm.advantages != "none" and not only_teacher:
-        raise ValueError(
+        yield (
             f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0; use 2 or more, "
             "advantages none, or rewards of weight 0 and a teacher"
         )
 
 
-def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
-    """Refuse completions of older weights without a correction, and a correction that counts the generator twice."""
+def _correction_problems(algorithm: AlgorithmConfig, config: GRPOConfig) -> Iterator[str]:
+    """Yield completions of older weights without a correction, and a correction that counts the generator twice."""
     kind = algorithm.importance_correction
     from_generator = algorithm.old_logprobs == "generator"
     low = algorithm.importance_correction_low
@@ -307,55 +276,52 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
     weighs = kind in ("truncate", "mask_tokens")
     has_ratio = algorithm.loss != "reinforce" or algorithm.loss_options.get("max_importance_weight")
     if weighs and from_generator and has_ratio and algorithm.loss in PAPER_DEFAULTS:
-        raise ValueError(
+        yield (
             f"algorithm.importance_correction={kind} would count the generator twice, which is in the ratio already "
             "with old_logprobs=generator; use none or mask_sequences"
         )
     if kind in ("mask_tokens", "mask_sequences") and not low <= 1 <= high:
-        raise ValueError(f"1 must lie between importance_correction_low={low} and importance_correction_high={high}")
+        yield f"1 must lie between importance_correction_low={low} and importance_correction_high={high}"
     # mask_sequences drops or keeps but does not reweigh, so the ratio must be taken against the generator; a loss of
     # the user's has its own way with the ratio
     by_ratio = from_generator and (kind == "mask_sequences" or algorithm.loss not in PAPER_DEFAULTS)
     if config.has_lag and not weighs and not by_ratio:
-        raise ValueError(
+        yield (
             f"overlap_steps={config.overlap_steps} and sampling.carry_over={config.sampling.carry_over} train on "
-            "completions of older weights, which "
-            f"algorithm.importance_correction={kind} with old_logprobs={algorithm.old_logprobs} does not make up for; "
-            "use truncate or mask_tokens with policy, or with generator mask_sequences or your own loss"
+            f"completions of older weights, which algorithm.importance_correction={kind} with old_logprobs="
+            f"{algorithm.old_logprobs} does not make up for; use truncate or mask_tokens with policy, or with "
+            "generator mask_sequences or your own loss"
         )
 
 
-def _check_rewards(config: Config) -> None:
-    """Refuse a run that compares rewards and has none."""
+def _reward_problems(config: Config) -> Iterator[str]:
+    """Yield that rewards are compared and there are none."""
     compares = config.evaluation.interval > 0
-    curriculum = bool(config.data.curriculum)
     if isinstance(config, GRPOConfig):
-        compares |= config.sampling.dynamic or curriculum or not config.algorithm.distill_coef
-    elif curriculum:
-        raise ValueError("data.curriculum weighs rows by their pass rates, which supervised examples lack; drop it")
-    if compares and not config.reward.weights and not config.environment.all_classes:
-        raise ValueError(
+        compares |= config.sampling.dynamic or bool(config.data.curriculum) or not config.algorithm.distill_coef
+    elif config.data.curriculum:
+        yield "data.curriculum weighs rows by their pass rates, which supervised examples lack; drop it"
+    if compares and not config.reward_weights:
+        yield (
             "reward.functions is empty; name one, such as --reward.functions math_reward 1, or a reward.model, or an "
             "environment; only training with a teacher, without evaluation, sampling.dynamic and curriculum, needs "
             "none"
         )
     passes = config.reward.passes
     if passes and passes not in config.reward_weights:
-        raise ValueError(
-            f"reward.passes={passes!r} is no part of the reward; name one of {', '.join(config.reward_weights)}"
-        )
+        yield f"reward.passes={passes!r} is no part of the reward; name one of {', '.join(config.reward_weights)}"
 
 
-def _check_steps(config: Config) -> None:
-    """Refuse a profile of a step that does not come, an upload without an export, and a best checkpoint of none."""
+def _step_problems(config: Config) -> Iterator[str]:
+    """Yield a profile of a step that does not come, an upload without an export, and a best checkpoint of none."""
     saved = config.checkpoint.interval
     evaluated = config.evaluation.interval
     if config.profile > config.num_steps:
-        raise ValueError(f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it")
+        yield f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it"
     if config.checkpoint.push_to_hub and not config.checkpoint.export:
-        raise ValueError("checkpoint.push_to_hub uploads what checkpoint.export writes; set that, or drop the first")
+        yield "checkpoint.push_to_hub uploads what checkpoint.export writes; set that, or drop the first"
     if config.checkpoint.keep_best and (not evaluated or saved % evaluated):
-        raise ValueError(
+        yield (
             f"checkpoint.keep_best={config.checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
             f"checkpoint.interval={saved} must be a multiple of evaluation.interval={evaluated}, and that not 0"
         )
@@ -372,54 +338,47 @@ def check_effects(config: Config, recipe: Config) -> None:
         if switches and path not in switches and all(values[switch] in OFF for switch in switches):
             off = ", ".join(f"{switch}={values[switch]!r}" for switch in switches)
             raise ValueError(f"{path}={value!r} does nothing with {off}; set that too, or drop it")
-        replacement = REPLACED_BY.get(path)
-        if value and replacement and values[replacement]:
-            raise ValueError(f"{path}={value!r} does nothing with {replacement}={values[replacement]!r}; drop one")
 
 
-def cautions(config: Config) -> list[str]:
-    """Return warnings of what is allowed but may surprise, one sentence each; `load` prints them once."""
-    warnings = []
+def cautions(config: Config) -> Iterator[str]:
+    """Yield warnings of what is allowed but may surprise, one sentence each; `load` prints them once."""
     data = config.data
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
-        warnings.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
+        yield "data.system_prompt is not used, because data.prompt_template has no {system_prompt}"
     trainer = config.trainer
     if trainer.lora_rank and 0 < trainer.learning_rate < LEAST_LORA_RATE:
-        warnings.append(
+        yield (
             f"trainer.learning_rate={trainer.learning_rate:g} hardly moves adapters, which need about ten times the "
             "rate of all weights, and bfloat16 rounds most of so small a change away; set --trainer.learning-rate 1e-5 "
             "or more"
         )
     if config.model.is_built and 0 < trainer.learning_rate < LEAST_RATE_FROM_NOTHING:
-        warnings.append(
+        yield (
             f"trainer.learning_rate={trainer.learning_rate:g} hardly moves a model that starts from random weights, as "
             f"one built by {config.model.path} may; set --trainer.learning-rate 1e-3 for a small one"
         )
     if isinstance(config, SFTConfig):
-        return warnings
+        return
     algorithm = config.algorithm.resolved
     is_coarser = {"quantization", "kv_cache_dtype"} & {*config.generator.engine}
     if is_coarser and algorithm.importance_correction == "none" and algorithm.old_logprobs == "policy":
-        warnings.append(
+        yield (
             "generator.engine may sample from a coarser policy than the trained one, which "
             "algorithm.importance_correction=none does not make up for; use truncate"
         )
     reshaping = [name for name in RESHAPING_ENGINE if config.generator.engine.get(name)]
     if reshaping:
-        warnings.append(
+        yield (
             f"with generator.engine {', '.join(reshaping)} the engine may draw from another distribution than the one "
             "that is trained, as mismatch/mean shows; leave it out"
         )
     inexact: list[str] = inexact_options(config.generator.sampling)
     if inexact:
-        way_out = "leave it out, or lower generator.temperature, which the trainer takes into account"
-        if {*inexact} <= {*EXCLUDING}:
-            way_out = "leave it out, or add top_p, top_k or min_p, with which the trainer knows the ids that were kept"
-        warnings.append(
+        yield (
             f"with generator.sampling {', '.join(inexact)} the engine draws from another distribution than the one "
-            f"that is trained, so ratios of policy to generator are off, as mismatch/mean shows; {way_out}"
+            f"that is trained, so ratios of policy to generator are off, as mismatch/mean shows; leave it out, or "
+            "use generator.temperature, top_p, top_k or min_p, which the trainer takes into account"
         )
-    return warnings
 
 
 def check_model_path(path: str) -> None:
@@ -515,8 +474,8 @@ def flags_of(changes: dict[str, Any]) -> str:
     """Write changes by dotted paths as flags of the command line."""
     flags = []
     for path, value in changes.items():
-        section, _, name = path.replace("_", "-").rpartition(".")
-        switch = "no-" if value is False else ""
-        flag = "--" + ".".join(filter(None, (section, switch + name)))
+        flag = f"--{path.replace('_', '-')}"
+        if value is False:  # a switch of a section
+            flag = flag.replace(".", ".no-")
         flags.append(flag if isinstance(value, bool) else f"{flag} {value}")
     return " ".join(flags)

@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from grpo.config.values import Above, AtLeast, AtMost, Below, ResumeSafe, Source, names_function, parse_source
+from grpo.config.values import Above, AtLeast, AtMost, Below, Source, names_function, parse_sources
 
 Value = TypeVar("Value")
 # A dict from names. For a `dict` tyro would make one flag for each name in the recipe; for this type it makes
 # `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's table.
 Table = MutableMapping[str, Value]
+OneOrSeveral = str | Table[str]  # `--field VALUE`, or `--field NAME VALUE NAME VALUE ..` with names of your own
 # Values of a table that a library or a function reads: whatever JSON can say; a word that is not JSON is text.
 Json = bool | int | float | str | list | dict | None
 # Numbers with the bounds that most fields have
@@ -49,7 +50,7 @@ class ModelConfig:
 
     To bfloat16 they are rounded in every step: a move of less than 0.2 to 0.4 % of a weight is not seen until later
     steps add to it."""
-    attention: Annotated[Literal["auto", "flash", "flex", "documents"], ResumeSafe] = "auto"
+    attention: Literal["auto", "flash", "flex", "documents"] = "auto"
     """How the sequences of a packed row are kept apart. flash: FlashAttention 4 (H100 or B200, bfloat16);
     flex: flex_attention, on any GPU; documents: plain torch, not compiled, and in bfloat16 on a GPU its gradients do
     not repeat to the last bit; auto: the first that runs here."""
@@ -89,7 +90,7 @@ class RolesConfig:
 class GeneratorConfig:
     """vLLM engines and sampling."""
 
-    tensor_parallel: Annotated[Positive, ResumeSafe] = 1
+    tensor_parallel: Positive = 1
     """Ranks per vLLM engine replica."""
     max_completion_tokens: Positive = 1024
     """Longest completion in tokens; one that is cut off there counts as truncated."""
@@ -99,11 +100,11 @@ class GeneratorConfig:
     """Texts that end a completion, in addition to the model's own stop tokens; the completion keeps them."""
     stop_token_ids: tuple[Count, ...] = ()
     """Token ids that end a completion, in addition to the model's own."""
-    gpu_memory_utilization: Annotated[AboveZero, AtMost(1), ResumeSafe] = 0.85
+    gpu_memory_utilization: Annotated[AboveZero, AtMost(1)] = 0.85
     """Share of the GPU's memory that vLLM may use for weights and KV cache; colocated, leave room for the trainer.
 
     A KV cache for short sequences is smaller (`fit_engine`)."""
-    sleep: Annotated[bool, ResumeSafe] = False
+    sleep: bool = False
     """Colocated only: the engine gives its memory back while the trainer works."""
     engine: Table[Json] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor kv_cache_dtype fp8`."""
@@ -122,20 +123,20 @@ class GeneratorConfig:
 class TrainerConfig:
     """How the policy is sharded, batched and optimized (torchtitan)."""
 
-    tensor_parallel: Annotated[Positive, ResumeSafe] = 1
+    tensor_parallel: Positive = 1
     """Ranks that share each layer (TP); the num_trainers / tensor_parallel groups of them are data parallel (FSDP2)."""
-    data_replicas: Annotated[Positive, ResumeSafe] = 1
+    data_replicas: Positive = 1
     """FSDP groups that each hold a full copy of the parameters (HSDP); 1 is plain FSDP."""
-    micro_batch_tokens: Annotated[Positive, ResumeSafe] = 16384
+    micro_batch_tokens: Positive = 16384
     """Most tokens in one forward and backward; an update takes as many micro-batches as its tokens need."""
-    share_prompts: Annotated[bool, ResumeSafe] = True
+    share_prompts: bool = True
     """Compute a prompt once for all its completions in a row, instead of once for each."""
-    activation_checkpointing: Annotated[Literal["auto", "none", "logits", "selective", "full"], ResumeSafe] = "auto"
+    activation_checkpointing: Literal["auto", "none", "logits", "selective", "full"] = "auto"
     """What the backward recomputes to save memory. none: nothing; logits: the LM head's product; selective: that and
     cheap operations; full: that and every block; auto: the first that fits the GPU by arithmetic, on a CPU none."""
-    compile: Annotated[bool, ResumeSafe] = True
+    compile: bool = True
     """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
-    logprob_chunk_tokens: Annotated[Positive, ResumeSafe] = 4096
+    logprob_chunk_tokens: Positive = 4096
     """Tokens whose logits the LM head computes at one time."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """What updates the weights. adamw: AdamW; muon: the matrices of the blocks by Muon, scaled to the size of AdamW's
@@ -169,11 +170,6 @@ class TrainerConfig:
     """Linear layers of each block that get an adapter, by their names in Hugging Face's models. All of them mean all
     that a model has: in a mixture of experts those of attention, since experts take none."""
 
-    @property
-    def second_moment_falls_in_bfloat16(self) -> bool:
-        """True if bfloat16, which has 8 bits, shows what an update takes off AdamW's second moment."""
-        return 1 - self.adam_beta2 >= 2**-8
-
 
 # What every call of a reward function gets on top of the data's columns: completion tokens with EOS, whether it was cut
 # off, the prompt as the data has it, and the step as the log counts it.
@@ -184,15 +180,13 @@ EXTRA_COLUMNS = ("num_tokens", "truncated", "prompts", "step")
 class DataConfig:
     """Where prompts come from, what the rewards see of them, and how they become token ids."""
 
-    path: str = "openai/gsm8k[main]"
+    path: OneOrSeveral = "openai/gsm8k[main]"
     """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or your own
     `path/file.py:function`, which gives rows; in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and
-    revision; split train, or e.g. train[:90%]."""
-    sources: Table[str] = field(default_factory=dict)
-    """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
+    revision; split train, or e.g. train[:90%]. Several: names of your own, each with its data set."""
     weights: Table[NotNegative] = field(default_factory=dict)
-    """Shares of the prompts that come from each of `sources`, by their names and relative to each other; 1 for one that
-    is not named. 0 draws none, as a curriculum may begin."""
+    """Shares of the prompts that come from each of several data sets, by their names and relative to each other; 1 for
+    one that is not named. 0 draws none, as a curriculum may begin."""
     row: str = ""
     """Your own `path/file.py:function`, in place of the columns below: a row in; out comes a dict with `prompt` and the
     columns that the rewards get, or None, which leaves the row out."""
@@ -202,11 +196,10 @@ class DataConfig:
     answer_column: str = "answer"
     """Column that the reward functions get as `answer`; empty for none."""
     columns: Table[str] = field(default_factory=dict)
-    """Further columns for the reward functions: the names they get them by, and where they are in the data."""
+    """Further columns for the reward functions: the names they get them by, and where they are in the data. With
+    several classes in `environment.name`, the one named `environment` says which of them a row gets."""
     tools_column: str = ""
     """Column with the functions that the chat template may offer to the model (list of JSON schemas, or its text)."""
-    environment_column: str = ""
-    """Column that says which of `environment.classes` a row gets."""
     system_prompt: str = (
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
@@ -229,13 +222,9 @@ class DataConfig:
 
     @property
     def all_sources(self) -> list[Source]:
-        """List of `sources`, or of `path` alone. Raises ValueError for a source that is not written as it should be."""
-        if not self.sources:
-            return [parse_source(self.path, "data.path")]
-        return [
-            parse_source(spec, f"data.sources {label}", label, weight=self.weights.get(label, 1.0))
-            for label, spec in self.sources.items()
-        ]
+        """Data sets of `path`. Raises ValueError for one that is not written as it should be."""
+        sources = parse_sources(self.path, "data.path", "train")
+        return [replace(source, weight=self.weights.get(source.label, 1.0)) for source in sources]
 
     @property
     def reward_columns(self) -> dict[str, str]:
@@ -244,7 +233,7 @@ class DataConfig:
             return {}
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
         prompt = self.prompt_column if has_name else ""
-        pairs = [(prompt, prompt), ("answer", self.answer_column), (self.environment_column, self.environment_column)]
+        pairs = [(prompt, prompt), ("answer", self.answer_column)]
         return {name: column for name, column in pairs if column} | dict(self.columns)
 
     @property
@@ -257,29 +246,29 @@ class DataConfig:
 class HeldOutConfig:
     """Data that is not trained on: the fields that evaluation and validation share."""
 
-    path: str = ""
-    """Held-out data set, written like `data.path`, split test if it names none; empty takes that of `data.path`."""
-    sets: Table[str] = field(default_factory=dict)
-    """Several held-out data sets in place of `path`, as names for their metrics and PATH[NAME]@REVISION:SPLIT each."""
+    path: OneOrSeveral = ""
+    """Held-out data set, written like `data.path`, split test if it names none; empty takes that of `data.path`.
+    Several: names for their metrics, each with its data set."""
 
     section = ""  # of the config, for messages; without an annotation it is no field
 
     def held_out(self, data: DataConfig) -> list[Source]:
-        """Return `sets`, or else `path`, or else the test split of the training data.
+        """Return the data sets of `path`, or else the test split of the training data.
 
-        Raises ValueError if none of them is named, or one is not written as it should be.
+        Raises ValueError if the training data are several, or one is not written as it should be.
         """
-        if self.sets:
-            sets = self.sets.items()
-            return [parse_source(spec, f"{self.section}.sets {label}", label, split="test") for label, spec in sets]
         if self.path:
-            return [parse_source(self.path, f"{self.section}.path", split="test")]
-        if data.sources:
+            return parse_sources(self.path, f"{self.section}.path", "test")
+        if not isinstance(data.path, str):
             raise ValueError(
-                f"data.sources has {len(data.sources)} data sets, so it must be said what is held out: set "
-                f"{self.section}.path or {self.section}.sets"
+                f"data.path has {len(data.path)} data sets, so say what is held out: set {self.section}.path"
             )
         return [replace(data.all_sources[0], split="test")]
+
+    @property
+    def num_sets(self) -> int:
+        """Number of held-out data sets."""
+        return 1 if isinstance(self.path, str) else len(self.path) or 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,28 +308,28 @@ class RewardConfig:
     """Weights by name: a built-in of grpo/rewards/builtin.py or your own `path/file.py:function`; 0 measures only."""
     options: Table[Json] = field(default_factory=dict)
     """Keyword arguments of a reward function, by its name: `--reward.options overlong_penalty '{"tokens": 256}'`."""
-    num_workers: Annotated[Positive, ResumeSafe] = 4
+    num_workers: Positive = 4
     """Processes that run the reward functions; where built-in ones and your own (or code_reward) meet, of each kind."""
-    timeout_seconds: Annotated[AboveZero, ResumeSafe] = 10.0
+    timeout_seconds: AboveZero = 10.0
     """Longest call; a longer one gives None. Times the group's size for `@group_level`; an `async def` call is of a
     whole step."""
-    memory_gib: Annotated[AboveZero, ResumeSafe] = 4.0
+    memory_gib: AboveZero = 4.0
     """Address space of one such process."""
-    allow_without_landlock: Annotated[bool, ResumeSafe] = False
+    allow_without_landlock: bool = False
     """Run code_reward also where its programs could open the files of this machine, as the kernel has no Landlock."""
     answer_format: Literal["answer_tag", "boxed", "hashes", "answer_line"] = "answer_tag"
     """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####;
     answer_line: in the last line that begins with `Answer:`."""
-    passes: Annotated[str, ResumeSafe] = ""
+    passes: str = ""
     """Which part of the reward says whether a completion passes; empty: the environment, or else the first function."""
-    pass_value: Annotated[float, ResumeSafe] = 1.0
+    pass_value: float = 1.0
     """What that part must give a completion for it to pass (accuracy, pass@k, the best checkpoint)."""
     model: str = ""
     """A frozen reward model beside the functions: Hugging Face folder or hub name of a sequence classifier with one
     output, which scores prompt and completion in its own chat template, on the ranks of the reference. Empty: none."""
     model_weight: float = 1.0
     """Weight of its score beside those of `functions`; 0 measures only."""
-    environment: Annotated[tuple[str, ...], ResumeSafe] = ()
+    environment: tuple[str, ...] = ()
     """Environment variables that your own functions get on top of what Python needs, such as a judge's key."""
 
     @property
@@ -353,12 +342,11 @@ class RewardConfig:
 class EnvironmentConfig:
     """Turns, tools and an environment that answers: with these a rollout is a conversation."""
 
-    name: str = ""
-    """Your own class, `path/file.py:Class`: `reset` begins an episode, other public methods are tools."""
+    name: OneOrSeveral = ""
+    """Your own class, `path/file.py:Class`: `reset` begins an episode, other public methods are tools. Several: names
+    of your own, each with its class; a row gets the one whose name is in its column `environment`."""
     tools: tuple[str, ...] = ()
     """Functions that the model may call: your own `path/file.py:function`, or the built-in `python`."""
-    classes: Table[str] = field(default_factory=dict)
-    """Several classes in place of `name`, by names of your own, which `data.environment_column` gives each row."""
     options: Table[Json] = field(default_factory=dict)
     """Keyword arguments of the class, or of each: `--environment.options high 100`."""
     max_turns: Positive = 8
@@ -368,16 +356,16 @@ class EnvironmentConfig:
     `generator.max_completion_tokens`, which answers take from too."""
     max_answer_tokens: Positive = 512
     """Longest answer of a tool or environment in tokens; a longer one is cut in its middle, and says so."""
-    call_seconds: Annotated[AboveZero, Below(math.inf), ResumeSafe] = 10.0
+    call_seconds: Annotated[AboveZero, Below(math.inf)] = 10.0
     """Most seconds in which a turn's calls are carried out; then the process is killed."""
-    reset_seconds: Annotated[AboveZero, Below(math.inf), ResumeSafe] = 60.0
+    reset_seconds: Annotated[AboveZero, Below(math.inf)] = 60.0
     """Most seconds of a `reset`, which is tried once more in a fresh process."""
     rollout_seconds: Annotated[NotNegative, Below(math.inf)] = 0.0
     """Seconds after which no further turn begins, and what was reached is scored; 0 is no limit."""
-    num_processes: Annotated[Count, ResumeSafe] = 0
+    num_processes: Count = 0
     """Processes of each engine replica for environments and tools; 0: one for each rollout that is decoded at once, at
     most 256. A rollout of a class keeps its process, so more of them wait."""
-    memory_gib: Annotated[AboveZero, ResumeSafe] = 1.0
+    memory_gib: AboveZero = 1.0
     """Address space of one such process, what your file imports included."""
     calls: Literal["auto", "hermes", "llama3_json", "fence"] = "auto"
     """How the model writes a call. hermes: JSON in <tool_call>..</tool_call>; llama3_json: JSON alone; fence: JSON in a
@@ -401,8 +389,15 @@ class EnvironmentConfig:
 
     @property
     def all_classes(self) -> dict[str, str]:
-        """Table of `classes`, or `name` alone under an empty key. Empty if there are only functions, or nothing."""
-        return dict(self.classes) or ({"": self.name} if self.name else {})
+        """Classes by their names; one without a name has an empty key. Empty if there are only functions, or none."""
+        if isinstance(self.name, str):
+            return {"": self.name} if self.name else {}
+        return dict(self.name)
+
+    @property
+    def are_several(self) -> bool:
+        """True if a row's column `environment` says which class it gets."""
+        return bool(self.name) and not isinstance(self.name, str)
 
     @property
     def reward_name(self) -> str:
@@ -410,7 +405,7 @@ class EnvironmentConfig:
 
         Empty without a class.
         """
-        return "environment" if self.classes else self.name.rpartition(":")[2]
+        return self.name.rpartition(":")[2] if isinstance(self.name, str) else "environment"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -583,9 +578,9 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    evaluation: Annotated[EvaluationConfig, ResumeSafe] = field(default_factory=EvaluationConfig)
-    checkpoint: Annotated[CheckpointConfig, ResumeSafe] = field(default_factory=CheckpointConfig)
-    metrics: Annotated[MetricsConfig, ResumeSafe] = field(default_factory=MetricsConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     seed: int = 0
     """The order of the data, the sampling and the first weights of a model from nothing follow from it."""
     resume: bool = False
@@ -594,16 +589,16 @@ class RunConfig:
     """Resume although fields differ on which the result depends; they are shown in any case."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
-    deadline_minutes: Annotated[AboveZero, ResumeSafe] = 20.0
+    deadline_minutes: AboveZero = 20.0
     """How long no rank may begin a phase or a collective before the run ends with the name and stack of the one that
     hangs; three times as long while it starts, samples, scores or evaluates."""
-    dry_run: Annotated[bool, ResumeSafe] = False
+    dry_run: bool = False
     """Check data, model, rewards, memory and disk as a start does, say what fits, and stop: nothing is written."""
-    gpus: Annotated[Count, ResumeSafe] = 0
+    gpus: Count = 0
     """With `dry_run`: judge for so many GPUs, over all nodes; 0 looks at this machine."""
-    gpu_gib: Annotated[AboveZero, ResumeSafe] = 80.0
+    gpu_gib: AboveZero = 80.0
     """With `gpus`: GiB of each."""
-    profile: Annotated[Interval, ResumeSafe] = 0
+    profile: Interval = 0
     """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
 
     @property
@@ -625,7 +620,7 @@ class RunConfig:
         evaluation = self.evaluation
         if not evaluation.interval:
             return 0
-        return evaluation.num_prompts * max(1, len(evaluation.sets)) * max(1, evaluation.num_samples)
+        return evaluation.num_prompts * evaluation.num_sets * max(1, evaluation.num_samples)
 
     @property
     def completions_at_once(self) -> int:
@@ -644,11 +639,11 @@ class RunConfig:
 class GRPOConfig(RunConfig):
     """Everything `train_grpo.py` needs."""
 
-    roles: Annotated[RolesConfig, ResumeSafe] = field(default_factory=RolesConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    run_dir: Annotated[str, ResumeSafe] = "runs/grpo"
+    run_dir: str = "runs/grpo"
     """Folder of the run: config, checkpoints, metrics, samples, exported model."""
     num_steps: Positive = 200
     """Steps in total, by default of one update each; a resume may change it if `schedule` is constant."""
@@ -659,9 +654,9 @@ class GRPOConfig(RunConfig):
     overlap_steps: Annotated[Count, AtMost(1)] = 0
     """At 1 generators sample the next step while the others train on this one, with weights one step older; at 0 they
     take turns. Split roles only; needs `algorithm.importance_correction`."""
-    sync_check_interval: Annotated[Interval, ResumeSafe] = 20
+    sync_check_interval: Interval = 20
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
-    record: Annotated[bool, ResumeSafe] = False
+    record: bool = False
     """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for grpo.replay."""
 
     @property
@@ -736,14 +731,11 @@ RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 class SFTConfig(RunConfig):
     """Everything `train_sft.py` needs: supervised fine-tuning. Only evaluation reads `reward` and `generator`."""
 
-    reward: Annotated[RewardConfig, ResumeSafe] = field(default_factory=RewardConfig)
-    generator: Annotated[GeneratorConfig, ResumeSafe] = field(
-        default_factory=partial(GeneratorConfig, gpu_memory_utilization=SHARED_GPU)
-    )
-    validation: Annotated[ValidationConfig, ResumeSafe] = field(default_factory=ValidationConfig)
-    run_dir: Annotated[str, ResumeSafe] = "runs/sft"
+    generator: GeneratorConfig = field(default_factory=partial(GeneratorConfig, gpu_memory_utilization=SHARED_GPU))
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    run_dir: str = "runs/sft"
     """Folder of the run."""
-    num_trainers: Annotated[Positive, ResumeSafe] = 1
+    num_trainers: Positive = 1
     """Trainer ranks (all of torchrun's)."""
     num_steps: Positive = 100
     """Optimizer steps in total."""
@@ -757,9 +749,9 @@ class SFTConfig(RunConfig):
     turn; all: every token, as always in plain text."""
     too_long: Literal["leave_out", "truncate"] = "leave_out"
     """Examples of more than `max_sequence_tokens`. leave_out: they are not drawn; truncate: their first tokens are."""
-    show: Annotated[Count, ResumeSafe] = 0
+    show: Count = 0
     """With `dry_run`: print so many of the first examples, labels in colour."""
-    stop_at_loss: Annotated[NotNegative, ResumeSafe] = 0.0
+    stop_at_loss: NotNegative = 0.0
     """End early, with export, once the mean loss of the last 10 steps is below this; 0 runs all steps."""
     sequences_per_step: Positive = 128
     """Examples per step."""

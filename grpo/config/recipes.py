@@ -10,17 +10,16 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from grpo.config.checks import cautions, check_effects, validate
 from grpo.config.fields import OWN_LOSS_DEFAULTS, SHARED_GPU, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, near_miss, run_file
-from grpo.config.values import ResumeSafe, check_fields, field_paths, names_function, path_here, settings
+from grpo.config.values import check_fields, field_paths, names_function, path_here, settings
 
 # Fields that name files and folders of any name; any other may name a function `path/file.py:function`
 NAME_PATHS = (
-    "model.path model.reference_path reward.model data.path data.sources data.prompt_template evaluation.path "
-    "evaluation.sets validation.path validation.sets"
+    "model.path model.reference_path reward.model data.path data.prompt_template evaluation.path validation.path"
 )
 SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 # Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
@@ -30,6 +29,19 @@ FOR_ONE_START: dict[str, Any] = {
     "overwrite": False,
     "profile": 0,
 }
+
+# Sections and fields that a resume may change. Samples and gradients do not depend on them, except through the order in
+# which floating point numbers are added and, with sampling.carry_over, through which groups are complete when a step
+# ends.
+RESUME_SAFE = (
+    "roles evaluation validation checkpoint metrics run_dir deadline_minutes dry_run gpus gpu_gib profile record show "
+    "num_trainers stop_at_loss sync_check_interval model.attention trainer.tensor_parallel trainer.data_replicas "
+    "trainer.micro_batch_tokens trainer.share_prompts trainer.activation_checkpointing trainer.compile "
+    "trainer.logprob_chunk_tokens generator.tensor_parallel generator.gpu_memory_utilization generator.sleep "
+    "reward.num_workers reward.timeout_seconds reward.memory_gib reward.allow_without_landlock reward.passes "
+    "reward.pass_value reward.environment environment.call_seconds environment.reset_seconds "
+    "environment.num_processes environment.memory_gib"
+)
 
 # Losses that differ from another one, with the same advantages and aggregation, only where ratios are not 1
 SAME_AT_RATIO_1 = {"gspo": "grpo", "cispo": "dapo", "sapo": "grpo"}
@@ -59,6 +71,14 @@ FIELDS_OF_FLAGS = {
     "--mask-truncated-completions": "algorithm.mask_truncated",
     "--vllm-gpu-memory-utilization": "generator.gpu_memory_utilization",
 }
+# Fields that were there -> those that took their place
+REPLACED_BY = {
+    "data.sources": "data.path",
+    "data.environment_column": "data.columns",
+    "evaluation.sets": "evaluation.path",
+    "validation.sets": "validation.path",
+    "environment.classes": "environment.name",
+}
 OF_OTHER_TOOLS = "configs/COMING_FROM.md has the names of TRL and verl beside ours, --help has all of ours"
 
 
@@ -79,9 +99,8 @@ def load(
     first = (arguments or ["-"])[0]
     if not first.startswith("-") and (first.endswith(".py") or "=" not in first):
         recipe = arguments.pop(0)
-    if not isinstance(config_type, tuple):
-        config_type = (config_type,)
-    default: Any = load_recipe(recipe, *config_type)
+    config_types = config_type if isinstance(config_type, tuple) else (config_type,)
+    default: Any = load_recipe(recipe, *config_types)
     is_first = os.environ.get("RANK", "0") == "0"
     flags = [_checked_flag(word, default) for word in arguments]
     written: Any = _apply_flags(flags, default, prints_help=is_first)
@@ -103,7 +122,7 @@ def _checked_flag(word: str, default: Config) -> str:
     """
     flag, sign, value = word.partition("=")
     flag = flag.replace("_", "-")
-    field = FIELDS_OF_FLAGS.get(flag)
+    field = FIELDS_OF_FLAGS.get(flag) or REPLACED_BY.get(flag[2:].replace("-", "_"))
     if field in field_paths(default):
         raise ValueError(f"there is no flag {word}; write --{field.replace('_', '-')} VALUE")
     of_section = re.sub(r"^--no-(.*\.)", r"--\1no-", flag)
@@ -144,16 +163,13 @@ def _in_one_line(complaint: str, default: Config) -> str:
     """Return what tyro complains about, without its frame and title, and what to write instead."""
     _title, _, text = complaint.partition("\n")
     text = re.sub("[\u2500-\u257f]+|-{3,}", " ", text)  # without frame and rulers
-    message, _, _ = " ".join(text.split()).partition(" For full helptext")
-    way_out = "write --field VALUE, for a switch --field or --no-field"
-    unknown = message.removeprefix("Unrecognized options: ")
-    name, sign, _ = unknown.partition("=")
-    is_setting = sign and name not in field_paths(default)  # verl's way to write one
-    if unknown != message and (unknown.startswith("--") or is_setting):
-        way_out = OF_OTHER_TOOLS
-    elif "key-value pairs" in message:
-        way_out = "write --field NAME VALUE NAME VALUE ..."
-    return f"{message.removesuffix('.')}; {way_out}"
+    message = " ".join(text.split()).partition(" For full helptext")[0].removesuffix(".")
+    name, _, _ = message.removeprefix("Unrecognized options: ").partition("=")
+    if message.startswith("Unrecognized") and (
+        name.startswith("--") or "." in name and name not in field_paths(default)
+    ):
+        return f"{message}; {OF_OTHER_TOOLS}"  # verl writes a setting as name=value
+    return f"{message}; write --field VALUE, --field NAME VALUE NAME VALUE .., or for a switch --field or --no-field"
 
 
 def as_json(word: str) -> Json:
@@ -200,17 +216,25 @@ def load_recipe(path: str, *config_types: type) -> Any:
         if isinstance(config, config_types):
             check_fields(config)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
-        raise ValueError(f"{path}{cause_and_line(error, path)}") from error
+        raise ValueError(f"{path}{cause_and_line(error, path)}{_field_now(error)}") from error
     if config is None:
         raise ValueError(f"{path} binds no `config`, which makes a Python file a recipe; see configs/README.md")
     if not isinstance(config, config_types):
         names = " or ".join(config_type.__name__ for config_type in config_types)
-        script = SCRIPTS.get(type(config))
-        message = f"{path} must bind `config` to a {names}, it binds {type(config).__name__}"
-        if script:
-            message += f", which is for {script}"
-        raise ValueError(message)
+        script = SCRIPTS.get(type(config), "no script")
+        raise ValueError(
+            f"{path} must bind `config` to a {names}, it binds {type(config).__name__}, which is for {script}"
+        )
     return _with_paths_beside(file, config)
+
+
+def _field_now(error: BaseException) -> str:
+    """Name the field that took the place of one that a recipe sets, if that raised the error."""
+    for old, new in REPLACED_BY.items():
+        section, _, name = old.partition(".")
+        if f"{section.title()}Config.__init__() got an unexpected keyword argument '{name}'" in str(error):
+            return f"; write {new}"
+    return ""
 
 
 def _with_paths_beside(recipe: Path, config: Any) -> Any:
@@ -255,6 +279,8 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
             section, _, _ = path.rpartition(".")
             siblings = [name for name in paths if name.rpartition(".")[0] == section]
             hint = near_miss(path, paths) or f"; there are {', '.join(siblings or paths)}"
+            if path in REPLACED_BY:
+                hint = f"; write {REPLACED_BY[path]}"
             raise ValueError(f"there is no field {path}{hint}")
         section, _, name = path.rpartition(".")
         if section:
@@ -349,16 +375,11 @@ def written_fields(config: Config) -> dict[str, str]:
 
 def is_resume_safe(path: str, config: Config) -> bool:
     """Tell whether a run may continue with another value of that field and still be the same run."""
+    section, _, _ = path.partition(".")
     if path == "num_steps":  # other schedules end with the last step
         return config.trainer.schedule == "constant"
-    if (
-        path in ("reward.passes", "reward.pass_value") and config.data.curriculum
-    ):  # which weighs rows by how many completions pass
+    if path in ("reward.passes", "reward.pass_value") and config.data.curriculum:  # which weighs rows by what passes
         return False
-    section = config
-    for name in path.split("."):
-        kinds = get_type_hints(type(section), include_extras=True)
-        if ResumeSafe in get_args(kinds[name]):
-            return True
-        section = getattr(section, name)
-    return False
+    if isinstance(config, SFTConfig) and section in ("reward", "generator"):  # only evaluation reads them
+        return True
+    return section in RESUME_SAFE.split() or path in RESUME_SAFE.split()

@@ -9,7 +9,7 @@ import operator
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -30,14 +30,6 @@ AtMost = partial(Bound, "at most", operator.le)
 Below = partial(Bound, "below", operator.lt)
 
 
-class ResumeSafe:
-    """A mark of a field or section, as in `Annotated[int, AtLeast(1), ResumeSafe]`, that a resume may change.
-
-    Samples and gradients do not depend on it, except through the order in which floating point numbers are added and,
-    with sampling.carry_over, through which groups are complete when a step ends.
-    """
-
-
 WORDS = {
     bool: "True or False",
     int: "a whole number",
@@ -54,7 +46,7 @@ def check_fields(config: Any, path: str = "") -> None:
     for name, kind in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         if not fits(value, kind):
-            raise ValueError(f"{path}{_misfit(name, value, kind)}")
+            raise ValueError(f"{path}{name}={value!r} must be {_words_of(kind)}")
         if dataclasses.is_dataclass(value):
             check_fields(value, f"{path}{name}.")
 
@@ -96,20 +88,6 @@ def fits(value: Any, kind: Any) -> bool:
     if kind is str:  # a lone surrogate, which a command line in another encoding leaves, fits into no file; NUL no path
         return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" or c == "\0" for c in value)
     return isinstance(value, kind)
-
-
-def _misfit(name: str, value: Any, kind: Any) -> str:
-    """Name the value that does not fit, and what it must be; for a tuple or table, its first wrong entry."""
-    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    parts = get_args(plain)
-    if get_origin(plain) is tuple and isinstance(value, tuple):
-        wrong = next(entry for entry in value if not fits(entry, parts[0]))
-        return f"{name} has {wrong!r}, which must be {_words_of(parts[0])}"
-    if get_origin(plain) is MutableMapping and isinstance(value, dict):
-        for label, entry in value.items():
-            if not fits(entry, parts[1]):
-                return f"{name} has {label} = {entry!r}, which must be {_words_of(parts[1])}"
-    return f"{name}={value!r} must be {_words_of(kind)}"
 
 
 def _words_of(kind: Any) -> str:
@@ -184,7 +162,7 @@ class Source:
         return f"{self.label} ({self.text})" if self.label else self.text
 
 
-def parse_source(spec: str, field: str, label: str = "", split: str = "train", weight: float = 1.0) -> Source:
+def parse_source(spec: str, field: str, label: str = "", split: str = "train") -> Source:
     """Read a text such as `openai/gsm8k[main]@v1:train[:5%]` as a Source; `split` is for a text without one.
 
     The path of an existing file or folder is taken as it is, also with a split behind it. Raises ValueError, which
@@ -193,21 +171,14 @@ def parse_source(spec: str, field: str, label: str = "", split: str = "train", w
     path = path_here(spec)
     own_split = spec[len(path) + 1 :]
     if path and (own_split or path == spec):
-        return Source(label, path, split=own_split or split, weight=weight)
+        return Source(label, path, split=own_split or split)
     parts = _SOURCE_PARTS.fullmatch(spec)
     if parts is None:
         raise ValueError(
             f"{field}={spec!r} is no data set; write PATH[NAME]@REVISION:SPLIT, of which only PATH must be there, such "
             "as openai/gsm8k[main]:train[:90%] or rows.jsonl"
         )
-    source = Source(
-        label,
-        parts["path"],
-        parts["name"] or "",
-        parts["revision"] or "",
-        parts["split"] or split,
-        weight,
-    )
+    source = Source(label, parts["path"], parts["name"] or "", parts["revision"] or "", parts["split"] or split)
     kind = "file" if source.is_file else source.kind
     if source.revision and kind != "hub":
         raise ValueError(
@@ -218,6 +189,15 @@ def parse_source(spec: str, field: str, label: str = "", split: str = "train", w
             f"{field}={spec!r}: {source.path} is a local {kind}, which has no configurations; leave [{source.name}] out"
         )
     return source
+
+
+def parse_sources(path: str | Mapping[str, str], field: str, split: str) -> list[Source]:
+    """Read a field that names one data set, or several by their labels; see `parse_source`."""
+    if isinstance(path, str):
+        return [parse_source(path, field, split=split)]
+    if not path:
+        raise ValueError(f"{field} is empty; name a data set")
+    return [parse_source(spec, f"{field} {label}", label, split) for label, spec in path.items()]
 
 
 def path_here(spec: str) -> str:

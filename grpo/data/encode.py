@@ -191,7 +191,7 @@ class Encoder:
         encoded.kinds = kinds_of(example.columns)
         tools = None
         if self.tools:
-            tools = self.tools[environment_of(example.columns, self.data, self.tools)]
+            tools = self.tools[environment_of(example.columns, self.tools)]
         prompts = [example.prompt]
         if self.teacher_template:
             prompts.append(teacher_prompt(example, self.teacher_template))
@@ -318,7 +318,6 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     data = replace(
         encoder.data,
         path="",
-        sources={},
         weights={},
         bad_rows="refuse",
         shuffle=True,

@@ -147,16 +147,14 @@ def teacher_prompt(example: Example, template: str) -> Messages:
 
 def environment_of(
     columns: Mapping[str, Any],
-    data: DataConfig,
     names: Collection[str],
 ) -> str:
     """Return the name of a row's environment, empty if all rows have the same. Raises BadRow for an unknown one."""
-    column = data.environment_column
-    if not column:
+    if "" in names:
         return ""
-    name = columns.get(column)
+    name = columns.get("environment")
     if name not in list(names):
-        raise BadRow(f"column {column!r} is {name!r}, and environment.classes has {', '.join(names)}")
+        raise BadRow(f"column 'environment' is {name!r}, and environment.name has {', '.join(names)}")
     return name
 
 

@@ -132,7 +132,7 @@ class Stream:
         """
         unknown = [name for name in weights if name not in self.orders]
         if unknown:
-            raise ValueError(f"weights name {unknown}, and data.sources has {list(self.orders)}")
+            raise ValueError(f"weights name {unknown}, and data.path has {list(self.orders)}")
         self.weights = {name: float(weights.get(name, 1.0)) for name in self.orders}
         total = sum(self.weights.values())
         if min(self.weights.values()) < 0 or not 0 < total < math.inf:

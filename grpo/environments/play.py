@@ -60,7 +60,7 @@ class Episode:
     """Seed for `reset`, the same for all rollouts of a group."""
     version: int
     environment: str = ""
-    """Its class, one of `environment.classes`. Empty if there is only one."""
+    """Its class, one of `environment.name`. Empty if there is only one."""
     number: int = 0
     """Its place among the episodes that are played together."""
     ids: list[int] = field(default_factory=list)

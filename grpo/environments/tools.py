@@ -172,10 +172,9 @@ def _load_class(
     functions: Mapping[str, Callable],
 ) -> Toolbox:
     """Load a class of the user and check it. Raises ValueError if it cannot be an environment."""
-    field_name = "environment.classes" if config.classes else "environment.name"
-    kind = load_function(spec, field_name)
+    kind = load_function(spec, "environment.name")
     if not inspect.isclass(kind):
-        raise ValueError(f"{field_name} {spec} is no class; write functions as environment.tools")
+        raise ValueError(f"environment.name {spec} is no class; write functions as environment.tools")
     toolbox = Toolbox(functions, kind, config.options)
     if not callable(getattr(kind, "reset", None)):
         raise ValueError(f"class {kind.__name__} has no method reset, which begins an episode")

@@ -130,13 +130,17 @@ class RunLog:
         step: int,
         rollouts: list[Rollout],
         prompts: list[str],
+        held_out: Literal["", "greedy", "sample"] = "",
     ) -> None:
-        """Record a step's completions in completions.jsonl, from which `grpo.look` shows them.
+        """Record a step's completions in completions.jsonl, or held-out ones in evaluation.jsonl, for `grpo.look`.
 
-        At Weights & Biases, which cannot read that file, the best and the worst one become a table. prompts[i] is the
-        text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
+        At Weights & Biases, which cannot read these files, the best and the worst of a step become a table. prompts[i]
+        is the text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
         """
         records = completion_records(rollouts, prompts)
+        if held_out:
+            self._append_records("evaluation.jsonl", records, step=step, kind=held_out)
+            return
         self._append_records("completions.jsonl", records, step=step)
         if self.wandb:
             import wandb
@@ -145,17 +149,6 @@ class RunLog:
             rows = [[describe(record)] for record in ranked[:1] + ranked[1:][-1:]]
             table = wandb.Table(columns=["sample"], data=rows)
             self.wandb.log({"step": step, "samples": table})
-
-    def evaluation_completions(
-        self,
-        step: int,
-        kind: Literal["greedy", "sample"],
-        rollouts: list[Rollout],
-        prompts: list[str],
-    ) -> None:
-        """Record completions of held-out prompts in evaluation.jsonl; the arguments are those of `completions`."""
-        records = completion_records(rollouts, prompts)
-        self._append_records("evaluation.jsonl", records, step=step, kind=kind)
 
     def close(self) -> None:
         """Flush and close TensorBoard's file and the run at Weights & Biases; the other files are closed already."""
@@ -171,17 +164,9 @@ class RunLog:
         lines: list[str],
     ) -> None:
         """Write metrics and flush each file, so that a run that dies loses none; print lines and warnings."""
-        values = {}
-        record = {}
-        for name, value in metrics.items():
-            values[name] = float(value)
-            record[name] = finite_or_none(values[name])
-        self._append_records(
-            "metrics.jsonl",
-            [record],
-            step=step,
-            time=time.time(),
-        )
+        values = {name: float(value) for name, value in metrics.items()}
+        record = {name: finite_or_none(value) for name, value in values.items()}
+        self._append_records("metrics.jsonl", [record], step=step, time=time.time())
         if self.tensorboard:
             with naming(self.tensorboard.log_dir):
                 for name, value in values.items():
@@ -193,23 +178,12 @@ class RunLog:
             lines.append(f"warning: step {step}: {warning}")
         print("\n".join(lines))
 
-    def _append_records(
-        self,
-        name: str,
-        records: list[Record],
-        **facts: Any,
-    ) -> None:
+    def _append_records(self, name: str, records: list[Record], **facts: Any) -> None:
         """Append records to a .jsonl file. Each line begins with `facts`, such as the step."""
-        lines = []
-        for record in records:
-            line = json.dumps(facts | record, allow_nan=False)
-            lines.append(f"{line}\n")
-        self._append(name, "".join(lines))
-
-    def _append(self, name: str, text: str) -> None:
         path = self.run_dir / name
+        lines = [json.dumps(facts | record, allow_nan=False) + "\n" for record in records]
         with naming(path), open(path, "a", encoding="utf-8") as file:
-            file.write(text)
+            file.write("".join(lines))
 
     def _progress(self, step: int) -> str:
         if not self.num_steps:  # an evaluation alone

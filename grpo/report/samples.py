@@ -125,18 +125,24 @@ def describe(record: Record, turns: bool = False) -> str:
             lines.append(f"{name}: {text}")
 
     if turns and episode:
-        turns = episode["turns"]
-        for number, turn in enumerate(turns, start=1):
-            tokens = f"{turn['tokens']} tokens"
-            if "earned" in turn:
-                tokens += f", then get_reward {turn['earned']:g}"
-            lines.append(f"turn {number} ({tokens}): {turn['text']}")
-            lines += [f"  <- {answer}" for answer in turn["answers"]]
-            if "failed" in turn:
-                lines.append(f"environment failed: {turn['failed']}")
+        lines += turn_lines(episode["turns"])
     else:
         lines.append(f"completion: {record['completion']}")
     return printable("\n".join(lines))
+
+
+def turn_lines(turns: list[dict[str, Any]]) -> list[str]:
+    """Return the turns of an episode, each with its tokens and the environment's answers."""
+    lines = []
+    for number, turn in enumerate(turns, start=1):
+        tokens = f"{turn['tokens']} tokens"
+        if "earned" in turn:
+            tokens += f", then get_reward {turn['earned']:g}"
+        lines.append(f"turn {number} ({tokens}): {turn['text']}")
+        lines += [f"  <- {answer}" for answer in turn["answers"]]
+        if "failed" in turn:
+            lines.append(f"environment failed: {turn['failed']}")
+    return lines
 
 
 def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:

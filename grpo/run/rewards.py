@@ -35,8 +35,11 @@ def check_functions(
     if columns is None and not data.row:
         columns = data.reward_columns
     if columns is not None and config.environment.enabled:
+        allowed = [data.prompt_column]
+        if config.environment.are_several:
+            allowed.append("environment")
         for name in EPISODE_COLUMNS:
-            if name in columns and name not in (data.prompt_column, data.environment_column):
+            if name in columns and name not in allowed:
                 raise ValueError(
                     f"data.columns has {name}, but with an environment reward functions get a column of that name "
                     f"anyway; give the data set's another name, such as --data.columns my_{name} {name}"

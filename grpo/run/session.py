@@ -438,7 +438,7 @@ class Session:
             scorer.submit(self.shared.held_out, completions, step)
             scored = scorer.collect("evaluation: ")
             prompts = scorer.prompt_texts(scored)
-            self.run_log.evaluation_completions(step, kind, scored, prompts)
+            self.run_log.completions(step, scored, prompts, held_out=kind)
             rollouts[kind] = scored
         metrics = evaluation_metrics(
             rollouts["greedy"],

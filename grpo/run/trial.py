@@ -19,6 +19,7 @@ from grpo.types import MicroBatch, Sample, TrainBatch
 
 # Loss tokens of each sequence, between a prompt token and a last one that is excluded
 LENGTHS = (5, 1, 3, 4, 2, 2)
+LOSS_SIGNATURE = "loss(x, config, *, option=1.0)"
 
 
 def try_algorithm(config: AlgorithmConfig) -> None:
@@ -33,7 +34,7 @@ def try_algorithm(config: AlgorithmConfig) -> None:
     policy_N = batch.old_logprobs_N.clone().requires_grad_()
     _, x = next(trial_inputs(batch, policy_N))
     if config.loss not in CLIPPED_LOSSES:
-        output = _call(f"loss {config.loss}", "loss(x, config, *, option=1.0)", named_loss(config), x)
+        output = call(f"loss {config.loss}", LOSS_SIGNATURE, named_loss(config), x)
         check_loss_output(output, x, config.loss)
         loss_BT, _ = output
         loss_BT.sum().backward()
@@ -42,17 +43,10 @@ def try_algorithm(config: AlgorithmConfig) -> None:
     if config.advantages not in ("group_std", *ADVANTAGES):
         rewards_PG = torch.tensor([[1.0, 0.5, 0.0], [1.0, 1.0, 0.0]]).double()
         has_PG = torch.tensor([[True, True, False], [True, True, True]])
-        groups = AdvantageInputs(
-            rewards_PG=rewards_PG,
-            has_PG=has_PG,
-            parts_FPG=rewards_PG[None],
-            has_FPG=has_PG[None],
-            weights_F=torch.ones(1).double(),
-            batch=batch,
-        )
-        if config.kl_coef and config.kl_in == "reward":  # as in the run, where the penalty is part of no function
-            groups = replace(groups, rewards_PG=rewards_PG - 1)
-        _call(f"advantages {config.advantages}", "advantages(x)", named_advantages(config.advantages), groups)
+        penalty = 1.0 if config.kl_coef and config.kl_in == "reward" else 0.0  # part of no function, as in the run
+        weights_F = torch.ones(1).double()
+        groups = AdvantageInputs(rewards_PG - penalty, has_PG, rewards_PG[None], has_PG[None], weights_F, batch)
+        call(f"advantages {config.advantages}", "advantages(x)", named_advantages(config.advantages), groups)
     if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
         _check_aggregation(config.aggregation, x, UpdateTotals.of(batch, max_completion_tokens=8))
 
@@ -86,27 +80,25 @@ def trial_inputs(
         yield micro, LossInputs.of(micro, policy_BT, -policy_BT)
 
 
-def _call(what: str, signature: str, function: Callable, *arguments: Any) -> Any:
+def call(what: str, signature: str, function: Callable, *arguments: Any) -> Any:
     """Call a function. If it raises, raise ValueError with the cause and, if it is in a user's file, the line."""
     try:
         return function(*arguments)
     except Exception as error:  # a user's function may raise anything
-        _, _, spec = what.partition(" ")
-        file, _, _ = spec.rpartition(":")
+        file = what.partition(" ")[2].rpartition(":")[0]
         raise ValueError(f"{what}{cause_and_line(error, file)}; it is called as {signature}") from error
 
 
 def _check_aggregation(name: str, x: LossInputs, totals: UpdateTotals) -> None:
     """Raise ValueError unless an aggregation's results for two groups add up to its result for both together."""
     loss_BT = -x.generator_logprobs_BT
-    function = named_aggregation(name)
     is_first_BT = x.sequence_BT < 3
+    function = named_aggregation(name)
     results = []
     for part_BT in (loss_BT.where(is_first_BT, 0), loss_BT.where(~is_first_BT, 0), loss_BT):
-        results.append(_call(f"aggregation {name}", "aggregation(loss_BT, x, totals)", function, part_BT, x, totals))
+        results.append(call(f"aggregation {name}", "aggregation(loss_BT, x, totals)", function, part_BT, x, totals))
     first, second, whole = results
-    is_scalar = isinstance(whole, Tensor) and whole.shape == ()
-    if not is_scalar or not torch.allclose(whole, first + second):
+    if not _is_tensor(whole, ()) or not torch.allclose(whole, first + second):
         raise ValueError(
             f"aggregation {name} gives {whole} for two groups, and {first} and {second} for each alone; return "
             "a sum over loss_BT, divided only by what `totals` counts over the whole update"
@@ -116,8 +108,7 @@ def _check_aggregation(name: str, x: LossInputs, totals: UpdateTotals) -> None:
 def check_loss_output(output: tuple[Tensor, Metrics], x: LossInputs, name: str) -> None:
     """Raise ValueError unless a loss returned floats that depend on `logprobs_BT`, and detached metrics, all [B, T]."""
     shape = tuple(x.loss_mask_BT.shape)
-    is_pair = isinstance(output, tuple) and len(output) == 2
-    if not is_pair or not isinstance(output[1], dict):
+    if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[1], dict):
         raise ValueError(f"loss {name} returned {_kind_of(output)}; return (loss_BT, dict of metrics)")
     loss_BT, metrics = output
     if not _is_tensor(loss_BT, shape) or not loss_BT.is_floating_point():
@@ -128,12 +119,11 @@ def check_loss_output(output: tuple[Tensor, Metrics], x: LossInputs, name: str) 
     if x.logprobs_BT.requires_grad and not loss_BT.requires_grad:
         raise ValueError(f"loss {name} returned a loss without gradient; compute it from x.logprobs_BT")
     for key, value_BT in metrics.items():
-        if not isinstance(key, str) or not _is_tensor(value_BT, shape):
-            raise ValueError(
-                f"metric {key!r} of loss {name} is {_kind_of(value_BT)}; return one value per position, shape {shape}"
-            )
+        what = f"metric {key!r} of loss {name}"
+        if not _is_tensor(value_BT, shape):
+            raise ValueError(f"{what} is {_kind_of(value_BT)}; return one value per position, shape {shape}")
         if value_BT.requires_grad:
-            raise ValueError(f"metric {key!r} of loss {name} carries a gradient; detach it")
+            raise ValueError(f"{what} carries a gradient; detach it")
 
 
 def _is_tensor(value: object, shape: tuple[int, ...]) -> bool:

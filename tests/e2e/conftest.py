@@ -48,7 +48,7 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     updates = ["--algorithm.num-mini-batches", 2]
     sampling = ["--sampling.dynamic", "--reward.functions", BY_CHANCE, 1]
     arguments = [TINY, "--model.path", model, *layout, *schedule, *updates, *sampling]
-    arguments += ["--data.path", "", "--data.sources", *sources, "--data.weights", "a", 2]
+    arguments += ["--data.path", *sources, "--data.weights", "a", 2]
     arguments += ["--checkpoint.interval", 3, "--resume"]
     output = torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3)
     assert "starting at step 0" in output

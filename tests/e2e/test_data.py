@@ -42,9 +42,9 @@ def test_two_sources_and_two_held_out_sets(model: pathlib.Path, tmp_path: pathli
     output = torchrun(
         "train_grpo.py",
         *(TINY, "--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0, "--model.path", model),
-        *("--data.path", "", "--data.sources", "chats", chats, "texts", texts, "--data.weights", "chats", 3),
+        *("--data.path", "chats", chats, "texts", texts, "--data.weights", "chats", 3),
         *("--data.prompt-column", "prompt", "--data.answer-column", "truth.value", "--data.columns", "kind", "kind"),
-        *("--evaluation.sets", "first", f"{chats}:train[:4]", "texts", f"{texts}:train", "--evaluation.interval", 2),
+        *("--evaluation.path", "first", f"{chats}:train[:4]", "texts", f"{texts}:train", "--evaluation.interval", 2),
         *("--reward.functions", f"{tmp_path}/mine.py:trl", 1, "--run-dir", tmp_path / "run"),
         nproc=1,
     )

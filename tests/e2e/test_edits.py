@@ -60,7 +60,7 @@ def run_dir(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pa
     folder = tmp_path_factory.mktemp("edits")
     (folder / "train_mine.py").write_text(page)
     layout = ["--roles.num-trainers", 2, "--roles.num-references", 0, "--roles.num-generators", 1]
-    data = ["--data.path", "", "--data.sources", "a", ADDITION, "b", ADDITION, "--data.weights", "a", 1]
+    data = ["--data.path", "a", ADDITION, "b", ADDITION, "--data.weights", "a", 1]
     arguments = [TINY, "--model.path", model, *layout, *data, "b", 0, "--algorithm.aggregation", "token_mean"]
     arguments += ["--algorithm.kl-coef", 0.1, "--run-dir", folder / "run"]
     torchrun(str(folder / "train_mine.py"), *arguments, nproc=3)

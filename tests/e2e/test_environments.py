@@ -47,13 +47,13 @@ def test_turns_are_trained_as_they_were_sampled(model, tmp_path, nproc, flags):
 def test_rows_choose_among_classes(model, tmp_path):
     rows = [{"question": f"{n}+1", "answer": str(n + 1), "kind": ("digits", "echo")[n % 2]} for n in range(16)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    classes = ("--environment.name", "", "--environment.classes", "digits", f"{FILE}:Digits", "echo", f"{FILE}:Echo")
-    flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, *classes, "--data.environment-column", "kind")
+    classes = ("--environment.name", "digits", f"{FILE}:Digits", "echo", f"{FILE}:Echo")
+    flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, *classes, "--data.columns", "environment", "kind")
     run(model, tmp_path / "run", 1, *flags, "--data.path", tmp_path / "rows.jsonl")
     found = read_completions(tmp_path / "run")
-    assert {record["columns"]["kind"] for record in found} == {"digits", "echo"}
+    assert {record["columns"]["environment"] for record in found} == {"digits", "echo"}
     for record in found:
-        is_echo = record["columns"]["kind"] == "echo"
+        is_echo = record["columns"]["environment"] == "echo"
         assert (record["rewards"]["environment"] == -1.0) == is_echo
         assert not is_echo or len(record["episode"]["turns"]) == 1
 

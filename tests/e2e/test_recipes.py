@@ -84,7 +84,7 @@ def test_a_recipe_in_small(recipe: str, ranks: str, started: str, models, data, 
     flags = ["--model.path", models[family], *SMALLER, *own, "--run-dir", tmp_path / "run", *SAVED]
     if recipe.endswith("reasoning_gym"):
         pytest.importorskip("reasoning_gym")
-        flags += ["--data.sources", "a", data[task], "b", data[task], "--evaluation.sets", "a", data[task]]
+        flags += ["--data.path", "a", data[task], "b", data[task], "--evaluation.path", "a", data[task]]
     elif recipe.endswith("sft_gsm8k"):
         flags += ["--data.path", data["grpo"], "--validation.path", data["grpo"], "--evaluation.path", data["grpo"]]
         flags += ["--evaluation.num-prompts", 4, "--generator.max-completion-tokens", 16]

@@ -43,10 +43,10 @@ ROUNDED = ("--trainer.moments", "bfloat16", "--trainer.adam-beta2", 0.95)
 MUON = ("--trainer.optimizer", "muon", *SCHEDULE)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher}, {judge}, {moe}, {gemma3} and {olmo3} are folders
-MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
+MIXED = ("--data.path", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
 CURRICULUM = ("--data.curriculum", "configs/examples/curriculum.py:medium_first")
 PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
-VALIDATION = ("--validation.interval", 4, "--validation.sets", "a", "{a}")
+VALIDATION = ("--validation.interval", 4, "--validation.path", "a", "{a}")
 
 
 @dataclass(frozen=True)

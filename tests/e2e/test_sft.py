@@ -36,10 +36,10 @@ def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     for name, part in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     sources = [word for name in files for word in (name, folder / f"{name}.jsonl")]
-    flags = ["configs/toy_sft.py", "--model.path", model, "--data.path", "", "--data.sources", *sources]
+    flags = ["configs/toy_sft.py", "--model.path", model, "--data.path", *sources]
     flags += ["--data.weights", "chats", 2, "--sequences-per-step", 5, "--num-steps", 4, "--num-trainers", 2]
     flags += ["--trainer.micro-batch-tokens", 64, "--trainer.schedule", "linear", "--trainer.warmup-steps", 2]
-    flags += ["--validation.interval", 2, "--validation.sets", *sources]
+    flags += ["--validation.interval", 2, "--validation.path", *sources]
     flags += ["--validation.num-examples", 4, "--checkpoint.interval", 2, "--metrics.no-tensorboard"]
     # read only where a test evaluates by generating
     flags += ["--reward.functions", f"{REWARDS}:passes_by_chance", 1]

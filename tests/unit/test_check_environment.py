@@ -1,4 +1,4 @@
-"""The command that looks at an environment before a run."""
+"""The command that plays an environment before a run."""
 
 import json
 import pathlib
@@ -6,107 +6,73 @@ import re
 
 import pytest
 
-from grpo.check_environment import main
-from grpo.data.initial_model import build_model
+from grpo.check_environment import NUM_EPISODES, main
 from grpo.environments.calls import STYLES
 from grpo.watch.failures import BadInput
-from tests.unit import chat_templates as templates
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "configs" / "examples"
 
+MINE = """
+class Talk:
+    def reset(self, place=''): return f'Hi \\ud800 {place}.'
+    def reply(self, text): return None
 
-def test_episodes_are_played(capsys):
-    assert main([f"{EXAMPLES}/guess.py:Guess", "--model.path", "owner/name"]) == 0
+class Bad:
+    pass
+
+class Down(Talk):
+    def reset(self): raise ConnectionError('no server')
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return f"{tmp_path}/mine.py"
+
+
+def test_episodes_are_played_by_random_calls(mine, capsys):
+    """Also a function alone, a class without tools, and text that no tokenizer takes."""
+    assert main([f"{EXAMPLES}/guess.py:Guess"]) == 0
     shown = capsys.readouterr().out
-    assert "that of owner/name" in shown and "system_prompt" not in shown  # whose template nobody has read
-    assert shown.count("reward ") == 3 and "Guess the number." in shown
+    assert shown.count("\nreward ") == NUM_EPISODES and "Guess the number." in shown and '"name": "guess"' in shown
     assert main([f"{EXAMPLES}/calculator.py:multiply"]) == 0
-
-
-def test_a_class_without_tools_is_said_so_in_plain_words(tmp_path, capsys):
-    (tmp_path / "talk.py").write_text(
-        "class Talk:\n    def reset(self): return 'Hi.'\n    def reply(self, text): return None\n"
-    )
-    assert main([f"{tmp_path}/talk.py:Talk"]) == 0
+    capsys.readouterr()
+    assert main([f"{mine}:Talk"]) == 0
     shown = capsys.readouterr().out
-    assert "tools none" in shown and "[]" not in shown
+    assert "tools none" in shown and "Hi" in shown
     assert re.search(r"^reward None; ended by done after 1 turns, each answered in [\d.]+ s$", shown, re.MULTILINE)
 
 
-def test_each_class_gets_a_row_of_its_own_whichever_source_has_it(tmp_path, capsys):
-    (tmp_path / "two.py").write_text(
-        "class A:\n"
-        "    def reset(self, **row): return 'A has ' + row['place']\n"
-        "    def reply(self, text): return None\n"
-        "class B(A):\n"
-        "    def reset(self, **row): return 'B has ' + row['place']\n"
-    )
-    for name in ("A", "B"):
-        row = {"question": "Where?", "kind": name, "place": f"room {name}"}
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
-    (tmp_path / "recipe.py").write_text(
-        "from grpo import config as c\n"
-        "data = c.DataConfig(\n"
-        f"    sources={{'a': '{tmp_path}/A.jsonl', 'b': '{tmp_path}/B.jsonl'}},\n"
-        "    answer_column='', environment_column='kind', columns={'place': 'place'},\n"
-        ")\n"
-        f"classes = {{'A': '{tmp_path}/two.py:A', 'B': '{tmp_path}/two.py:B'}}\n"
-        "config = c.GRPOConfig(\n"
-        "    model=c.ModelConfig(path='owner/name'), data=data, environment=c.EnvironmentConfig(classes=classes)\n"
-        ")\n"
-    )
-    assert main([f"{tmp_path}/recipe.py", "--reward.functions"]) == 0
+def test_rows_are_those_of_the_recipe(mine, tmp_path, capsys):
+    rows = [{"question": "Where?", "place": f"room {number}"} for number in range(2)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = ["--data.path", f"{tmp_path}/rows.jsonl", "--data.answer-column", "", "--data.columns", "place", "place"]
+    assert main([f"{mine}:Talk", "configs/toy_arithmetic.py", *data]) == 0
     shown = capsys.readouterr().out
-    assert "A has room A" in shown and "B has room B" in shown
+    assert "room 0." in shown and "room 1." in shown
 
 
-def test_what_no_tokenizer_takes_is_played(tmp_path, capsys):
-    (tmp_path / "half.py").write_text(
-        "class Half:\n    def reset(self): return 'Begin \\ud800.'\n    def reply(self, text): return 'No \\ud800.'\n"
-    )
-    assert main([f"{tmp_path}/half.py:Half", "--environment.max-turns", "3"]) == 0
-    shown = capsys.readouterr().out
-    assert "Begin ?." in shown and shown.count("No ?.") == 6  # the third answer is not written
-
-
-@pytest.mark.parametrize("template", [None, templates.QWEN2.replace("assistant\n{%", "assistant\n<think>\n{%")])
 @pytest.mark.parametrize("style", STYLES)
-def test_somebody_may_be_the_model(style, template, monkeypatch, capsys):
+def test_somebody_may_be_the_model(style, monkeypatch, capsys):
     """And is told how a call is written: its own numbers in that call find the number."""
     printed = []
 
     def type_next(_):
         printed.append(capsys.readouterr().out)
-        (example,) = re.findall("A call is written (.*)", printed[0])
+        (example,) = re.findall("A turn may be: (.*)", printed[0])
         return re.sub(r"\d+", str(len(printed)), example)
 
     monkeypatch.setattr("builtins.input", type_next)
-    words = ["--play", "--environment.max-turns", "16", "--generator.max-completion-tokens", "2000"]
-    words += ["--environment.calls", style]
-    words += ["--data.chat-template-kwargs", "chat_template", json.dumps(template)] if template else []
-    assert main([f"{EXAMPLES}/guess.py:Guess", *words]) == 0
-    assert "ends the episode" in printed[0] and "reward 1.0" in capsys.readouterr().out
+    limits = ["--environment.max-turns", "16", "--generator.max-completion-tokens", "2000"]
+    assert main([f"{EXAMPLES}/guess.py:Guess", "--play", "--environment.calls", style, *limits]) == 0
+    assert "reward 1.0" in capsys.readouterr().out
 
 
-def test_a_first_text_that_is_too_long_is_told_with_its_field(tmp_path, capsys):
-    folder = build_model(f"{EXAMPLES}/toys.py:guess_model", tmp_path, [], seed=0)
-    words = [f"{EXAMPLES}/guess.py:Guess", "--model.path", folder, "--environment.calls", "hermes"]
-    words += ["--environment.reply-as", "user", "--data.system-prompt", "", "--data.max-prompt-tokens"]
-    assert main([*words, "4"]) == 1
-    shown = capsys.readouterr().out
-    ((number, field),) = set(re.findall(r"lost: the prompt with reset's text has (\d+) tokens; raise (\S+)", shown))
-    assert field == "data.max_prompt_tokens=4"
-    assert main([*words, number]) == 0
-
-
-def test_what_cannot_be_used_is_refused_and_what_is_lost_is_told(tmp_path, capsys):
-    (tmp_path / "bad.py").write_text(
-        "class Bad:\n    pass\n"
-        "class Down:\n"
-        "    def reset(self): raise ConnectionError('no server')\n"
-        "    def reply(self, text): return None\n"
-    )
+def test_what_cannot_be_used_is_refused_and_what_is_lost_is_told(mine, capsys):
     with pytest.raises(BadInput, match="has no method reset"):
-        main([f"{tmp_path}/bad.py:Bad"])
-    assert main([f"{tmp_path}/bad.py:Down"]) == 1
-    assert "no server" in capsys.readouterr().out
+        main([f"{mine}:Bad"])
+    with pytest.raises(BadInput, match="names no function in a file; write path/file.py:function"):
+        main(["configs/toy_guess.py"])
+    assert main([f"{mine}:Down"]) == 1
+    assert "lost: " in (shown := capsys.readouterr().out) and "no server" in shown

@@ -47,7 +47,6 @@ class Episodes:
         environments get. turns_earn: turns that are trained on have rewards of their own.
         """
         self.config = config
-        self.data = data
         self.roles = roles
         self.turns_earn = turns_earn
         self.num_processes = config.num_processes or most_at_once
@@ -79,7 +78,7 @@ class Episodes:
             episodes = []
             for prompt, place in rollouts:
                 seed = environment_seed(run_seed, prompt, held_out)
-                environment = environment_of(prompt.columns, self.data, self.player.turns)
+                environment = environment_of(prompt.columns, self.player.turns)
                 episodes.append(Episode(prompt, place, seed, version, environment))
             self.player.begin(episodes, max_tokens, self.turns_earn and not held_out, first)
         play(self.config, loop, len(rollouts), add, self.player, self._send, first)

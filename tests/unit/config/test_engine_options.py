@@ -8,8 +8,7 @@ import types
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from grpo.config import GeneratorConfig, GRPOConfig, change
-from grpo.config.checks import validate
+from grpo.config import GeneratorConfig, GRPOConfig
 from grpo.config.engine_options import (
     ENGINE_SET_HERE,
     ONLINE_QUANTIZATION,
@@ -23,57 +22,57 @@ from grpo.config.recipes import load
 from grpo.roles.engine.vllm_engine import check_engine, import_vllm, in_vllms_types
 
 DEFAULT = str(pathlib.Path(__file__).parents[3] / "configs" / "qwen3_1_7b_gsm8k.py")
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 # SamplingParams that change no probability: `watermarking` only with the engine's watermark_config
 HARMLESS = {"extra_args", "skip_reading_prefix_cache", "repetition_detection", "watermarking"}
-# (table, its entries, what the message has behind their names)
-REFUSED = [
-    ("engine", {"model": "a"}, "the folder of model.path"),
-    ("engine", {"enable_lora": True}, "merges LoRA's adapters"),
-    ("engine", {"logprobs_mode": "raw_logprobs"}, "the trainer needs"),
-    ("engine", {"max_num_seqs": 0}, "=0 must be a whole number, at least 1"),
-    ("engine", {"kv_cache_memory_bytes": "2G"}, "='2G' must be a whole number"),
-    ("engine", {"block_sise": 16}, "vLLM's EngineArgs .* no argument .* .did you mean block_size"),
-    ("engine", {"quantization": "fp8"}, "='fp8' expects a checkpoint that is quantized already"),
-    ("sampling", {"n": 2}, "use group_size"),
-    ("sampling", {"logprobs": 5}, "takes token ids"),
-    ("sampling", {"mintokens": 3}, "vLLM's SamplingParams .* no argument .* .did you mean min_tokens"),
-    ("sampling", {"_eos_token_id": 3}, "vLLM's SamplingParams has no argument"),
-]
+SPECULATING = '--generator.engine speculative_config {"method":"ngram"} --generator.sampling'
+# What a flag sets, and what the message has behind its name
+REFUSED = {
+    "engine model a": "the folder of model.path",
+    "engine enable_lora true": "merges LoRA's adapters",
+    "engine logprobs_mode raw_logprobs": "the trainer needs",
+    "engine max_num_seqs 0": "=0 must be a whole number, at least 1",
+    "engine kv_cache_memory_bytes 2G": "='2G' must be a whole number",
+    "engine block_sise 16": "vLLM's EngineArgs .* no argument .* .did you mean block_size",
+    "engine quantization fp8": "='fp8' expects a checkpoint that is quantized already",
+    "sampling n 2": "use group_size",
+    "sampling logprobs 5": "takes token ids",
+    "sampling mintokens 3": "vLLM's SamplingParams .* no argument .* .did you mean min_tokens",
+    "sampling _eos_token_id 3": "vLLM's SamplingParams has no argument",
+}
 
 
-@pytest.mark.parametrize("table, options, message", REFUSED)
-def test_what_would_break_a_run_is_refused_with_the_reason(table, options, message):
-    (name,) = options
-    with pytest.raises(ValueError, match=f"^generator.{table} {name}.*{message}"):
-        validate(change(GRPOConfig(), {f"generator.{table}": options}))
+def started(flags: str) -> GRPOConfig:
+    return load(GRPOConfig, DEFAULT, flags.split())
 
 
-def test_what_a_mixture_of_experts_cannot_have_is_refused():
-    engine = GeneratorConfig(engine={"quantization": "fp8_per_tensor"})
-    with pytest.raises(ValueError, match="^generator.engine quantization .*leave it out"):
+@pytest.mark.parametrize("option", REFUSED)
+def test_what_would_break_a_run_is_refused_with_the_reason(option):
+    table, name, _ = option.split()
+    with pytest.raises(ValueError, match=f"^generator.{table} {name}.*{REFUSED[option]}"):
+        started(f"--generator.{option}")
+
+
+@pytest.mark.parametrize("ignored", ['logit_bias {"5":1}', "min_p 0.1", "top_p 0.9"])
+def test_what_vllm_would_silently_ignore_is_refused(ignored):
+    started(SPECULATING)
+    with pytest.raises(ValueError, match="vLLM ignores min_p and logit_bias"):
+        started(f"{SPECULATING} {ignored}")
+
+
+@pytest.mark.parametrize(
+    "options, way_out, others",
+    [
+        ({"quantization": "fp8_per_tensor"}, "quantization .*leave it out", (Qwen3Config, False)),
+        # on a CPU vLLM ends by signal 11
+        ({"enable_expert_parallel": True}, "enable_expert_parallel needs a GPU", (Qwen3MoeConfig, True)),
+    ],
+)
+def test_what_a_mixture_of_experts_cannot_have_is_refused(options, way_out, others):
+    engine = GeneratorConfig(engine=options)
+    with pytest.raises(ValueError, match=f"^generator.engine {way_out}"):
         check_engine(engine, Qwen3MoeConfig(head_dim=64), on_gpu=False)
-    check_engine(engine, Qwen3Config(head_dim=64), on_gpu=False)
-
-
-def test_experts_on_several_ranks_need_a_gpu():
-    """On a CPU vLLM ends by signal 11."""
-    engine = GeneratorConfig(engine={"enable_expert_parallel": True})
-    with pytest.raises(ValueError, match="^generator.engine enable_expert_parallel needs a GPU"):
-        check_engine(engine, Qwen3MoeConfig(head_dim=64), on_gpu=False)
-    check_engine(engine, Qwen3MoeConfig(head_dim=64), on_gpu=True)
-
-
-def test_what_vllm_would_silently_ignore_is_refused():
-    speculating = {"generator.engine": {"speculative_config": NGRAM}}
-    validate(change(GRPOConfig(), speculating))
-    for changes in (
-        speculating | {"generator.sampling": {"logit_bias": {"5": 1.0}}},
-        {"generator.engine": {"spec_method": "ngram"}, "generator.sampling": {"min_p": 0.1}},
-        speculating | {"generator.sampling": {"top_p": 0.9}},
-    ):
-        with pytest.raises(ValueError, match="vLLM ignores min_p and logit_bias"):
-            validate(change(GRPOConfig(), changes))
+    kind, on_gpu = others
+    check_engine(engine, kind(head_dim=64), on_gpu=on_gpu)
 
 
 def test_names_are_those_of_the_installed_vllm():
@@ -101,27 +100,20 @@ def test_nothing_that_vllm_can_do_to_a_sample_is_unknown():
 
 
 def test_values_are_json_where_they_parse_and_else_text():
-    config = load(
-        GRPOConfig,
-        DEFAULT,
-        [
-            *("--generator.engine", "quantization", "fp8_per_tensor", "block_size", "32", "async_scheduling", "false"),
-            *("speculative_config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'),
-            *("max_num_batched_tokens", "None", "watermark", "0.01"),
-            *("--generator.sampling", "bad_words", '["a b", "c"]', "min_tokens", "8"),
-            *("--reward.options", "math_reward", '{"tolerance": 0.1}'),
-        ],
-    )
+    flags = "--generator.engine quantization fp8_per_tensor block_size 32 async_scheduling false "
+    flags += 'max_num_batched_tokens None watermark 0.01 speculative_config {"method":"ngram"} '
+    flags += '--generator.sampling bad_words ["a","b"] min_tokens 8 --reward.options math_reward {"tolerance":0.1}'
+    config = started(flags)
     assert config.reward.options == {"math_reward": {"tolerance": 0.1}}
     assert config.generator.engine == {
         "quantization": "fp8_per_tensor",
         "block_size": 32,
         "async_scheduling": False,
-        "speculative_config": NGRAM,
         "max_num_batched_tokens": None,
         "watermark": 0.01,
+        "speculative_config": {"method": "ngram"},
     }
-    assert config.generator.sampling == {"bad_words": ["a b", "c"], "min_tokens": 8}
+    assert config.generator.sampling == {"bad_words": ["a", "b"], "min_tokens": 8}
 
 
 def test_sampling_values_from_json_get_vllms_types():

@@ -246,7 +246,7 @@ def test_too_long_examples_are_cut_off_and_counted(tokenizer, talks, capsys):
 
 def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, talks, ten_answers, capsys):
     sets = {"talks": talks, "answers": f"{ten_answers}:train[5:]"}
-    config = sft_of(ten_answers, validation=ValidationConfig(interval=1, num_examples=3, sets=sets))
+    config = sft_of(ten_answers, validation=ValidationConfig(interval=1, num_examples=3, path=sets))
     found = load_validation(config, tokenizer)
     texts = {name: [tokenizer.decode(example.ids) for example in examples] for name, examples in found.items()}
     assert texts["talks"] == [

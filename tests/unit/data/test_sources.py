@@ -80,9 +80,9 @@ def test_what_is_here_has_no_revision_and_a_file_no_configuration(tmp_path, monk
 
 
 def test_several_sources_and_sets():
-    data = DataConfig(sources={"x": "a/b[main]:train", "y": "y.jsonl"}, weights={"x": 3})
+    data = DataConfig(path={"x": "a/b[main]:train", "y": "y.jsonl"}, weights={"x": 3})
     assert data.all_sources == [Source("x", "a/b", "main", weight=3), Source("y", "y.jsonl")]
-    sets = EvaluationConfig(sets={"z": "a/b[main]", "w": "w.csv:train"}).held_out(data)
+    sets = EvaluationConfig(path={"z": "a/b[main]", "w": "w.csv:train"}).held_out(data)
     assert sets == [Source("z", "a/b", "main", split="test"), Source("w", "w.csv")]
 
 
@@ -90,8 +90,8 @@ def test_held_out_by_default_is_the_test_split_of_the_training_data():
     data = DataConfig(path="a/b[main]@v1")
     assert EvaluationConfig().held_out(data) == [Source("", "a/b", "main", "v1", "test")]
     assert EvaluationConfig(path="c/d").held_out(data) == [Source("", "c/d", split="test")]
-    with pytest.raises(ValueError, match="data.sources has 1 data sets, .* set evaluation.path or evaluation.sets"):
-        EvaluationConfig().held_out(DataConfig(sources={"x": "x.jsonl"}))
+    with pytest.raises(ValueError, match="data.path has 1 data sets, .* set evaluation.path"):
+        EvaluationConfig().held_out(DataConfig(path={"x": "x.jsonl"}))
 
 
 # ---- files

@@ -6,7 +6,6 @@ import textwrap
 
 import pytest
 
-from grpo.check_environment import NUM_EPISODES, main
 from grpo.config import DataConfig, EnvironmentConfig, GRPOConfig
 from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
 from grpo.environments.host import EnvironmentHost
@@ -35,7 +34,7 @@ CLASSES = """
         def reply(self, text):
             return "Blue."
 """
-CONFIG = EnvironmentConfig(classes={"wet": "places.py:Sea", "dry": "places.py:Sky"})
+CONFIG = EnvironmentConfig(name={"wet": "places.py:Sea", "dry": "places.py:Sky"})
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "places.py").write_text(textwrap.dedent(CLASSES))
     write(tmp_path, ["wet", "dry"] * 4)
-    return DataConfig(path="rows.jsonl", answer_column="", system_prompt="", environment_column="kind")
+    return DataConfig(path="rows.jsonl", answer_column="", system_prompt="", columns={"environment": "kind"})
 
 
 def write(folder, kinds):
@@ -70,11 +69,13 @@ def test_an_unknown_environment_is_told_with_its_row(data, tmp_path):
     tools = {name: toolbox.schemas for name, toolbox in load_toolboxes(CONFIG).items()}
     for value, shown in (("wte", "'wte'"), (1, "1"), (["wet"], r"\['wet'\]")):
         write(tmp_path, ["wet", "dry", value])
-        words = f"1 of 3 rows of rows.jsonl cannot be used: row 3: column 'kind' is {shown}, .*classes has wet, dry "
+        words = (
+            f"1 of 3 rows of rows.jsonl cannot be used: row 3: column 'environment' is {shown}, .*name has wet, dry "
+        )
         with pytest.raises(ValueError, match=words) as refused:
             prompts(data, tools)
         assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match="row 3: column 'kind' is"):
+    with pytest.raises(ValueError, match="row 3: column 'environment' is"):
         load_eval_prompts(data, GRPOConfig().evaluation, tokenizer_for(templates.QWEN2), tools)
 
 
@@ -84,14 +85,3 @@ def test_a_rollout_plays_with_the_class_of_its_row(data):
         begun, replied, dry = played(host, {"question": "?"}, call("dive"), environment="dry")
     assert (dived["answers"], wet["reward"]) == (["At 1 m."], 1.0)
     assert (begun["text"], replied["answers"], dry["reward"]) == ("Up: ?", ["Blue."], None)
-
-
-def test_the_command_plays_all_that_a_recipe_names(data, tmp_path, capsys):
-    (tmp_path / "recipe.py").write_text(
-        "from grpo import config as c\n"
-        f"config = c.GRPOConfig(environment=c.{CONFIG!r}, data=c.{data!r}, model=c.ModelConfig(path='nowhere'))\n"
-    )
-    assert main(["recipe.py"]) == 0
-    shown = capsys.readouterr().out
-    assert "wet: tools dive" in shown and "dry: tools none" in shown and "Up: Where is number 1?" in shown
-    assert shown.count("; ended by ") == 2 * NUM_EPISODES
