@@ -74,44 +74,34 @@ def start(repo: pathlib.Path, script: str, *arguments: str, failing: str = "", *
     return subprocess.Popen(command, cwd=repo, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_pip_finds_the_cpu_build_and_uv_is_never_called(repo):
-    process, calls = launch(repo, "setup.sh", GRPO_DEVICE="cpu")
-    assert process.returncode == 0, process.stderr
-    assert calls == ["python3.11 -m venv --clear .venv", TORCH_BY_PIP, THE_REST, REMOVAL]
-    assert launch(repo, "setup.sh", GRPO_DEVICE="cpu")[1] == []  # ready
+VENV = "python3.11 -m venv --clear .venv"
+PIP_FAILS = f"^{re.escape(TORCH_BY_PIP)}$"
+# What fails -> the calls of setup.sh for a CPU, and what it says if it ends there
+SETUPS = {
+    "": ([VENV, TORCH_BY_PIP, THE_REST, REMOVAL], ""),
+    PIP_FAILS: ([VENV, TORCH_BY_PIP, "uv==", TORCH_BY_UV, THE_REST, REMOVAL], ""),
+    f"{PIP_FAILS}|^uv ": (
+        [VENV, TORCH_BY_PIP, "uv==", TORCH_BY_UV],
+        "neither pip nor uv could install torch",
+    ),
+    f"{PIP_FAILS}| uv==": ([VENV, TORCH_BY_PIP, "uv=="], "PIP_EXTRA_INDEX_URL.*run this again"),
+    "-r requirements-cpu.txt": ([VENV, TORCH_BY_PIP, THE_REST], "pip failed, .* .cache/setup.log; run this again"),
+    "-m pip --version|-m ensurepip": ([VENV, "-m ensurepip"], ".venv has no pip.*remove .venv"),
+}
 
 
-def test_uv_installs_the_cpu_build_that_pip_does_not_find(repo):
-    process, calls = launch(repo, "setup.sh", failing=f"^{re.escape(TORCH_BY_PIP)}$", GRPO_DEVICE="cpu")
-    assert process.returncode == 0, process.stderr
-    venv, by_pip, install_uv, *others = calls
-    assert by_pip == TORCH_BY_PIP and re.search(r" uv==[\d.]+$", install_uv)
-    assert others == [TORCH_BY_UV, THE_REST, REMOVAL]
-    assert launch(repo, "setup.sh", GRPO_DEVICE="cpu")[1] == []
-
-
-@pytest.mark.parametrize("failing", ["no-deps torch==|^uv ", "no-deps torch==| uv=="], ids=["uv fails", "no uv"])
-def test_without_a_cpu_build_the_message_tells_the_way_out_and_the_next_call_goes_on(repo, failing):
+@pytest.mark.parametrize("failing", SETUPS)
+def test_setup_installs_the_cpu_build_and_says_the_way_out(repo, failing):
+    """By pip, else by uv. After a failure the next call goes on: the environment is there, and what it lacks comes."""
     process, calls = launch(repo, "setup.sh", failing=failing, GRPO_DEVICE="cpu")
-    assert process.returncode == 1
-    assert f"setup: neither pip nor uv could install {TORCH}" in process.stderr
-    for part in ("stub fails: ", ".cache/setup.log", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "run this again"):
-        assert part in process.stderr, part
-    assert THE_REST not in calls
-    # The environment is there, and what it lacks is installed.
-    process, calls = launch(repo, "setup.sh", GRPO_DEVICE="cpu")
-    assert process.returncode == 0 and calls == [TORCH_BY_PIP, THE_REST, REMOVAL]
-
-
-def test_a_failure_of_another_package_is_not_taken_for_that_of_torch(repo):
-    process, calls = launch(repo, "setup.sh", failing="-r requirements-cpu.txt", GRPO_DEVICE="cpu")
-    assert process.returncode == 1 and calls[-1] == THE_REST
-    assert re.search("setup: pip failed, .* .cache/setup.log; run this again", process.stderr)
-
-
-def test_an_environment_that_gets_no_pip_is_refused_with_the_way_out(repo):
-    process, _ = launch(repo, "setup.sh", failing="-m pip --version|-m ensurepip", GRPO_DEVICE="gpu")
-    assert process.returncode == 1 and ".venv has no pip" in process.stderr and "remove .venv" in process.stderr
+    expected, message = SETUPS[failing]
+    assert len(calls) == len(expected) and all(part in call for part, call in zip(expected, calls, strict=True)), calls
+    assert process.returncode == bool(message) and re.search(message, process.stderr, re.S), process.stderr
+    if not message:
+        assert launch(repo, "setup.sh", GRPO_DEVICE="cpu")[1] == []
+    elif "ensurepip" not in failing:
+        process, calls = launch(repo, "setup.sh", GRPO_DEVICE="cpu")
+        assert process.returncode == 0 and calls == [TORCH_BY_PIP, THE_REST, REMOVAL]
 
 
 def test_gpu_needs_one_call_of_pip(repo):
@@ -164,17 +154,6 @@ def test_sbatch_stops_the_run_before_its_time_is_up_and_requeues(repo, obeys):
     assert requeued == bool(obeys)
 
 
-def test_sbatch_takes_gpus_of_gres_and_needs_no_number_of_cores(repo):
-    """`--gres=gpu:4` in place of --gpus-per-node sets another variable, and cores may be left to the cluster."""
-    left_out = ("SLURM_GPUS_PER_NODE", "SLURM_CPUS_PER_TASK")
-    slurm = {name: value for name, value in SLURM.items() if name not in left_out}
-    process, calls = launch(repo, "grpo.sbatch", "recipe.py", GRPO_DEVICE="cpu", **slurm, SLURM_GPUS_ON_NODE="4")
-    assert process.returncode == 0, process.stderr
-    assert "--nproc_per_node=4" in calls[-1] and "--cpus-per-task" not in calls[-1]
-    process, _ = launch(repo, "grpo.sbatch", "recipe.py", GRPO_DEVICE="cpu", **slurm)
-    assert process.returncode == 1 and "--gres=gpu" in process.stderr
-
-
 # Starts the command for each task, one after the other, without srun's own flags.
 STARTING_SRUN = """
 while [[ "$1" == --* ]]; do shift; done
@@ -195,6 +174,7 @@ def test_sbatch_says_which_node_holds_the_meeting_place(repo):
 
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_sft.py"])
 def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, script):
+    """`--gres=gpu:4` in place of --gpus-per-node sets another variable, and cores may be left to the cluster."""
     batch_file = script.removeprefix("train_").replace(".py", ".sbatch")
     launch(repo, "setup.sh", GRPO_DEVICE="gpu")
     process, calls = launch(repo, batch_file, "recipe.py", **SLURM | {"SLURM_GPUS_PER_NODE": "h100:4"})
@@ -204,8 +184,12 @@ def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, s
     # 20000 + 123456 % 10000
     expected = {"--export=ALL", "--cpus-per-task=64", "--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=node7:23456"}
     assert expected <= set(words)
-    process, calls = launch(repo, batch_file, "recipe.py", "--overwrite", **SLURM)
-    assert process.returncode == 1 and calls == [] and "--overwrite would delete the run" in process.stderr
+    few = {name: value for name, value in SLURM.items() if "PER_NODE" not in name and "CPUS" not in name}
+    _, calls = launch(repo, batch_file, "recipe.py", **few, SLURM_GPUS_ON_NODE="4")
+    assert "--nproc_per_node=4" in calls[-1] and "--cpus-per-task" not in calls[-1]
+    for flags, slurm, message in (("--overwrite", SLURM, "would delete the run"), ("recipe.py", few, "--gres=gpu")):
+        process, calls = launch(repo, batch_file, flags, **slurm)
+        assert process.returncode == 1 and calls == [] and message in process.stderr
 
 
 @pytest.mark.parametrize(

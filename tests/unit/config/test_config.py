@@ -6,7 +6,6 @@ import math
 import operator
 import pathlib
 import re
-import shlex
 
 import pytest
 
@@ -22,8 +21,9 @@ from grpo.config import (
     change,
     fields,
 )
-from grpo.config.checks import check_effects, check_world_size, suggest_roles, validate
+from grpo.config.checks import cautions, check_effects, check_world_size, suggest_roles, validate
 from grpo.config.recipes import as_recipe, load, load_recipe
+from tests.unit.config.started import started
 
 ROOT = pathlib.Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
@@ -31,17 +31,8 @@ DPPO = "configs/examples/methods/dppo.py:dppo"
 DEFAULT = str(ROOT / "configs" / "qwen3_1_7b_gsm8k.py")
 
 
-HERE = pathlib.Path(__file__).parent
-SCRIPTS = {GRPOConfig: str(HERE / "bare_grpo.py"), SFTConfig: str(HERE / "bare_sft.py")}
-
-
 def read(path: pathlib.Path) -> GRPOConfig | SFTConfig:
     return load_recipe(str(path), GRPOConfig, SFTConfig)
-
-
-def started(flags: str, kind: type = GRPOConfig) -> GRPOConfig | SFTConfig:
-    """What a script gets of these flags, without a recipe."""
-    return load(kind, SCRIPTS[kind], shlex.split(flags))
 
 
 # ---- Checks
@@ -111,7 +102,6 @@ REFUSED_IN_GRPO = {
     # values that a field does not take
     "--num-steps 0": "num_steps=0 must be a whole number, at least 1",
     "--generator.temperature 1 0.009": "temperature=.* each entry a number, at least 0.01 and below inf",
-    "--trainer.learning-rate nan": "learning_rate=nan must be a number, at least 0 and below inf",
     "--algorithm.clip-low 1.1": "algorithm.clip_low=1.1 must be None or a number, at least 0 and at most 1",
 }
 OWN_SETS = "--data.path a a.jsonl"
@@ -146,6 +136,7 @@ def test_a_recipe_may_hold_what_nothing_reads_because_other_flags_may_need_it():
 # What only a recipe can write, and what the message says that it must be
 NOT_TAKEN = [
     ("num_steps", True, "a whole number, at least 1"),  # True is an int to Python
+    ("trainer.learning_rate", math.nan, "a number, at least 0 and below inf"),
     ("trainer.schedule", "line", "one of constant, linear, cosine"),
     ("algorithm.loss_options", '{"dual_clip": 3', "a dict from names, each value None or"),
     ("algorithm", None, "an object of class AlgorithmConfig"),
@@ -179,7 +170,7 @@ def test_a_field_that_another_one_took_in_is_answered_with_that_one(old, tmp_pat
     section, name = old.split(".")
     new = RENAMED[old]
     with pytest.raises(ValueError, match=f"write --{new} VALUE"):
-        started(f"--{old.replace('_', '-')} a b")
+        load(GRPOConfig, DEFAULT, [f"--{old.replace('_', '-')}", "a", "b"])
     with pytest.raises(ValueError, match=f"there is no field {old}; write {new}"):
         change(GRPOConfig(), {old: {"a": "b"}})
     recipe = write(tmp_path / "mine.py", f"config = c.GRPOConfig({section}=c.{section.title()}Config({name}={{}}))")
@@ -188,7 +179,8 @@ def test_a_field_that_another_one_took_in_is_answered_with_that_one(old, tmp_pat
 
 
 def test_one_or_several_data_sets_and_classes_are_written_in_one_field():
-    config = started("--data.path a a.jsonl b b.jsonl --data.weights b 3 --evaluation.path b.jsonl")
+    flags = "--data.path a a.jsonl b b.jsonl --data.weights b 3 --evaluation.path b.jsonl"
+    config = load(GRPOConfig, DEFAULT, flags.split())
     assert [(s.label, s.path, s.weight) for s in config.data.all_sources] == [("a", "a.jsonl", 1), ("b", "b.jsonl", 3)]
     assert [(s.label, s.split) for s in config.evaluation.held_out(config.data)] == [("", "test")]
     config = started("--environment.name one x.py:A two x.py:B --data.columns environment kind")
@@ -225,15 +217,17 @@ CAUTIONS = {
 
 
 @pytest.mark.parametrize("flags", CAUTIONS)
-def test_what_may_surprise_is_said_once(flags, capsys):
-    started(flags)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert [CAUTIONS[flags] in line for line in said] == [True] * bool(CAUTIONS[flags])
+def test_what_may_surprise_is_said_once(flags):
+    said = list(cautions(started(flags)))
+    assert [CAUTIONS[flags] in text for text in said] == [True] * bool(CAUTIONS[flags])
 
 
-def test_other_ranks_are_silent(monkeypatch, capsys):
+def test_the_first_rank_alone_prints_it(monkeypatch, capsys):
+    flags = ["--data.prompt-template", "{question}"]
+    load(GRPOConfig, DEFAULT, flags)
+    assert "\nwarning: data.system_prompt is not used" in capsys.readouterr().out
     monkeypatch.setenv("RANK", "1")
-    started("--data.prompt-template {question}")
+    load(GRPOConfig, DEFAULT, flags)
     assert capsys.readouterr().out == ""
 
 

@@ -20,11 +20,12 @@ from grpo.config.engine_options import (
 )
 from grpo.config.recipes import load
 from grpo.roles.engine.vllm_engine import check_engine, import_vllm, in_vllms_types
+from tests.unit.config.started import started
 
 DEFAULT = str(pathlib.Path(__file__).parents[3] / "configs" / "qwen3_1_7b_gsm8k.py")
 # SamplingParams that change no probability: `watermarking` only with the engine's watermark_config
 HARMLESS = {"extra_args", "skip_reading_prefix_cache", "repetition_detection", "watermarking"}
-SPECULATING = '--generator.engine speculative_config {"method":"ngram"} --generator.sampling'
+SPECULATING = "--generator.engine speculative_config '{}' spec_method ngram --generator.sampling"
 # What a flag sets, and what the message has behind its name
 REFUSED = {
     "engine model a": "the folder of model.path",
@@ -41,10 +42,6 @@ REFUSED = {
 }
 
 
-def started(flags: str) -> GRPOConfig:
-    return load(GRPOConfig, DEFAULT, flags.split())
-
-
 @pytest.mark.parametrize("option", REFUSED)
 def test_what_would_break_a_run_is_refused_with_the_reason(option):
     table, name, _ = option.split()
@@ -52,7 +49,7 @@ def test_what_would_break_a_run_is_refused_with_the_reason(option):
         started(f"--generator.{option}")
 
 
-@pytest.mark.parametrize("ignored", ['logit_bias {"5":1}', "min_p 0.1", "top_p 0.9"])
+@pytest.mark.parametrize("ignored", ["logit_bias '{\"5\":1}'", "min_p 0.1", "top_p 0.9"])
 def test_what_vllm_would_silently_ignore_is_refused(ignored):
     started(SPECULATING)
     with pytest.raises(ValueError, match="vLLM ignores min_p and logit_bias"):
@@ -103,7 +100,7 @@ def test_values_are_json_where_they_parse_and_else_text():
     flags = "--generator.engine quantization fp8_per_tensor block_size 32 async_scheduling false "
     flags += 'max_num_batched_tokens None watermark 0.01 speculative_config {"method":"ngram"} '
     flags += '--generator.sampling bad_words ["a","b"] min_tokens 8 --reward.options math_reward {"tolerance":0.1}'
-    config = started(flags)
+    config = load(GRPOConfig, DEFAULT, flags.split())
     assert config.reward.options == {"math_reward": {"tolerance": 0.1}}
     assert config.generator.engine == {
         "quantization": "fp8_per_tensor",

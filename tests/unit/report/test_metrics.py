@@ -242,7 +242,7 @@ def test_resume_drops_what_the_aborted_part_wrote_and_a_fresh_start_everything(t
     def log_step(log, step, loss):
         log.log(step, {"loss": loss})
         log.completions(step, [UNREWARDED], [f"prompt {step}"])
-        log.evaluation_completions(step, "greedy", [UNREWARDED], [f"held out {step}"])
+        log.completions(step, [UNREWARDED], [f"held out {step}"], held_out="greedy")
         batch_path(tmp_path, step).parent.mkdir(exist_ok=True)
         batch_path(tmp_path, step).touch()
 
@@ -311,8 +311,8 @@ UNREWARDED = make_rollout(None, {"math_reward": None}, num_tokens=5, text="", ad
 def test_every_completion_is_a_json_line_and_a_held_out_one_has_a_kind(tmp_path):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
     log.completions(5, [TRUNCATED, UNREWARDED], ["user: 1+2", "user: ü"])
-    log.evaluation_completions(5, "greedy", [TRUNCATED], ["user: 1+2"])
-    log.evaluation_completions(5, "sample", [UNREWARDED], ["user: ü"])
+    log.completions(5, [TRUNCATED], ["user: 1+2"], held_out="greedy")
+    log.completions(5, [UNREWARDED], ["user: ü"], held_out="sample")
     log.close()
     first = {"step": 5, "row": 17, "prompt": "user: 1+2", "completion": TRUNCATED.text, "reward": 0.75, "version": 0}
     first |= {"columns": {"question": "1+2", "answer": "3"}}

@@ -1,5 +1,0 @@
-"""A recipe of nothing but defaults, for SFT."""
-
-from grpo import config as c
-
-config = c.SFTConfig()
