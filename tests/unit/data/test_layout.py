@@ -258,7 +258,10 @@ def test_row_length_and_padding_by_hand():
         (of_lengths(3, 11, 12), "sequence 1 has 11 tokens, but a micro-batch holds 1 to 10.* to at least 12"),
         (of_lengths(3, 0), "sequence 1 has 0 tokens"),
         (make_batch([Sample(torch.ones(2).long(), torch.ones(2).bool())]), "sequence 0 .* a prompt needs at least 1"),
-        (make_batch([Sample(torch.ones(3).long(), torch.arange(3) > 0, prompt_tokens=2)]), "sequence 0 begins with 2 tokens"),
+        (
+            make_batch([Sample(torch.ones(3).long(), torch.arange(3) > 0, prompt_tokens=2)]),
+            "sequence 0 begins with 2 tokens",
+        ),
     ],
 )
 def test_what_no_row_can_hold_is_refused(batch, word):
