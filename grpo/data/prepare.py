@@ -35,7 +35,7 @@ from grpo.data.rows import (
     value_at,
 )
 from grpo.data.sources import Rows, load_rows
-from grpo.text import printable, shorten
+from grpo.text import printable
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ Sources = list[Rows]
 LISTED_ROWS = 100
 # Reasons that a message gives, and rows that it lists for each
 SHOWN_ROWS = 5
-# Characters of the names of columns that are not read
-LISTED_CHARACTERS = 300
 # The line about a source is a warning if a larger share of rows is left out.
 WARNED_FRAC = 0.05
 # The run is refused if a smaller share of rows is left.
@@ -80,7 +78,6 @@ def _prompt_rows(source: Source, data: DataConfig) -> Rows:
         if data.tools_column:
             paths.append(data.tools_column)
         _check_columns(rows, paths)
-        _tell_of_unread(rows, paths)
         rows = rows.narrowed(paths)
     return dataclasses.replace(rows, read=row_reader(data))
 
@@ -104,7 +101,6 @@ def _chat_rows(source: Source, config: SFTConfig) -> Rows:
         paths.append(columns.tools)
         if row_format == "alpaca":
             paths += ["input", "system", "history"]
-        _tell_of_unread(rows, paths)
         rows = rows.narrowed(paths)
     return dataclasses.replace(rows, read=chat_reader(config, row_format))
 
@@ -121,28 +117,14 @@ def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
             )
 
 
-def _tell_of_unread(rows: Rows, paths: Sequence[str]) -> None:
-    """Print the columns with values into which none of `paths` leads; of JSON, those of the first rows."""
-    read = {path for whole in paths for path in (whole, whole.partition(".")[0])}
-    if rows.is_json:
-        names = _names(rows, with_entries=False)
-    else:  # values are not read: they may be pictures, which would be decoded
-        columns = rows.table.data
-        names = [name for name in columns.column_names if columns.column(name).null_count < len(columns)]
-    unread = [name for name in names if name not in read]
-    if unread:
-        names = shorten(", ".join(unread), LISTED_CHARACTERS)
-        print(printable(f"data: {rows.source.path} has columns that are not read: {names}"))
-
-
-def _names(rows: Rows, with_entries: bool = True) -> list[str]:
-    """List the columns of the first rows. with_entries: those of tables as paths; else columns that have a value."""
+def _names(rows: Rows) -> list[str]:
+    """List the columns of the first rows; those of tables as paths."""
     names = {}  # a dict, because a set has no fixed order
     for row in itertools.islice(rows, LISTED_ROWS):
         for name, value in row.items():
-            if isinstance(value, dict) and with_entries:
+            if isinstance(value, dict):
                 names |= dict.fromkeys(f"{name}.{key}" for key in value)
-            elif value is not None or with_entries:
+            else:
                 names[str(name)] = None
     return list(names)
 
@@ -296,9 +278,6 @@ def _training_rows(
     for rows in sources:
         own_rows_per_step = rows_per_step / total_weight * rows.source.weight
         encoded.append(_encode_usable(rows, encoder, rows_per_step=own_rows_per_step))
-    num_usable = sum(len(rows.usable) for rows in encoded)
-    if num_usable < rows_per_step:
-        print(f"warning: a step of {rows_per_step} rows takes each of {num_usable} several times")
     return encoded
 
 

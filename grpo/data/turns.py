@@ -9,7 +9,6 @@ gets a note. Left out: weights of messages between 0 and 1, images.
 
 import functools
 import itertools
-import json
 import os.path
 import re
 import secrets
@@ -216,63 +215,44 @@ def _is_learned(message: Message) -> bool:
 
 
 def _unwritten(messages: Messages, write: Callable[[Messages], str]) -> list[list[str]]:
-    """List the entries of each message that `write`, which may raise Refused, leaves out.
+    """List the entries of each message that `write` leaves out; nothing if it raises Refused.
 
-    All texts get a mark that occurs nowhere else, so that one is not taken for the same words elsewhere in the chat. A
-    text may be trimmed, have other blanks, or be written as JSON.
+    Every text of an entry gets a random word, so that it is not taken for the same words elsewhere in the chat.
     """
-    marked = [{entry: _mark(value) for entry, value in message.items()} for message in messages]
-    for message, changed in zip(messages, marked, strict=True):
-        changed |= {entry: message[entry] for entry in UNMARKED if entry in message}
+    marked = []
+    words = []
+    for message in messages:
+        words_of_entry = {entry: [] for entry in message if entry not in UNMARKED}
+        words.append(words_of_entry)
+        marked.append(message | {entry: _mark(message[entry], found) for entry, found in words_of_entry.items()})
     try:
-        text = _squeeze(write(marked))
+        text = write(marked)
     except Refused:  # a template that takes these texts only
-        marked = messages
-        text = _squeeze(write(messages))
-
-    def is_written(part: str) -> bool:
-        """Say whether a text occurs, as it is or as JSON."""
-        as_json = json.dumps(part, ensure_ascii=False)[1:-1]
-        return _squeeze(part) in text or _squeeze(as_json) in text
-
+        return [[] for _ in messages]
     unwritten = []
-    for message in marked:
-        entries = [entry for entry in message if entry not in UNMARKED]
-        unwritten.append([entry for entry in entries if not all(map(is_written, _texts(message[entry])))])
+    for words_of_entry in words:
+        unwritten.append([entry for entry, found in words_of_entry.items() if any(word not in text for word in found)])
     return unwritten
 
 
-def _mark(value: Any) -> Any:
-    """Return a value with a random word in each of its texts, before, within and after a thought.
+def _mark(value: Any, words: list[str]) -> Any:
+    """Return a value with a random word in each of its texts, before, within and after a thought, and list the words.
 
-    The word stands in the middle of a text, because templates look at the beginning and the end.
+    A word stands in the middle of a text, because templates look at the beginning and the end.
     """
     if isinstance(value, str):
         parts = THOUGHT_TAGS.split(value)
         for place in range(0, len(parts), 2):  # the others are tags
             middle = len(parts[place]) // 2
             if parts[place].strip():
-                parts[place] = parts[place][:middle] + secrets.token_hex(8) + parts[place][middle:]
+                words.append(secrets.token_hex(8))
+                parts[place] = parts[place][:middle] + words[-1] + parts[place][middle:]
         return "".join(parts)
     if isinstance(value, list):
-        return list(map(_mark, value))
+        return [_mark(part, words) for part in value]
     if isinstance(value, dict):
-        return {entry: part if entry in UNWRITTEN else _mark(part) for entry, part in value.items()}
+        return {entry: part if entry in UNWRITTEN else _mark(part, words) for entry, part in value.items()}
     return value
-
-
-def _texts(value: Any) -> list[str]:
-    """List the texts within a value that `_mark` has marked."""
-    if isinstance(value, str):
-        return THOUGHT_TAGS.split(value)[::2]
-    parts = value if isinstance(value, list) else []
-    if isinstance(value, dict):
-        parts = [part for entry, part in value.items() if entry not in UNWRITTEN]
-    return [text for part in parts for text in _texts(part)]
-
-
-def _squeeze(text: str) -> str:
-    return "".join(text.split())
 
 
 def _notes(
@@ -368,12 +348,10 @@ def _prefix_spans(
             return len(beginning)
         place = len(os.path.commonprefix([text, beginning]))
         around = slice(max(0, place - SHOWN_CHARACTERS), place + SHOWN_CHARACTERS)
-        before_last, _ = write(num_messages - 1, opening=True)
-        other_way = "take train_on last, or " if text.startswith(before_last) else ""
         raise Refused(
             f"{name} is not prefix-stable: from character {place + 1} on, the first {number} of {num_messages} "
             f"messages are {beginning[around]!r} alone and {text[around]!r} in the whole chat, so the turns cannot be "
-            f"told apart; {other_way}give a template with {{% generation %}} markers as data.prompt_template FILE.jinja"
+            f"told apart; give a template with {{% generation %}} markers as data.prompt_template FILE.jinja"
         )
 
     return [(length_of(turn, opening=True), length_of(turn + 1)) for turn in turns]

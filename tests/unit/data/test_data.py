@@ -1,17 +1,15 @@
-"""Data: reading rows, chat tokens, and streams that resume exactly."""
+"""Streams of prompts: what is drawn, in which order, by which weights, and that it resumes exactly."""
 
 import json
 import pathlib
 import random
-import re
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig
-from grpo.data.chat import load_tokenizer
-from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
+from grpo.config import DataConfig, GRPOConfig
+from grpo.data.prepare import load_sources, usable_prompts
 from grpo.data.streams import PromptStream
 from grpo.data.turns import tokenize, write_prompt
 from grpo.folder.was_read import WasRead
@@ -57,46 +55,17 @@ def ten_rows(tmp_path) -> str:
     return write_rows(tmp_path / "rows.jsonl", rows)
 
 
+@pytest.fixture
+def two_sources(tmp_path) -> dict:
+    paths = {}
+    for name, number in (("a", 7), ("b", 3)):
+        rows = [{"question": f"add n{i}", "answer": f"{name}{i}"} for i in range(number)]
+        paths[name] = write_rows(tmp_path / f"{name}.jsonl", rows)
+    return {"path": paths, "weights": {"a": 0.7, "b": 0.3}}
+
+
 def config_of(path: str, **changes) -> DataConfig:
     return DataConfig(**{"path": path, "system_prompt": ""} | changes)
-
-
-# ---- tokens
-
-
-def encode_prompt(tokenizer, data: DataConfig, prompt: str | list[dict]) -> list[int]:
-    ((ids, _),) = tokenize(tokenizer, [write_prompt(tokenizer, data, prompt)])
-    return ids
-
-
-def test_a_prompt_is_system_user_and_opening(tokenizer):
-    ids = encode_prompt(tokenizer, config_of("", system_prompt="Be brief"), "add n1")
-    assert ids == ids_of("<system> Be brief <user> add n1 <assistant>")
-    assert encode_prompt(tokenizer, config_of(""), "add n1") == ids_of("<user> add n1 <assistant>")
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "end"),
-    [({"enable_thinking": False}, " <nothink>"), ({"enable_thinking": True}, ""), ({"level": 2}, " yes yes")],
-)
-def test_the_template_gets_its_arguments(tokenizer, kwargs, end):
-    ids = encode_prompt(tokenizer, config_of("", chat_template_kwargs=kwargs), "add n1")
-    assert ids == ids_of("<user> add n1 <assistant>" + end)
-
-
-def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer, tmp_path):
-    backend = tokenizer.backend_tokenizer
-    tokenizer.save_pretrained(tmp_path / "good")
-    assert load_tokenizer(str(tmp_path / "good")).chat_template == TEMPLATE
-    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="plain has no chat template"):
-        load_tokenizer(str(tmp_path / "plain"))
-    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE).save_pretrained(tmp_path / "endless")
-    with pytest.raises(ValueError, match="tokenizer of .*endless has no EOS token"):
-        load_tokenizer(str(tmp_path / "endless"))
-
-
-# ---- prompt stream
 
 
 def prompts_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
@@ -104,64 +73,60 @@ def prompts_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
     return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config)
 
 
+def encode_prompt(tokenizer, data: DataConfig, prompt: str | list[dict]) -> list[int]:
+    ((ids, _),) = tokenize(tokenizer, [write_prompt(tokenizer, data, prompt)])
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "<user> add n1 <assistant>"),
+        ({"system_prompt": "Be brief"}, "<system> Be brief <user> add n1 <assistant>"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "<user> add n1 <assistant> <nothink>"),
+        ({"chat_template_kwargs": {"level": 2}}, "<user> add n1 <assistant> yes yes"),
+    ],
+)
+def test_a_prompt_is_system_user_and_opening_and_the_template_gets_its_arguments(tokenizer, fields, text):
+    assert encode_prompt(tokenizer, config_of("", **fields), "add n1") == ids_of(text)
+
+
 def test_prompts_have_ids_columns_and_a_running_index(tokenizer, ten_rows):
-    prompts = prompts_of(config_of(ten_rows, shuffle=False), tokenizer, seed=0).draw(12)
+    prompts = prompts_of(config_of(ten_rows, shuffle=False), tokenizer).draw(12)
     assert [prompt.index for prompt in prompts] == list(range(12))
     assert prompts[3].ids == ids_of("<user> add n3 <assistant>")
     assert prompts[3].columns == {"question": "add n3", "answer": "3"}
-    assert prompts[10].columns["answer"] == "0"  # the second epoch, in file order again
-    assert [prompt.row for prompt in prompts] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert rows_of(prompts) == [*range(10), 0, 1]  # the second epoch, in file order again
+
+
+def rows_of(prompts) -> list[int]:
+    return [prompt.row for prompt in prompts]
 
 
 def test_each_epoch_is_a_new_permutation_from_the_seed(tokenizer, ten_rows):
-    def answers(seed):
-        return [p.columns["answer"] for p in prompts_of(config_of(ten_rows), tokenizer, seed).draw(20)]
-
     state = random.getstate()
-    first, by_hand = answers(seed=1), [str(i) for i in range(10)]
+    first, again, other = (rows_of(prompts_of(config_of(ten_rows), tokenizer, seed).draw(20)) for seed in (1, 1, 2))
     assert random.getstate() == state
+    by_hand = list(range(10))
     random.Random("1 0").shuffle(by_hand)  # seed and epoch
-    assert first[:10] == by_hand
-    assert sorted(first[:10]) == sorted(first[10:]) == [str(i) for i in range(10)]
-    assert first[:10] != first[10:]
-    assert first == answers(seed=1)
-    assert first != answers(seed=2)
+    assert first[:10] == by_hand and first == again != other
+    assert sorted(first[10:]) == list(range(10)) and first[:10] != first[10:]
 
 
 def test_a_filter_passes_over_prompts_and_others_come_in_their_place(tokenizer, ten_rows):
     """No number of a prompt comes twice, and a filter that leaves none is told from one that leaves few."""
-    stream = prompts_of(config_of(ten_rows, shuffle=False), tokenizer, seed=0)
+    stream = prompts_of(config_of(ten_rows, shuffle=False), tokenizer)
     stream.keep_prompt = lambda prompt: prompt.columns["answer"] in ("3", "8")
-    prompts = stream.draw(3)
-    assert [(prompt.row, prompt.index) for prompt in prompts] == [(3, 3), (8, 8), (3, 13)]
+    assert [(prompt.row, prompt.index) for prompt in stream.draw(3)] == [(3, 3), (8, 8), (3, 13)]
     stream.keep_prompt = lambda prompt: False
     with pytest.raises(ValueError, match="keep_prompt refuses 10 of 10 rows;"):
         stream.draw(1)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_filter_may_leave_one_row(tokenizer, ten_rows, seed):
-    """Between two draws of it lie up to 18 other rows, nearly two epochs."""
-    stream = prompts_of(config_of(ten_rows), tokenizer, seed)
-    stream.keep_prompt = lambda prompt: prompt.row == 3
-    assert rows_of(stream.draw(20)) == [3] * 20
+    stream = prompts_of(config_of(ten_rows), tokenizer)
+    stream.keep_prompt = lambda prompt: prompt.row == 3  # between two draws up to 18 other rows, nearly two epochs
+    assert rows_of(stream.draw(50)) == [3] * 50
     stream.orders[""].chances = {3: 0.0}  # as a curriculum does
     with pytest.raises(ValueError, match="keep_prompt refuses 9 of 10 rows, and data.curriculum gives the other 1 "):
         stream.draw(1)
-
-
-@pytest.mark.parametrize("num_drawn", [0, 7])
-def test_a_resumed_stream_continues_the_same_way(tokenizer, ten_rows, num_drawn):
-    stream = prompts_of(config_of(ten_rows), tokenizer, seed=3)
-    stream.draw(num_drawn)
-    state = json.loads(json.dumps(stream.state_dict()))
-    expected = stream.draw(9)  # from 7: across the end of the first epoch
-    resumed = prompts_of(config_of(ten_rows), tokenizer, seed=3)
-    resumed.draw(2)  # whatever it did before does not matter
-    resumed.load_state_dict(state)
-    assert resumed.draw(9) == expected
-    assert resumed.state_dict() == stream.state_dict()
-    assert expected[0].index == num_drawn
 
 
 def test_a_state_of_another_version_is_refused_by_name(tokenizer, ten_rows):
@@ -177,9 +142,9 @@ def test_other_rows_are_refused_or_begin_again(tokenizer, ten_rows, capsys):
     def started(state: dict, **changes: bool) -> tuple[list[int], dict]:
         config = GRPOConfig(data=config_of(ten_rows), **changes)
         read = WasRead(config, state)
-        stream = prompts_of(config.data, tokenizer, seed=0)
+        stream = prompts_of(config.data, tokenizer)
         resume_data(Saved(None, state, read), stream)
-        drawn = [prompt.row for prompt in stream.draw(3)]
+        drawn = rows_of(stream.draw(3))
         return drawn, {"step": 1, "data": stream.state_dict(), "read": read.parts}
 
     first, saved = started({})
@@ -195,66 +160,110 @@ def test_other_rows_are_refused_or_begin_again(tokenizer, ten_rows, capsys):
         assert "the data begin again\n" in capsys.readouterr().out
 
 
-def long_rows(tmp_path, lengths: list[int]) -> str:
-    """One row per length, in tokens of its whole prompt (<user> and <assistant> are two of them)."""
-    rows = [{"question": " ".join(["add"] * (n - 2)), "answer": str(n)} for n in lengths]
-    return write_rows(tmp_path / "long.jsonl", rows)
+# ---- Mixtures and curricula
 
 
-def test_prompts_that_are_too_long_are_never_drawn_and_counted_at_the_start(tokenizer, tmp_path, capsys):
-    path = long_rows(tmp_path, [4, 9, 5, 8, 6])
-    stream = prompts_of(config_of(path, max_prompt_tokens=6, shuffle=False), tokenizer, prompts_per_step=2)
-    lines = capsys.readouterr().out.splitlines()
-    prompts = stream.draw(8)
-    assert [p.columns["answer"] for p in prompts] == ["4", "5", "6", "4", "5", "6", "4", "5"]
-    assert [p.index for p in prompts] == list(range(8))
-    told = (
-        "warning: data: 3 of 5 rows of .*; an epoch is 1.5 steps; tokens 4 to 9, median 6, 95% have at most 9; left out"
-    )
-    assert re.search(f"{told}: 2 longer than data.max_prompt_tokens=6", lines[0])
-    assert len(lines) == 1 and capsys.readouterr().out == ""
+def test_sources_come_by_their_weights_each_through_epochs_of_its_own(tokenizer, two_sources, capsys):
+    prompts = prompts_of(config_of(**two_sources, shuffle=False), tokenizer).draw(20)
+    assert "".join(p.source for p in prompts[:10]) == "abaaabaaba"
+    assert [p.columns["answer"] for p in prompts if p.source == "b"] == ["b0", "b1", "b2"] * 2
+    assert [p.row for p in prompts if p.source == "a"] == [*range(7)] * 2
+    assert [p.index for p in prompts] == list(range(20))
+    assert "an epoch is 10.0 steps" in capsys.readouterr().out
 
 
-def test_rows_with_the_same_tokens_are_counted(tokenizer, tmp_path, capsys):
-    rows = [{"question": f"add n{i % 4}", "answer": "1"} for i in range(10)]
-    prompts_of(config_of(write_rows(tmp_path / "rows.jsonl", rows)), tokenizer)
-    assert (
-        "10 of 10 rows" in (told := capsys.readouterr().out) and "6 of them have the tokens of an earlier one" in told
-    )
+def test_each_step_draws_by_weights_of_its_own(tokenizer, two_sources):
+    stream = prompts_of(config_of(**two_sources, shuffle=False), tokenizer)
+    owed = 0.0
+    for step in range(50):
+        share = step / 49
+        stream.begin_step(step, {"a": 1 - share, "b": share})
+        num_b = sum(p.source == "b" for p in stream.draw(4))
+        owed += 4 * share - num_b
+        assert abs(owed) < 1  # shares far below a row are owed until they make one
+        assert num_b == {0: 0, 49: 4}.get(step, num_b)
+    for weights in ({"c": 1}, {"a": 0, "b": 0}, {"a": -1}):
+        with pytest.raises(ValueError, match="weights"):
+            stream.set_weights(weights)
 
 
-def test_no_row_that_fits_is_an_error_with_the_numbers(tokenizer, tmp_path):
-    config = config_of(long_rows(tmp_path, [9, 8, 12]), max_prompt_tokens=6)
-    message = "0 of 3 rows of .*long.jsonl are left: 3 longer than data.max_prompt_tokens=6; .* 95% have at most 12; "
-    with pytest.raises(ValueError, match=message):
-        prompts_of(config, tokenizer, seed=0)
-    with pytest.raises(ValueError, match=message):
-        load_eval_prompts(config, EvaluationConfig(num_prompts=2), tokenizer)
+CURRICULUM = """
+def by_rate(seen, step):
+    return {0.0: 2.0, 0.5: 1.0, 1.0: 0.0}[seen.pass_rate]
+
+def fresh_only(seen, step):
+    return 0
+
+def wrong_arguments(seen):
+    return 1
+
+def negative(seen, step):
+    return -seen.pass_rate
+"""
 
 
-def test_rows_that_cannot_be_used_are_never_drawn_and_keep_their_numbers(tokenizer, tmp_path):
-    rows = [{"question": f"add n{i}", "answer": None if i in (1, 4) else str(i)} for i in range(6)]
-    data = config_of(write_rows(tmp_path / "rows.jsonl", rows), bad_rows="skip")
-    stream = prompts_of(data, tokenizer)
-    prompts = stream.draw(8)
-    assert sorted(rows_of(prompts[:4])) == sorted(rows_of(prompts[4:])) == [0, 2, 3, 5]
-    assert all(prompt.columns["answer"] == str(prompt.row) for prompt in prompts)
-    assert stream.orders[""].num_rows == 4
-    held_out = load_eval_prompts(data, EvaluationConfig(path=data.path, num_prompts=3), tokenizer)
-    assert rows_of(held_out) == [0, 2, 3]
+@pytest.fixture
+def curriculum(tmp_path) -> str:
+    (tmp_path / "rules.py").write_text(CURRICULUM)
+    return f"{tmp_path}/rules.py"
 
 
-def rows_of(prompts) -> list[int]:
-    return [prompt.row for prompt in prompts]
+def test_pass_rates_weigh_the_rows_and_the_sources_keep_their_shares(tokenizer, two_sources, curriculum):
+    """Weights of the 7 rows of a: two of 2, two of 1, two of 0, and one that was not seen, which has 1."""
+    stream = prompts_of(config_of(**two_sources, curriculum=f"{curriculum}:by_rate"), tokenizer)
+    for prompt in stream.draw(10):
+        if prompt.source == "a" and prompt.row < 6:
+            stream.remember(prompt, prompt.row // 2 / 2, step=1)
+    stream.begin_step(2)
+    prompts = stream.draw(10_000)
+    assert sum(prompt.source == "a" for prompt in prompts) == 7_000
+    counts = [sum(p.row == row and p.source == "a" for p in prompts) for row in range(7)]
+    for row, weight in enumerate((2, 2, 1, 1, 0, 0, 1)):
+        assert counts[row] == pytest.approx(1000 * weight, abs=60)  # 7000 * weight / 7, within 3 deviations
+    assert len({prompt.index for prompt in prompts}) == 10_000
 
 
-# ---- evaluation
+def test_rows_that_were_not_seen_come_first_and_then_all_alike(tokenizer, two_sources, curriculum, capsys):
+    stream = prompts_of(config_of(two_sources["path"]["a"], curriculum=f"{curriculum}:fresh_only"), tokenizer)
+    for step in range(1, 8):
+        stream.begin_step(step)
+        (prompt,) = stream.draw(1)
+        stream.remember(prompt, 0.5, step)
+    (order,) = stream.orders.values()
+    assert sorted(order.seen) == [*range(7)] and {seen.times for seen in order.seen.values()} == {1}
+    assert "weight 0" not in capsys.readouterr().out
+    stream.begin_step(8)
+    assert "warning: step 8: data.curriculum gives every row" in capsys.readouterr().out
+    assert {prompt.row for prompt in stream.draw(7)} == {*range(7)}
 
 
-def test_held_out_prompts_are_the_first_that_fit(tokenizer, ten_rows, tmp_path, capsys):
-    held_out = long_rows(tmp_path, [4, 9, 5, 6])
-    data = config_of(ten_rows, max_prompt_tokens=6)
-    prompts = load_eval_prompts(data, EvaluationConfig(path=held_out, num_prompts=2), tokenizer)
-    assert [(p.index, p.row, p.columns["answer"]) for p in prompts] == [(0, 0, "4"), (1, 2, "5")]
-    assert "held out: 2 of 4 rows of" in capsys.readouterr().out
-    assert len(load_eval_prompts(data, EvaluationConfig(path=held_out, num_prompts=99), tokenizer)) == 3
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+@pytest.mark.parametrize("rule", ["", "by_rate"])
+def test_a_mixture_resumes_exactly(tokenizer, two_sources, curriculum, rule, num_steps):
+    """With a curriculum or without, across the ends of epochs."""
+    data = config_of(**two_sources, curriculum=rule and f"{curriculum}:{rule}")
+    stream, resumed = (prompts_of(data, tokenizer, seed=3) for _ in range(2))
+    resumed.draw(6)  # whatever it did before does not matter
+    for step in range(1, num_steps + 1):
+        stream.begin_step(step)
+        for prompt in stream.draw(4):
+            stream.remember(prompt, prompt.row % 3 / 2, step)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    for one in (stream, resumed):
+        one.begin_step(6)
+    expected = stream.draw(50)
+    assert resumed.draw(50) == expected and resumed.state_dict() == stream.state_dict()
+    assert rule or expected[0].index == 4 * num_steps
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("wrong_arguments", r"called as curriculum\(seen, step\)"),
+        ("negative", r"returned -0.5 for Seen\(.*number of 0 or more"),
+        ("missing", "no function 'missing'"),
+    ],
+)
+def test_a_curriculum_that_cannot_be_used_is_refused(tokenizer, two_sources, curriculum, name, word):
+    with pytest.raises(ValueError, match=word):
+        prompts_of(config_of(**two_sources, curriculum=f"{curriculum}:{name}"), tokenizer)

@@ -1,7 +1,6 @@
-"""What is told and refused before a run about the lengths of rows, and mixtures of sources."""
+"""Which rows are used, for training and held out, what is said of the others, and what is refused before a run."""
 
 import itertools
-import json
 import re
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig, ValidationConfig
 from grpo.data import encode
 from grpo.data.chat import check_template
+from grpo.data.encode import EncodedRows
 from grpo.data.prepare import (
     load_chat_sources,
     load_eval_prompts,
@@ -19,8 +19,8 @@ from grpo.data.prepare import (
     usable_prompts,
     warn_of_repeated_rows,
 )
-from grpo.data.streams import ChatStream, PromptStream
-from tests.unit.data.test_data import config_of, long_rows, word_tokenizer, write_rows
+from grpo.data.streams import ChatStream
+from tests.unit.data.test_data import config_of, prompts_of, rows_of, word_tokenizer, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -28,172 +28,79 @@ def tokenizer():
     return word_tokenizer()
 
 
-def prepared(data: DataConfig, tokenizer, prompts_per_step=1):
-    return usable_prompts(load_sources(data), GRPOConfig(data=data, prompts_per_step=prompts_per_step), tokenizer)
+def prepared(data: DataConfig, tokenizer, **fields) -> list[EncodedRows]:
+    return usable_prompts(load_sources(data), GRPOConfig(data=data, **{"prompts_per_step": 1} | fields), tokenizer)
 
 
-def test_next_to_nothing_left_is_refused_with_a_limit_that_helps(tokenizer, tmp_path):
-    path = long_rows(tmp_path, [5, *range(10, 210)])
-    with pytest.raises(ValueError, match="1 of 201 rows of .*: 200 longer than .*=9; .* 95% have at most 199; "):
-        prepared(config_of(path, max_prompt_tokens=9), tokenizer)
+def long_rows(tmp_path, lengths: list[int], name: str = "long") -> str:
+    """One row per length, in tokens of its whole prompt (<user> and <assistant> are two of them)."""
+    rows = [{"question": " ".join(["add"] * (n - 2)), "answer": str(n)} for n in lengths]
+    return write_rows(tmp_path / f"{name}.jsonl", rows)
 
 
-def test_fewer_rows_left_than_a_step_needs_are_told(tokenizer, tmp_path, capsys):
-    path = long_rows(tmp_path, [5, 6, 7, 20, 20, 20])
-    for num_rows, is_told in ((3, False), (4, True)):
-        prepared(config_of(path, max_prompt_tokens=9), tokenizer, num_rows)
-        assert ("takes each of 3 several times" in capsys.readouterr().out) == is_told
+# ---- Prompts
+
+
+def test_prompts_that_are_too_long_are_never_drawn_and_counted_at_the_start(tokenizer, tmp_path, capsys):
+    path = long_rows(tmp_path, [4, 9, 5, 8, 6])
+    stream = prompts_of(config_of(path, max_prompt_tokens=6, shuffle=False), tokenizer, prompts_per_step=2)
+    (line,) = capsys.readouterr().out.splitlines()
+    prompts = stream.draw(8)
+    assert [p.columns["answer"] for p in prompts] == ["4", "5", "6", "4", "5", "6", "4", "5"]
+    assert [p.index for p in prompts] == list(range(8))
+    told = "warning: data: 3 of 5 rows of .*; an epoch is 1.5 steps; tokens 4 to 9, median 6, 95% have at most 9; "
+    assert re.search(f"{told}left out: 2 longer than data.max_prompt_tokens=6", line)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([9, 8, 12], "0 of 3 rows of .*long.jsonl are left: 3 longer than data.max_prompt_tokens=6; .* at most 12; "),
+        ([5, *range(10, 210)], "1 of 201 rows of .*: 200 longer than .*=6; .* 95% have at most 199; "),
+    ],
+)
+def test_nothing_or_next_to_nothing_left_is_refused_with_a_limit_that_helps(tokenizer, tmp_path, lengths, message):
+    data = config_of(long_rows(tmp_path, lengths), max_prompt_tokens=6)
+    with pytest.raises(ValueError, match=message):
+        prepared(data, tokenizer)
+    with pytest.raises(ValueError, match=message):
+        load_eval_prompts(data, EvaluationConfig(path=data.path, num_prompts=2), tokenizer)
+
+
+def test_rows_that_cannot_be_used_are_never_drawn_and_keep_their_numbers(tokenizer, tmp_path):
+    rows = [{"question": f"add n{i}", "answer": None if i in (1, 4) else str(i)} for i in range(6)]
+    data = config_of(write_rows(tmp_path / "rows.jsonl", rows), bad_rows="skip")
+    prompts = prompts_of(data, tokenizer).draw(8)
+    assert sorted(rows_of(prompts[:4])) == sorted(rows_of(prompts[4:])) == [0, 2, 3, 5]
+    assert all(prompt.columns["answer"] == str(prompt.row) for prompt in prompts)
 
 
 def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(
-        "def f(row):\n    return {'prompt': row['question'], 'n': 1} if row['n'] < 8 else None\n"
-    )
+    own = tmp_path / "mine.py"
+    own.write_text("def f(row):\n    return {'prompt': row['question'], 'n': 1} if row['n'] < 8 else None\n")
     rows = [{"question": "add", "n": n} for n in range(10)]
     rows[3]["question"], rows[4]["question"] = "", "add " * 50
     rows += [{"question": "add", "n": 9}] * 900  # what a function leaves out counts for no limit
-    data = config_of(
-        write_rows(tmp_path / "r.jsonl", rows), row=f"{tmp_path}/mine.py:f", bad_rows="skip", max_prompt_tokens=9
-    )
-    sources = load_sources(data)
-    assert reward_columns(sources) == ["n"]
-    (found,) = usable_prompts(sources, GRPOConfig(data=data, prompts_per_step=1), tokenizer)
+    path = write_rows(tmp_path / "r.jsonl", rows)
+    data = config_of(path, row=f"{own}:f", bad_rows="skip", max_prompt_tokens=9)
+    assert reward_columns(load_sources(data)) == ["n"]
+    (found,) = prepared(data, tokenizer)
     assert list(found.usable) == [0, 1, 2, 5, 6, 7]
-    assert (
-        f"left out: 902 left out by {tmp_path}/mine.py:f, 1 that cannot be used, 1 longer than data.max_prompt_tokens=9"
-    ) in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"left out: 902 left out by {own}:f, 1 that cannot be used, 1 longer than data.max_prompt_tokens=9" in told
+    assert "5 of them have the tokens of an earlier one" in told
 
 
-# ---- mixtures
-
-
-@pytest.fixture
-def two_sources(tmp_path) -> dict:
-    paths = {
-        name: write_rows(
-            tmp_path / f"{name}.jsonl",
-            [{"question": f"add n{i}", "answer": f"{name}{i}", "completion": "yes"} for i in range(number)],
-        )
-        for name, number in (("a", 7), ("b", 3))
-    }
-    return {"path": "", "sources": paths, "weights": {"a": 0.7, "b": 0.3}}
-
-
-def stream_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
-    config = GRPOConfig(data=data, seed=seed, prompts_per_step=1, **fields)
-    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config)
-
-
-def test_sources_come_by_their_weights_each_through_epochs_of_its_own(tokenizer, two_sources, capsys):
-    stream = stream_of(config_of(**two_sources, shuffle=False), tokenizer)
-    prompts = stream.draw(20)
-    assert "".join(p.source for p in prompts[:10]) == "abaaabaaba"
-    assert [p.columns["answer"] for p in prompts if p.source == "b"] == ["b0", "b1", "b2"] * 2
-    assert [p.row for p in prompts if p.source == "a"] == [*range(7)] * 2
-    assert [p.index for p in prompts] == list(range(20))
-    out = capsys.readouterr().out
-    assert "an epoch is 10.0 steps" in out
-
-
-def test_a_curriculum_draws_each_step_by_its_own_weights(tokenizer, two_sources):
-    stream = stream_of(config_of(**two_sources, shuffle=False), tokenizer)
-    owed = 0.0
-    for step in range(50):
-        share = step / 49
-        stream.begin_step(step, {"a": 1 - share, "b": share})
-        num_b = sum(p.source == "b" for p in stream.draw(4))
-        owed += 4 * share - num_b
-        assert abs(owed) < 1  # shares far below a row are owed until they make one
-        assert num_b == {0: 0, 49: 4}.get(step, num_b)
-    for weights in ({"c": 1}, {"a": 0, "b": 0}, {"a": -1}):
-        with pytest.raises(ValueError, match="weights"):
-            stream.set_weights(weights)
-
-
-CURRICULUM = """
-def by_rate(seen, step):
-    return {0.0: 2.0, 0.5: 1.0, 1.0: 0.0}[seen.pass_rate]
-
-def fresh_only(seen, step):
-    return 0
-
-def wrong_arguments(seen):
-    return 1
-
-def negative(seen, step):
-    return -seen.pass_rate
-"""
-
-
-@pytest.fixture
-def curriculum(tmp_path) -> str:
-    (tmp_path / "rules.py").write_text(CURRICULUM)
-    return f"{tmp_path}/rules.py"
-
-
-def test_pass_rates_weigh_the_rows_and_the_sources_keep_their_shares(tokenizer, two_sources, curriculum):
-    """Weights of the 7 rows of a: two of 2, two of 1, two of 0, and one that was not seen, which has 1."""
-    stream = stream_of(config_of(**two_sources, curriculum=f"{curriculum}:by_rate"), tokenizer)
-    for prompt in stream.draw(10):
-        if prompt.source == "a" and prompt.row < 6:
-            stream.remember(prompt, prompt.row // 2 / 2, step=1)
-    stream.begin_step(2)
-    prompts = stream.draw(10_000)
-    assert sum(prompt.source == "a" for prompt in prompts) == 7_000
-    counts = [sum(p.row == row and p.source == "a" for p in prompts) for row in range(7)]
-    for row, weight in enumerate((2, 2, 1, 1, 0, 0, 1)):
-        assert counts[row] == pytest.approx(1000 * weight, abs=60)  # 7000 * weight / 7, within 3 deviations
-    assert len({prompt.index for prompt in prompts}) == 10_000
-
-
-def test_rows_that_were_not_seen_come_first_and_then_all_alike(tokenizer, two_sources, curriculum, capsys):
-    data = config_of(path=two_sources["sources"]["a"], curriculum=f"{curriculum}:fresh_only")
-    stream = stream_of(data, tokenizer)
-    for step in range(1, 8):
-        stream.begin_step(step)
-        (prompt,) = stream.draw(1)
-        stream.remember(prompt, 0.5, step)
-    (order,) = stream.orders.values()
-    assert sorted(order.seen) == [*range(7)] and {seen.times for seen in order.seen.values()} == {1}
-    assert "weight 0" not in capsys.readouterr().out
-    stream.begin_step(8)
-    assert "warning: step 8: data.curriculum gives every row" in capsys.readouterr().out
-    assert {prompt.row for prompt in stream.draw(7)} == {*range(7)}
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 5])
-def test_a_mixture_with_a_curriculum_resumes_exactly(tokenizer, two_sources, curriculum, num_steps):
-    data = config_of(**two_sources, curriculum=f"{curriculum}:by_rate")
-    stream, resumed = (stream_of(data, tokenizer, seed=3) for _ in range(2))
-    resumed.draw(6)  # whatever it did before does not matter
-    for step in range(1, num_steps + 1):
-        stream.begin_step(step)
-        for prompt in stream.draw(4):
-            stream.remember(prompt, prompt.row % 3 / 2, step)
-    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    for one in (stream, resumed):
-        one.begin_step(6)
-    assert resumed.draw(50) == stream.draw(50)
-
-
-def test_a_curriculum_that_cannot_be_used_is_refused(tokenizer, two_sources, curriculum):
-    for name, told in (
-        ("wrong_arguments", r"called as curriculum\(seen, step\)"),
-        ("negative", r"returned -0.5 for Seen\(.*number of 0 or more"),
-        ("missing", "no function 'missing'"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            stream_of(config_of(**two_sources, curriculum=f"{curriculum}:{name}"), tokenizer)
-
-
-def test_sources_whose_own_columns_differ_are_refused(two_sources, tmp_path):
+def test_sources_whose_own_columns_differ_are_refused(tmp_path):
     (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'p', row['answer'][0]: 1}\n")
-    data = config_of(**two_sources, row=f"{tmp_path}/mine.py:f")
+    sources = {name: write_rows(tmp_path / f"{name}.jsonl", [{"question": "p", "answer": name}]) for name in "ab"}
+    data = config_of(sources, row=f"{tmp_path}/mine.py:f")
     with pytest.raises(ValueError, match="data.row gives the columns a for .*a.jsonl; b for .*b.jsonl; give the same"):
         reward_columns(load_sources(data))
 
 
-# ---- what SFT learns
+# ---- What SFT learns
 
 
 def sft_of(path: str, **fields) -> SFTConfig:
@@ -241,12 +148,13 @@ def test_too_long_examples_are_cut_off_and_counted(tokenizer, talks, capsys):
     assert "left out: 3 without a token to learn" in capsys.readouterr().out
 
 
-# ---- held-out examples
+# ---- What is held out
 
 
-def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, talks, ten_answers, capsys):
-    sets = {"talks": talks, "answers": f"{ten_answers}:train[5:]"}
-    config = sft_of(ten_answers, validation=ValidationConfig(interval=1, num_examples=3, path=sets))
+def test_held_out_rows_are_the_first_that_can_be_used(tokenizer, talks, tmp_path, capsys):
+    answers = write_rows(tmp_path / "a.jsonl", [{"question": "add", "completion": f"n{i}"} for i in range(10)])
+    sets = {"talks": talks, "answers": f"{answers}:train[5:]"}
+    config = sft_of(answers, validation=ValidationConfig(interval=1, num_examples=3, path=sets))
     found = load_validation(config, tokenizer)
     texts = {name: [tokenizer.decode(example.ids) for example in examples] for name, examples in found.items()}
     assert texts["talks"] == [
@@ -258,20 +166,28 @@ def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, tal
     assert "held out: 2 of 4 rows of talks (" in out and "held out: 3 of 5 rows of answers (" in out
     assert "left out: 1 without a token to learn, 1 longer than max_sequence_tokens=9" in out
 
+    data = config_of(answers, max_prompt_tokens=6)
+    evaluation = EvaluationConfig(path=long_rows(tmp_path, [4, 9, 5, 6]), num_prompts=2)
+    prompts = load_eval_prompts(data, evaluation, tokenizer)
+    assert [(p.index, p.row, p.columns["answer"]) for p in prompts] == [(0, 0, "4"), (1, 2, "5")]
+    assert "held out: 2 of 4 rows of" in capsys.readouterr().out
 
-def test_held_out_rows_that_cannot_be_read_are_named_by_their_field(tokenizer, ten_answers, tmp_path):
+
+def test_held_out_rows_that_cannot_be_read_are_named_by_their_field(tokenizer, talks, tmp_path):
     """They may be the recipe's, whose path the user never saw."""
     missing = str(tmp_path / "missing.jsonl")
     with pytest.raises(ValueError, match=r"^validation\.path: .*missing\.jsonl"):
-        load_validation(sft_of(ten_answers, validation=ValidationConfig(interval=1, path=missing)), tokenizer)
+        load_validation(sft_of(talks, validation=ValidationConfig(interval=1, path=missing)), tokenizer)
     with pytest.raises(ValueError, match=r"^evaluation\.path: .*missing\.jsonl"):
-        load_eval_prompts(config_of(ten_answers), EvaluationConfig(interval=1, path=missing), tokenizer)
+        load_eval_prompts(config_of(talks), EvaluationConfig(interval=1, path=missing), tokenizer)
 
 
 def test_held_out_rows_that_are_trained_on_under_another_name_are_counted(tokenizer, tmp_path, capsys):
     """n1 and n3 are in both files, and n3 is held out twice."""
-    train = write_rows(tmp_path / "a.jsonl", [{"question": f"add n{i}", "answer": "1"} for i in (1, 2, 3, 4)])
-    test = write_rows(tmp_path / "b.jsonl", [{"question": f"add n{i}", "answer": "2"} for i in (9, 3, 3, 8, 1)])
+    train, test = (
+        write_rows(tmp_path / f"{name}.jsonl", [{"question": f"add n{i}", "answer": name} for i in numbers])
+        for name, numbers in {"a": (1, 2, 3, 4), "b": (9, 3, 3, 8, 1)}.items()
+    )
     data = config_of(train)
     rows = prepared(data, tokenizer)
     prompts = load_eval_prompts(data, EvaluationConfig(interval=1, path=test), tokenizer)
@@ -292,17 +208,15 @@ def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in
     tokenizer.chat_template = STRICT
     rows = [{"question": f"n{i}", "answer": "1", "completion": "yes"} for i in range(4)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    held_out = {"interval": 1, "path": path}
-    evaluation = EvaluationConfig(**held_out, num_prompts=2)
-    validation = ValidationConfig(**held_out, num_examples=2)
+    evaluation = EvaluationConfig(interval=1, path=path, num_prompts=2)
+    validation = ValidationConfig(interval=1, path=path, num_examples=2)
 
     def load(bad_rows: str) -> list:
         data = config_of(path, bad_rows=bad_rows)
         examples = load_validation(SFTConfig(data=data, validation=validation), tokenizer)[""]
-        assert [tokenizer.decode(example.ids) for example in examples] == [
-            f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)
-        ]
-        return [prompt.row for prompt in load_eval_prompts(data, evaluation, tokenizer)]
+        texts = [tokenizer.decode(example.ids) for example in examples]
+        assert texts == [f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)]
+        return rows_of(load_eval_prompts(data, evaluation, tokenizer))
 
     told = "1 of 4 rows of .*rows.jsonl cannot be used: row 2: .* refuses .*TemplateError: not this"
     with pytest.raises(ValueError, match=f"{told}.*or leave them out with --data.bad-rows skip"):
@@ -311,13 +225,7 @@ def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in
     assert len(re.findall(f"warning: {told}", capsys.readouterr().out)) == 2
 
 
-@pytest.fixture
-def ten_answers(tmp_path) -> str:
-    rows = [{"question": "add", "completion": f"n{i}"} for i in range(10)]
-    return write_rows(tmp_path / "answers.jsonl", rows)
-
-
-# ---- many rows
+# ---- Many rows, and huge ones
 
 
 def test_processes_and_a_second_start_give_the_same_rows(tokenizer, tmp_path, monkeypatch):

@@ -44,20 +44,12 @@ def encoded(folder: str, config: DataConfig, text: str) -> str:
     return " ".join(WORDS[token] for token in encode_prompt(load_tokenizer(folder, config), config, text))
 
 
-def test_text_template(base):
+def test_text_template(base, tmp_path):
+    """A question is never taken for a placeholder, and a text that the tokenizer would close stays open."""
     assert encoded(base, data("Q: {question} A:"), "add one") == "<bos> Q: add one A:"
     with_system = data("{system_prompt} Q: {question} A:", "be brief")
-    assert encoded(base, with_system, "add one") == "<bos> be brief Q: add one A:"
-
-
-def test_a_question_is_never_taken_for_a_placeholder(base):
-    with_system = data("{system_prompt} Q: {question} A:", "be brief")
-    assert encoded(base, with_system, "{system_prompt} {question}") == (
-        "<bos> be brief Q: {system_prompt} {question} A:"
-    )
-
-
-def test_a_text_that_the_tokenizer_would_close_stays_open(tmp_path):
+    wanted = "<bos> be brief Q: {system_prompt} {question} A:"
+    assert encoded(base, with_system, "{system_prompt} {question}") == wanted
     closing = save_base(tmp_path / "closing", "<bos> $A <eos>")
     assert encoded(closing, data("Q: {question} A:"), "add one") == "<bos> Q: add one A:"
 

@@ -10,21 +10,12 @@ import pytest
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
 from grpo.data.encode import EncodedRows
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
-from grpo.data.rows import (
-    BadRow,
-    ChatColumns,
-    Example,
-    TableRow,
-    column_of,
-    detect_format,
-    no_format,
-    read_chat,
-    row_reader,
-    value_at,
-)
+from grpo.data.rows import BadRow, ChatColumns, Example, TableRow, column_of, detect_format, read_chat, row_reader
 from tests.unit.data.test_data import word_tokenizer
 
 GOOD = {"question": "1+2", "answer": "3"}
+USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
+COLUMNS = ChatColumns("question", "answer")
 TOKENIZER = word_tokenizer()
 
 
@@ -43,18 +34,26 @@ def written(rows: tuple[dict, ...], table: bool, name: str = "f") -> str:
     return f"{name}.jsonl"
 
 
-def checked(*rows: dict, table: bool = False, name: str = "f", **fields) -> EncodedRows:
+def prompts(*rows: dict, table: bool = False, name: str = "f", **fields) -> EncodedRows:
     data = DataConfig(path=written(rows, table, name), **fields)
     return usable_prompts(load_sources(data), GRPOConfig(data=data, prompts_per_step=1), TOKENIZER)[0]
 
 
-def fault(row: dict, **fields) -> str:
-    """Why the row cannot be used, or nothing."""
-    try:
-        row_reader(DataConfig(**fields))(row)
-    except BadRow as error:
-        return str(error)
-    return ""
+def chats(*rows: dict, table: bool = False, row_format: str = "auto", **fields) -> EncodedRows:
+    data = DataConfig(path=written(rows, table), system_prompt="", **fields)
+    config = SFTConfig(data=data, row_format=row_format, sequences_per_step=1, train_on="all")
+    return usable_chats(load_chat_sources(config), config, TOKENIZER)[0]
+
+
+def texts_of(found: EncodedRows) -> list[str]:
+    return [TOKENIZER.decode(found.get(row).ids) for row in found.usable]
+
+
+def chat_of(row: dict) -> Example:
+    return read_chat("auto", COLUMNS, row)
+
+
+# ---- One row
 
 
 @pytest.mark.parametrize("answer", ["", 0, "👍 ü", [None, "3"], {"a": None}])
@@ -62,176 +61,88 @@ def test_values_that_a_reward_may_get(answer):
     assert row_reader(DataConfig())(GOOD | {"answer": answer}).columns == {"question": "1+2", "answer": answer}
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("a.b", 1),
-        ("a.c.0.d", 2),
-        ("a.c.-1", 3),
-        ("a.c.:-1", [{"d": 2}]),
-        ("x.y", "the column of that name"),
-    ],
-)
-def test_a_path_leads_into_tables_and_lists(path, value):
+def test_a_path_leads_into_tables_and_lists_or_nowhere():
     row = {"a": {"b": 1, "c": [{"d": 2}, 3]}, "x.y": "the column of that name", "x": {"y": "not this"}}
-    assert value_at(row, path) == value
-
-
-def test_a_path_that_leads_nowhere():
+    paths = {"a.b": 1, "a.c.0.d": 2, "a.c.-1": 3, "a.c.:-1": [{"d": 2}], "x.y": "the column of that name"}
+    assert {path: column_of(row, path) for path in paths} == paths
     for path in ("b", "a.x", "a.c.7", "a.c.d", "a.b.c", "a.c.-3"):
         with pytest.raises(BadRow, match=f"column '{path}' is missing"):
-            column_of({"a": {"b": 1, "c": [2, 3]}}, path)
+            column_of(row, path)
 
 
-@pytest.mark.parametrize("table", [False, True])
-def test_a_column_that_no_row_has(table: bool):
-    row = GOOD | {"reward_model": {"ground_truth": "3", "style": "rule"}, "tools": ["x"]}
-    for field, missing in (("prompt_column", "prompt"), ("answer_column", "reward_model.x"), ("tools_column", "t")):
-        with pytest.raises(
-            ValueError, match=f"^column '{missing}' is missing in f.*columns there: .*reward_model.style"
-        ):
-            checked(row, row, table=table, **{field: missing})
+ALPACA = {"instruction": "1+1?", "output": "two"}
 
 
-def test_mixed_types_in_a_nested_column_are_one_clear_line():
-    def row(truth) -> dict:
-        return {"question": "1+2", "reward_model": {"ground_truth": truth}}
-
-    rows = [row("3"), row(3), row("4"), row(["5"]), row("6")]
-    with pytest.raises(ValueError) as refused:
-        checked(*rows, answer_column="reward_model.ground_truth")
-    assert re.search(
-        "2 of 5 rows.* row 2: .*answer .number.*, .* row 4: .*answer .list.*, .*bad-rows skip$", str(refused.value)
-    )
-    assert checked(*rows, answer_column="reward_model.ground_truth", bad_rows="skip").usable == [0, 2, 4]
-    assert checked(row(3), row(3.5), answer_column="reward_model.ground_truth").usable == [0, 1]  # both are numbers
-
-
-def test_deep_rows_neither_pass_unseen_nor_end_the_check():
-    deep = "\ud800"
-    for _ in range(900):
-        deep = [deep]
-    assert "surrogate" in fault(GOOD | {"answer": deep})
-
-
-def test_bad_rows_are_refused_with_their_numbers():
-    rows = [GOOD, {"question": ""}, GOOD, *[{"question": "1+2", "answer": None}] * 6]
-    with pytest.raises(ValueError) as refused:
-        checked(*rows)
-    message = str(refused.value)
-    assert re.match(r"7 of 9 rows of f.jsonl .*row 2: .*'question'.*rows 4, 5, 6, 7, 8, ..: .*'answer'", message)
-    assert "\n" not in message and message.endswith("--data.bad-rows skip")
-
-
-def test_bad_rows_are_skipped_and_counted(capsys):
-    found = checked(GOOD, {"question": "1+2"}, GOOD, name="f\x1b[2J", bad_rows="skip")
-    assert found.usable == [0, 2]
-    first, second, *_ = capsys.readouterr().out.splitlines()
-    assert re.match(r"warning: 1 of 3 rows of f\\x1b\[2J.jsonl .*row 2: .*'answer'.* left out$", first)
-    assert second.endswith("left out: 1 that cannot be used")
-
-
-def test_values_that_json_cannot_hold_are_told():
-    rows = [GOOD | {"day": datetime.date(2024, 1, day)} for day in (1, 2)]
-    with pytest.raises(ValueError, match="2 of 2 rows of f.parquet .* rows 1, 2: .*what JSON cannot .*date"):
-        checked(*rows, table=True, columns={"day": "day"})
-
-
-# ---- one row as a chat
-
-USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
-
-
-COLUMNS = ChatColumns("question", "answer")
-
-
-def chat_of(row: dict, row_format: str = "auto") -> Example:
-    return read_chat(detect_format([row], COLUMNS) if row_format == "auto" else row_format, COLUMNS, row)
-
-
-def test_rows_with_turns():
-    for row in (
-        {"messages": [USER, ASSISTANT], "source": "x"},
-        {"question": "1+1?", "answer": "two"},
-        {"question": [USER], "answer": [ASSISTANT]},
-        {"instruction": "1+1?", "input": "", "output": "two"},
-    ):
-        assert chat_of(row) == Example(chat=[USER, ASSISTANT])
-    alpaca = {"instruction": "Add", "input": "1 and 1", "output": "two", "text": "all of it"}
-    assert chat_of(alpaca) == Example(chat=[USER | {"content": "Add\n\n1 and 1"}, ASSISTANT])
-
-
-def test_an_alpaca_row_may_have_a_system_prompt_and_no_earlier_turns():
-    row = {"instruction": "1+1?", "output": "two", "system": "Be brief.", "history": []}
-    assert chat_of(row) == Example(chat=[{"role": "system", "content": "Be brief."}, USER, ASSISTANT])
-    with pytest.raises(BadRow, match="column 'history'"):
-        chat_of(row | {"history": [["0+1?", "one"]]})
+@pytest.mark.parametrize(
+    ("row", "chat"),
+    [
+        ({"messages": [USER, ASSISTANT], "source": "x"}, [USER, ASSISTANT]),
+        ({"messages": json.dumps([USER, ASSISTANT])}, [USER, ASSISTANT]),  # CSV can hold them no other way
+        ({"messages": [USER | {"role": "environment"}]}, [USER | {"role": "environment"}]),  # a template's own role
+        ({"question": "1+1?", "answer": "two"}, [USER, ASSISTANT]),
+        ({"question": [USER], "answer": [ASSISTANT]}, [USER, ASSISTANT]),
+        (ALPACA | {"input": ""}, [USER, ASSISTANT]),
+        (ALPACA | {"input": "Now", "text": "all"}, [USER | {"content": "1+1?\n\nNow"}, ASSISTANT]),
+        (ALPACA | {"system": "Brief", "history": []}, [{"role": "system", "content": "Brief"}, USER, ASSISTANT]),
+        # text parts are joined as a server joins them
+        ({"messages": [USER | {"content": [{"text": "1+1?"}, {"text": "Now"}]}]}, [USER | {"content": "1+1?\nNow"}]),
+    ],
+)
+def test_rows_with_turns(row: dict, chat: list[dict]):
+    assert chat_of(row) == Example(chat=chat)
 
 
 @pytest.mark.parametrize("nothing", [None, float("nan"), " \n", []])
 def test_an_optional_column_may_hold_nothing(nothing):
     """Tables write NaN for what is missing."""
-    alpaca = {"instruction": "1+1?", "output": "two", "input": nothing, "system": nothing, "history": nothing}
-    assert chat_of(alpaca) == Example(chat=[USER, ASSISTANT])
+    row = ALPACA | {"input": nothing, "system": nothing, "history": nothing}
+    assert chat_of(row) == Example(chat=[USER, ASSISTANT])
     assert chat_of({"messages": [USER, ASSISTANT], "tools": nothing}) == Example(chat=[USER, ASSISTANT])
     assert row_reader(DataConfig(tools_column="tool"))(GOOD | {"tool": nothing}).tools is None
 
 
+DEEP = json.loads("[" * 900 + '"\\ud800"' + "]" * 900)
+
+
 @pytest.mark.parametrize(
-    "row, message",
+    ("row", "message"),
     [
+        # they would have no label, or the question twice, or two answers in a row
         ({"messages": [{"from": "human", "value": "1+1?"}]}, "message 1 has ShareGPT's from; .*--data.row"),
         ({"messages": [{"role": "user", "value": "1+1?"}]}, "message 1 has ShareGPT's value; .*--data.row"),
         ({"messages": [USER, ASSISTANT | {"role": "gpt"}]}, "message 2, role is 'gpt', which .* call 'assistant'"),
         ({"messages": [USER | {"role": "User"}]}, "message 1, role is 'User', which .* call 'user'.*--data.row"),
-        (
-            {"messages": [USER | {"content": [{"type": "text", "text": "1"}, {"type": "image"}]}]},
-            "2 parts, 1 of them wi",
-        ),
-        (
-            {"question": "1+1?", "answer": [USER, ASSISTANT]},
-            "'answer' begins with a message of the user.*answer.:-1 as",
-        ),
+        ({"messages": [USER | {"content": [{"text": "1"}, {"type": "image"}]}]}, "2 parts, 1 of them without `text`"),
+        ({"question": "1+1?", "answer": [USER, ASSISTANT]}, "'answer' begins with a message of the user.*answer.:-1"),
         ({"question": [USER, ASSISTANT], "answer": "!"}, "'question' ends with the assistant's .* take question.:-1"),
+        (ALPACA | {"history": [["0+1?", "one"]]}, "column 'history'"),
+        ({"messages": str([USER, ASSISTANT])}, "column 'messages' holds text that is not JSON"),  # as Python writes it
+        ({"question": "1+1?", "answer": DEEP}, "column 'answer', message 1 holds list, not a table"),
+        ({"messages": [USER], "tools": "[" * 100_000}, "^column 'tools'"),
+        ({"messages": [USER], "tools": ["add"]}, "^column 'tools'"),
+        ({"messages": [USER], "tools": 3}, "^column 'tools'"),
+        ({"instruction": "i", "answer": "a"}, "instruction, answer .* question and answer, .*messages, .*output, .*te"),
     ],
 )
 def test_chats_of_other_shapes_are_refused_with_the_way_out(row: dict, message: str):
-    """They would have no label, or the question twice, or two answers in a row."""
     with pytest.raises(BadRow, match=message):
         chat_of(row)
 
 
-def test_a_role_may_be_a_templates_own():
-    assert chat_of({"messages": [USER | {"role": "environment"}]}).chat == [USER | {"role": "environment"}]
-
-
-def test_messages_as_json_text_are_messages():
-    """CSV can hold them no other way; how Python writes a list is refused."""
-    messages = [USER, ASSISTANT]
-    assert chat_of({"messages": json.dumps(messages)}) == Example(chat=messages)
-    with pytest.raises(BadRow, match="column 'messages' holds text that is not JSON"):
-        chat_of({"messages": str(messages)})
+def test_text_that_is_no_list_of_messages_is_a_question_and_deep_values_are_looked_through():
     for text in ("[1, 2]", '[{"a": 1}] is JSON', "role: user"):
         assert row_reader(DataConfig())({"question": text, "answer": "2"}).prompt == text
+    with pytest.raises(BadRow, match="surrogate"):
+        row_reader(DataConfig())(GOOD | {"answer": DEEP})
 
 
-def test_the_first_format_that_fits_is_taken():
+def test_the_first_format_that_fits_is_taken_and_its_columns_may_be_paths():
     row = {"text": "t", "instruction": "i", "output": "o", "question": "q", "answer": "a", "messages": [USER]}
-    for name, column in (
-        ("prompt_completion", "question"),
-        ("messages", "messages"),
-        ("alpaca", "output"),
-        ("text", "text"),
-    ):
+    formats = {"prompt_completion": "question", "messages": "messages", "alpaca": "output", "text": "text"}
+    for name, column in formats.items():
         assert detect_format([{}, row], COLUMNS) == name
         row.pop(column)
     assert detect_format([row], COLUMNS) is None
-    assert re.search(
-        "instruction, answer .* question and answer, .*messages, .*output, .*text", no_format(row, COLUMNS)
-    )
-
-
-def test_columns_may_be_paths():
     row = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "2"}], "also": {"tools": [{"a": 1}]}}
     columns = ChatColumns("messages.:-1", "messages.-1.content", "also.tools")
     assert detect_format([row], columns) == "prompt_completion"
@@ -259,101 +170,51 @@ def test_nulls_of_a_table_are_left_out_and_those_of_json_stay():
     assert chat_of(row | {"tools": []}).tools is None
 
 
-def test_the_text_parts_of_a_message_are_joined_as_a_server_joins_them():
-    parts = [{"type": "text", "text": text} for text in ("1+1?", "And quick!")]
-    assert chat_of({"messages": [USER | {"content": parts}, ASSISTANT]}).chat[0]["content"] == "1+1?\nAnd quick!"
-
-
-def test_tools_that_are_no_schemas():
-    for tools in ("[" * 100_000, ["add"], 3):
-        with pytest.raises(BadRow, match="^column 'tools'"):
-            chat_of({"messages": [USER], "tools": tools})
-
-
-# ---- a function of the user's
-
-
-@pytest.fixture
-def own(tmp_path):
-    def write(body: str) -> str:
-        path = tmp_path / "mine.py"
-        path.write_text(f"def rows(row):\n    {body}\n")
-        return f"{path}:rows"
-
-    return write
-
-
-def test_an_own_function_makes_prompt_and_columns_and_leaves_rows_out(own, capsys):
-    name = own(
-        "return None if row['level'] > 2 else "
-        "{'prompt': row['q'].strip(), 'answer': row['a'][-1], 'level': row['level']}"
-    )
-    rows = [{"q": f" {i}? ", "a": ["x", str(i)], "level": i} for i in range(5)]
-    found = checked(*rows, row=name)
-    assert found.usable == [0, 1, 2]
-    assert f"left out: 2 left out by {name}\n" in capsys.readouterr().out
-    prompt = found.prompt(2, 0)
-    assert prompt.content == "2?" and prompt.columns == {"answer": "2", "level": 2}
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return row['no']", "rows 1, 2: data.row raised KeyError: 'no'"),
-        ("return [row]", "rows 1, 2: data.row gave list, and not a dict, or None"),
-        ("return row", "rows 1, 2: data.row gave the keys question, answer: column 'prompt' is missing"),
-        ("return {'prompt': 3}", "rows 1, 2: data.row gave the keys prompt: column 'prompt' holds int, not text"),
-        ("return None", "0 of 2 rows of f.jsonl are left: 2 left out by "),
-    ],
-)
-def test_an_own_function_that_fails_is_told_with_the_row(own, body, message):
-    with pytest.raises(ValueError) as refused:
-        checked(GOOD, GOOD, row=own(body))
-    assert message in str(refused.value) and "\n" not in str(refused.value)
-
-
-# ---- chats of a source
-
-
-def chats(*rows: dict, table: bool = False, row_format: str = "auto", **fields) -> EncodedRows:
-    data = DataConfig(path=written(rows, table), system_prompt="", **fields)
-    config = SFTConfig(data=data, row_format=row_format, sequences_per_step=1, train_on="all")
-    return usable_chats(load_chat_sources(config), config, TOKENIZER)[0]
-
-
-def texts_of(found: EncodedRows) -> list[str]:
-    return [TOKENIZER.decode(found.get(row).ids) for row in found.usable]
+# ---- All rows of a source
 
 
 @pytest.mark.parametrize("table", [False, True])
-def test_the_first_rows_decide_the_format_of_a_source(table, capsys):
-    rows = [{"text": None, "instruction": "add", "output": "yes"}, {"text": "Be brief", "instruction": "sub"}]
-    with pytest.raises(ValueError, match="1 of 2 rows of f.* cannot be used: row 2: column 'output' is missing"):
-        chats(*rows, table=table)
-    assert " has instruction and output, so its row_format is alpaca\n" in capsys.readouterr().out
-    assert chats(*rows, table=table, bad_rows="skip").usable == [0]
-    assert texts_of(chats(*rows, table=table, bad_rows="skip", row_format="text")) == ["Be brief <eos>"]
-    with pytest.raises(ValueError, match="f.*: the columns q, a are no row format; there must be question and com"):
-        chats({"q": "1+1", "a": "2"}, table=table)
+def test_a_column_that_no_row_has(table: bool):
+    row = GOOD | {"reward_model": {"ground_truth": "3", "style": "rule"}, "tools": ["x"]}
+    for field, missing in (("prompt_column", "prompt"), ("answer_column", "reward_model.x"), ("tools_column", "t")):
+        message = f"^column '{missing}' is missing in f.*columns there: .*reward_model.style"
+        with pytest.raises(ValueError, match=message):
+            prompts(row, row, table=table, **{field: missing})
 
 
-@pytest.mark.parametrize("table", [True, False])
-def test_columns_that_are_not_read_are_told(table: bool, capsys):
-    """GRPO reads tools and system prompts only where it is told to, and SFT no system prompt beside messages."""
-    row = GOOD | {"reward_model": {"style": "rule"}, "tools": "[]", "system": "Be brief.", "none": None}
-    checked(row, table=table, answer_column="reward_model.style")
-    assert "has columns that are not read: answer, tools, system\n" in capsys.readouterr().out
-    chats({"messages": [{"role": "user", "content": "add"}], "tools": "[]", "system": "Be brief."}, table=table)
-    assert "has columns that are not read: system\n" in capsys.readouterr().out
-    checked(GOOD, table=table)
-    assert "not read" not in capsys.readouterr().out
+def test_mixed_types_in_a_nested_column_are_one_clear_line():
+    rows = [{"question": "1+2", "reward_model": {"ground_truth": truth}} for truth in ("3", 3, "4", ["5"], "6", 7.5)]
+    column = {"answer_column": "reward_model.ground_truth"}
+    message = "3 of 6 rows.* rows 2, 6: .*answer .number.*, .* row 4: .*answer .list.*, .*bad-rows skip$"
+    with pytest.raises(ValueError, match=message):
+        prompts(*rows, **column)
+    assert prompts(*rows, **column, bad_rows="skip").usable == [0, 2, 4]
+
+
+def test_bad_rows_are_refused_with_their_numbers_or_skipped_and_counted(capsys):
+    rows = [GOOD, {"question": ""}, GOOD, *[{"question": "1+2", "answer": None}] * 6]
+    with pytest.raises(ValueError) as refused:
+        prompts(*rows)
+    message = str(refused.value)
+    assert re.match(r"7 of 9 rows of f.jsonl .*row 2: .*'question'.*rows 4, 5, 6, 7, 8, ..: .*'answer'", message)
+    assert "\n" not in message and message.endswith("--data.bad-rows skip")
+    assert prompts(*rows, name="f\x1b[2J", bad_rows="skip").usable == [0, 2]
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert re.match(r"warning: 7 of 9 rows of f\\x1b\[2J.jsonl .*row 2: .*'answer'.* left out$", first)
+    assert second.endswith("left out: 7 that cannot be used")
+
+
+def test_values_that_json_cannot_hold_are_told():
+    rows = [GOOD | {"day": datetime.date(2024, 1, day)} for day in (1, 2)]
+    with pytest.raises(ValueError, match="2 of 2 rows of f.parquet .* rows 1, 2: .*what JSON cannot .*date"):
+        prompts(*rows, table=True, columns={"day": "day"})
 
 
 def test_notes_about_rows_are_one_line_with_their_number(capsys):
     """And rows that are left out do not count."""
     plain = GOOD | {"question": [{"role": "user", "content": "add"}]}
     row = GOOD | {"question": [{"role": "user", "content": "add", "mood": "glad"}]}
-    checked(plain, row, row, row | {"answer": None}, bad_rows="skip")
+    prompts(plain, row, row, row | {"answer": None}, bad_rows="skip")
     assert "warning: 2 of 3 rows of f.jsonl:train bring mood, which the chat" in capsys.readouterr().out
 
 
@@ -376,9 +237,56 @@ def test_a_token_that_the_model_has_no_row_for(is_chat):
         load(29)
 
 
-def test_an_own_function_may_make_rows_of_any_format(own):
+@pytest.mark.parametrize("table", [False, True])
+def test_the_first_rows_decide_the_format_of_a_source(table, capsys):
+    rows = [{"text": None, "instruction": "add", "output": "yes"}, {"text": "Be brief", "instruction": "sub"}]
+    with pytest.raises(ValueError, match="1 of 2 rows of f.* cannot be used: row 2: column 'output' is missing"):
+        chats(*rows, table=table)
+    assert " has instruction and output, so its row_format is alpaca\n" in capsys.readouterr().out
+    assert chats(*rows, table=table, bad_rows="skip").usable == [0]
+    assert texts_of(chats(*rows, table=table, bad_rows="skip", row_format="text")) == ["Be brief <eos>"]
+    with pytest.raises(ValueError, match="f.*: the columns q, a are no row format; there must be question and com"):
+        chats({"q": "1+1", "a": "2"}, table=table)
+
+
+# ---- A function of the user's
+
+
+@pytest.fixture
+def own(tmp_path):
+    def write(body: str) -> str:
+        path = tmp_path / f"mine{len([*tmp_path.iterdir()])}.py"  # a file is loaded once
+        path.write_text(f"def rows(row):\n    {body}\n")
+        return f"{path}:rows"
+
+    return write
+
+
+def test_an_own_function_makes_rows_of_any_format_and_leaves_some_out(own, capsys):
+    name = own("return None if row['n'] > 2 else {'prompt': row['q'].strip(), 'answer': row['a'][-1], 'n': row['n']}")
+    found = prompts(*({"q": f" {i}? ", "a": ["x", str(i)], "n": i} for i in range(5)), row=name)
+    assert found.usable == [0, 1, 2]
+    assert f"left out: 2 left out by {name}\n" in capsys.readouterr().out
+    prompt = found.prompt(2, 0)
+    assert prompt.content == "2?" and prompt.columns == {"answer": "2", "n": 2}
     name = own("return {'messages': [{'role': 'user', 'content': row['q']}]} if row['q'] else {'text': 'brief'}")
     assert texts_of(chats({"q": "add"}, {"q": ""}, row=name)) == ["<user> add", "brief <eos>"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return row['no']", "rows 1, 2: data.row raised KeyError: 'no'"),
+        ("return [row]", "rows 1, 2: data.row gave list, and not a dict, or None"),
+        ("return row", "rows 1, 2: data.row gave the keys question, answer: column 'prompt' is missing"),
+        ("return {'prompt': 3}", "rows 1, 2: data.row gave the keys prompt: column 'prompt' holds int, not text"),
+        ("return None", "0 of 2 rows of f.jsonl are left: 2 left out by "),
+    ],
+)
+def test_an_own_function_that_fails_is_told_with_the_row(own, body, message):
+    with pytest.raises(ValueError) as refused:
+        prompts(GOOD, GOOD, row=own(body))
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_an_own_function_that_makes_no_chat(own):

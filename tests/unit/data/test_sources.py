@@ -38,47 +38,6 @@ def test_a_source_in_one_text():
             parse_source(spec, "data.path")
 
 
-def test_a_file_or_folder_may_have_any_name(tmp_path):
-    """And is not taken for a pattern, which rows1 would match."""
-    for name in ("rows[1]@a:b", "rows1@a:b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.jsonl").write_text(json.dumps({"a": name}))
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"a": name}))
-    for ending in ("", ".jsonl"):
-        assert rows_of(tmp_path / f"rows[1]@a:b{ending}") == [{"a": "rows[1]@a:b"}]
-
-
-def test_a_part_of_a_file_or_folder_of_any_name(tmp_path, monkeypatch):
-    """A name up to its @ or [ may be a file or folder too, with other rows."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("rows@v2", "rows"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.jsonl").write_text(f'{{"a": "{name}"}}\n' * 3)
-    for name in ("more[1]:b.jsonl", "more.jsonl"):
-        (tmp_path / name).write_text(f'{{"a": "{name}"}}\n' * 3)
-    assert rows_of("rows@v2:train[:1]") == [{"a": "rows@v2"}]
-    assert rows_of("rows:train[:1]") == [{"a": "rows"}]
-    assert rows_of("rows@v2/train.jsonl:train[1:]") == [{"a": "rows@v2"}] * 2
-    assert rows_of("more[1]:b.jsonl:train[:1]") == [{"a": "more[1]:b.jsonl"}]
-    (tmp_path / "rows@v2" / "mine.py").write_text("def rows(split):\n    return [{'a': split}]\n")
-    assert rows_of("rows@v2/mine.py:rows:test[:1]") == [{"a": "test"}]
-
-
-def test_what_is_here_has_no_revision_and_a_file_no_configuration(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
-    (tmp_path / "mine.py").write_text("def rows(split):\n    return [{'a': split}]\n")
-    for spec, what in {
-        "rows@v2:train[:1]": "folder, which has no revisions",
-        "rows.jsonl@v2": "file, which has no revisions",
-        "rows.jsonl[main]:train": "file, which has no configurations",
-        "mine.py:rows[main]": "function, which has no configurations",
-    }.items():
-        with pytest.raises(ValueError, match=f"a local {what}; leave"):
-            parse_source(spec, "data.path")
-
-
 def test_several_sources_and_sets():
     data = DataConfig(path={"x": "a/b[main]:train", "y": "y.jsonl"}, weights={"x": 3})
     assert data.all_sources == [Source("x", "a/b", "main", weight=3), Source("y", "y.jsonl")]
@@ -96,11 +55,117 @@ def test_held_out_by_default_is_the_test_split_of_the_training_data():
 
 # ---- files
 
+GZIP = b"\x1f\x8b" + bytes(20)
+CONFIGS = b"- config_name: main\n  data_files: b.jsonl\n- config_name: other\n  data_files: a.jsonl\n"
+CARD = b"---\nconfigs:\n" + CONFIGS + b"---\n# A\n"
+NO_FILES = b"---\nlicense: mit\ndataset_info:\n  features:\n  - name: a\n    dtype: int64\n---\n# A card\n"
+A1, A2, A3 = (b'{"a": 1}\n', b'{"a": 2}\n', b'{"a": 3}\n')
+# files, what is asked for within their folder, and its rows: values that the library's own readers would change
+READ = {
+    "blank lines": ({"rows.txt": b'{"a": 1}\n\n  \n{"a": "\xc3\xbc"}'}, "rows.txt", [{"a": 1}, {"a": "ü"}]),
+    "one list": ({"x.json": b'[{"a": 1}, {"a": [2]}]'}, "x.json", [{"a": 1}, {"a": [2]}]),
+    "one list on many lines": ({"x.json": b'[\n {"a": 1},\n {"a": [2]}\n]'}, "x.json", [{"a": 1}, {"a": [2]}]),
+    "lists of two splits": (
+        {"train.json": b'[{"a": 1}]', "test.json": b'[{"a": 3}]'},
+        ":test+train",
+        [{"a": 3}, {"a": 1}],
+    ),
+    "a byte order mark": ({"a.jsonl": b"\xef\xbb\xbf" + A1}, "a.jsonl", [{"a": 1}]),
+    "one before a list": ({"a.json": b'\xef\xbb\xbf[{"a": 1}]'}, "a.json", [{"a": 1}]),
+    "one before CSV": ({"a.csv": b"\xef\xbb\xbfa\n1\n"}, "a.csv", [{"a": "1"}]),
+    "cells of CSV": (
+        {"a.csv": b'q,a\n"add 1, 2",007\nb,NA\n"two\nlines",\n'},
+        "a.csv",
+        [{"q": "add 1, 2", "a": "007"}, {"q": "b", "a": "NA"}, {"q": "two\nlines", "a": None}],
+    ),
+    "a cell as large as a book": ({"a.csv": b"a\n" + b"a b " * 50_000}, "a.csv", [{"a": "a b " * 50_000}]),
+    "a part of a file": ({"a.jsonl": A1 + A2 + A3}, "a.jsonl:train[1:]", [{"a": 2}, {"a": 3}]),
+    # names are not taken for patterns, which rows1 would match, and may look like parts or revisions
+    "any name of a file": ({"rows[1]@a:b.jsonl": A1, "rows1@a:b.jsonl": A2}, "rows[1]@a:b.jsonl", [{"a": 1}]),
+    "any name of a folder": ({"rows[1]@a:b/train.jsonl": A1, "rows1@a:b/train.jsonl": A2}, "rows[1]@a:b", [{"a": 1}]),
+    "a part of any folder": ({"rows@v2/train.jsonl": A1 * 2, "rows/train.jsonl": A2}, "rows@v2:train[:1]", [{"a": 1}]),
+    "a file in it": (
+        {"rows@v2/train.jsonl": A1 + A3, "rows/train.jsonl": A2},
+        "rows@v2/train.jsonl:train[1:]",
+        [{"a": 3}],
+    ),
+    "a part of any file": ({"m[1]:b.jsonl": A1 * 2, "m.jsonl": A2}, "m[1]:b.jsonl:train[:1]", [{"a": 1}]),
+    "a function in it": (
+        {"rows@v2/mine.py": b"def rows(split):\n    return [{'a': split}]\n"},
+        "rows@v2/mine.py:rows:test[:1]",
+        [{"a": "test"}],
+    ),
+    "splits by names": ({"train-1.jsonl": A1, "train-2.jsonl": A2, "test.jsonl": A3}, "", [{"a": 1}, {"a": 2}]),
+    "several splits": ({"train-1.jsonl": A1, "test.jsonl": A3}, ":test+train[:1]", [{"a": 3}, {"a": 1}]),
+    "one split by two words": ({"test_eval.jsonl": A1}, ":test", [{"a": 1}]),
+    "a shard": ({"data/train_sft-00000-of-00001.jsonl": A3, "rows.jsonl": A1}, ":train_sft", [{"a": 3}]),
+    "hidden files": ({"rows.jsonl": A1, ".train.jsonl": A2}, "", [{"a": 1}]),
+    "backups and notes": ({"rows.jsonl": A1, "train_notes.txt": A2, "train.jsonl.bak": A2}, "", [{"a": 1}]),
+    "one configuration": ({"main/train.jsonl": A1, "other/train.jsonl": A2}, "main", [{"a": 1}]),
+    # the library would make numbers of the cells
+    "a card that names no files": ({"README.md": NO_FILES, "train.csv": b"a\n007\n"}, "", [{"a": "007"}]),
+    "a line between rules": ({"README.md": b"---\nNotes\n---\n", "train.csv": b"a\n007\n"}, "", [{"a": "007"}]),
+    "notes in Latin-1": ({"README.md": b"Notes: \xfc\n", "train.csv": b"a\n007\n"}, "", [{"a": "007"}]),
+    "a card": ({"README.md": CARD, "a.jsonl": A1, "b.jsonl": A2}, "[main]", [{"a": 2}]),
+    "another of a card": ({"README.md": CARD, "a.jsonl": A1, "b.jsonl": A2}, "[other]:train[:1]", [{"a": 1}]),
+}
+# the same, and words of the refusal
+REFUSED = {
+    "an unknown split": ({"train.jsonl": A1, "test.jsonl": A1}, ":validation", "Unknown split .validation"),
+    "an unknown split of lists": ({"train.json": b'[{"a": 1}]'}, ":more", ":more could not be loaded: Unknown split"),
+    "two splits by one name": (
+        {"train_val.jsonl": A1},
+        "",
+        "is of the splits train and validation by its name; rename",
+    ),
+    "configurations": (
+        {"main/train.jsonl": A1, "b/train.jsonl": A2},
+        "",
+        r"split train in several folders \(b, main\)",
+    ),
+    "no data": ({"notes.txt": b""}, "", "has no .jsonl, .json, .csv, .parquet file; give one with"),
+    "several kinds": ({"a.csv": b"a\n1\n", "b.jsonl": A1}, "", r"\(csv, json\).* one kind"),
+    "compressed data": (
+        {"train.jsonl": A1, "test.jsonl.gz": GZIP},
+        "",
+        "test.jsonl.gz is compressed or broken; unpack it",
+    ),
+    "a configuration without a card": ({"train.csv": b"a\n1\n"}, "[main]", "a folder has configurations only if"),
+    "a broken card": (
+        {"README.md": b"---\nconfigs: a: b\n---\n", "a.jsonl": A1},
+        "",
+        "^.*README.md .* not YAML .*; corr",
+    ),
+    "a missing file": ({}, "absent.csv", "data file /.*/absent.csv does not exist"),
+    "a revision of a folder": ({"rows/a.jsonl": A1}, "rows@v2:train[:1]", "folder, which has no revisions; leave"),
+    "a revision of a file": ({"a.jsonl": A1}, "a.jsonl@v2", "file, which has no revisions; leave"),
+    "a configuration of a file": ({"a.jsonl": A1}, "a.jsonl[main]:train", "file, which has no configurations; leave"),
+    "one of a function": (
+        {"mine.py": b"def f(split): ..."},
+        "mine.py:f[main]",
+        "function, which has no configurations; l",
+    ),
+}
 
-def test_json_lines_skip_blank_lines_and_take_any_name(tmp_path):
-    path = tmp_path / "rows.txt"
-    path.write_bytes(b'{"a": 1}\n\n  \n{"a": "\xc3\xbc"}')
-    assert rows_of(path) == [{"a": 1}, {"a": "ü"}]
+
+def asked_for(files: dict[str, bytes], what: str, folder: pathlib.Path) -> list[dict]:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return rows_of(f"{folder}{what}" if what.startswith(("[", ":")) else folder / what)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_files_and_folders_are_read(name: str, tmp_path):
+    files, what, rows = READ[name]
+    assert asked_for(files, what, tmp_path) == rows
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_and_folders_that_cannot_be_read_are_refused(name: str, tmp_path):
+    files, what, word = REFUSED[name]
+    with pytest.raises((ValueError, FileNotFoundError), match=word):
+        asked_for(files, what, tmp_path)
 
 
 def test_json_keeps_values_as_they_are(tmp_path):
@@ -112,102 +177,14 @@ def test_json_keeps_values_as_they_are(tmp_path):
     assert rows_of(path) == rows
 
 
-def test_json_may_be_one_list(tmp_path):
-    for indent in (None, 2):
-        (tmp_path / "train.json").write_text(json.dumps([{"a": 1}, {"a": [2]}], indent=indent))
-        assert rows_of(tmp_path / "train.json") == [{"a": 1}, {"a": [2]}]
-    (tmp_path / "test.json").write_text('[{"a": 3}]')
-    assert rows_of(tmp_path, "test+train[:1]") == [{"a": 3}, {"a": 1}]
-    with pytest.raises(ValueError, match=":more could not be loaded: Unknown split"):
-        rows_of(tmp_path, "more")
-
-
-def test_csv_cells_are_the_text_that_they_are(tmp_path):
-    path = tmp_path / "rows.csv"
-    book = "a b " * 50_000
-    path.write_text(f'question,answer\n"add 1, 2",007\nb,NA\n"two\nlines",\n{book},1\n')
-    assert rows_of(path) == [
-        {"question": "add 1, 2", "answer": "007"},
-        {"question": "b", "answer": "NA"},
-        {"question": "two\nlines", "answer": None},
-        {"question": book, "answer": "1"},
-    ]
-
-
-@pytest.mark.parametrize("name, text", [("a.jsonl", '{"a": "1"}\n'), ("a.json", '[{"a": "1"}]'), ("a.csv", "a\n1\n")])
-def test_a_byte_order_mark_is_no_part_of_the_rows(name, text, tmp_path):
-    (tmp_path / name).write_text(text, encoding="utf-8-sig")
-    assert rows_of(tmp_path / name) == [{"a": "1"}]
-
-
-def test_parquet_and_parts_of_files(tmp_path):
-    path = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list([{"a": {"b": i}} for i in range(10)]).to_parquet(str(path))
-    assert rows_of(path) == [{"a": {"b": i}} for i in range(10)]
-    assert rows_of(f"{path}:train[:20%]") == rows_of(path, "test[:2]") == [{"a": {"b": 0}}, {"a": {"b": 1}}]
-
-
-def test_a_folder_has_splits_by_the_names_of_its_files(tmp_path):
-    (tmp_path / "train-1.jsonl").write_text('{"a": 1}\n')
-    (tmp_path / "train-2.jsonl").write_text('{"a": 2}\n')
-    (tmp_path / "test.jsonl").write_text('{"a": 3}\n')
-    assert rows_of(tmp_path) == [{"a": 1}, {"a": 2}]
-    assert rows_of(tmp_path, "test") == [{"a": 3}]
-    assert rows_of(tmp_path, "test+train[:1]") == [{"a": 3}, {"a": 1}]
-    with pytest.raises(ValueError, match="Unknown split .validation"):
-        rows_of(tmp_path, "validation")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"---\nlicense: mit\ndataset_info:\n  features:\n  - name: answer\n    dtype: int64\n---\n# A card\n",
-        b"---\nA line between rules\n---\n",
-        b"Notes in Latin-1: \xfc\n",
-    ],
-)
-def test_a_readme_that_names_no_files_changes_no_rows(text, tmp_path):
-    """The library would make numbers of the cells."""
-    (tmp_path / "README.md").write_bytes(text)
-    (tmp_path / "train.csv").write_text("question,answer\nWhich code?,00712\n")
-    assert rows_of(tmp_path) == [{"question": "Which code?", "answer": "00712"}]
-    with pytest.raises(ValueError, match="a folder has configurations only if"):
-        rows_of(f"{tmp_path}[main]")
-
-
-def test_a_card_that_names_files_is_followed(tmp_path):
-    configs = "configs:\n- config_name: main\n  data_files: b.jsonl\n- config_name: other\n  data_files: a.jsonl\n"
-    (tmp_path / "README.md").write_text(f"---\n{configs}---\n# A card\n")
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(f'{{"a": "{name}"}}\n')
-    assert rows_of(f"{tmp_path}[main]") == [{"a": "b"}]
-    assert rows_of(f"{tmp_path}[other]:train[:1]") == [{"a": "a"}]
-    (tmp_path / "README.md").write_text("---\nconfigs: a: b\n---\n")
-    with pytest.raises(ValueError, match="^.*README.md begins with front matter that is not YAML .*; correct it.*$"):
-        rows_of(tmp_path)
-
-
-def test_files_that_are_not_read_are_named(tmp_path, capsys):
-    """Nor does a split in the name of a backup, or of notes, decide about the data files."""
-    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
-    (tmp_path / ".train.jsonl").write_text('{"a": 2}\n')
-    assert rows_of(tmp_path) == [{"a": 1}] and "not read" not in capsys.readouterr().out
-    (tmp_path / "train_notes.txt").write_text("train notes")
-    (tmp_path / "train.jsonl.bak").write_text('{"a": 2}\n')
-    assert rows_of(tmp_path) == [{"a": 1}]
-    assert ".parquet: train.jsonl.bak, train_notes.txt\n" in capsys.readouterr().out
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train_sft-00000-of-00001.jsonl").write_text('{"a": 3}\n')
-    assert rows_of(tmp_path, "train_sft") == [{"a": 3}]
-    assert "names have no split and others have one" in (told := capsys.readouterr().out) and "rows.jsonl" in told
-    (tmp_path / "test.jsonl.gz").write_bytes(b"\x1f\x8b" + bytes(20))
-    with pytest.raises(ValueError, match="test.jsonl.gz is compressed or broken; unpack it"):
-        rows_of(tmp_path, "train_sft")
-
-
-def test_a_folder_of_save_to_disk_is_refused_with_what_writes_a_file(tmp_path, monkeypatch):
+def test_parquet_and_folders_of_save_to_disk(tmp_path, monkeypatch):
+    """Of which one is read, and the other refused with what writes the first."""
     monkeypatch.chdir(tmp_path)
-    table = datasets.Dataset.from_list([{"a": 1}])
+    rows = [{"a": {"b": i}} for i in range(10)]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet("rows.parquet")
+    assert rows_of("rows.parquet") == rows
+    assert rows_of("rows.parquet:train[:20%]") == rows_of("rows.parquet", "test[:2]") == rows[:2]
     table.save_to_disk("rows")
     datasets.DatasetDict(train=table).save_to_disk("splits")
     for name, saved in (("rows", "rows"), ("splits", "splits/train")):
@@ -215,47 +192,28 @@ def test_a_folder_of_save_to_disk_is_refused_with_what_writes_a_file(tmp_path, m
             rows_of(name)
 
 
-def test_a_file_is_of_one_split_and_read_once(tmp_path):
-    (tmp_path / "test_eval.jsonl").write_text('{"a": 1}\n')  # both words say test
-    assert rows_of(tmp_path, "test") == [{"a": 1}]
-    (tmp_path / "train_val.jsonl").write_text('{"a": 2}\n')
-    with pytest.raises(ValueError, match="train_val.jsonl is of the splits train and validation by its name; rename"):
-        rows_of(tmp_path)
-
-
-def test_configurations_beside_each_other_are_not_read_as_one(tmp_path):
-    for name in ("main", "socratic"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.jsonl").write_text(f'{{"a": "{name}"}}\n')
-    with pytest.raises(ValueError, match=r"split train in several folders \(main, socratic\)"):
-        rows_of(tmp_path)
-    assert rows_of(tmp_path / "main") == [{"a": "main"}]
-
-
-def test_a_folder_without_rows_or_with_several_kinds(tmp_path):
-    with pytest.raises(ValueError, match="has no .jsonl, .json, .csv, .parquet file; give one with"):
-        rows_of(tmp_path)
-    (tmp_path / "a.csv").write_text("a\n1\n")
-    (tmp_path / "b.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(ValueError, match=r"\(csv, json\).* one kind"):
-        rows_of(tmp_path)
+def test_files_that_are_not_read_are_named(tmp_path, capsys):
+    for what in ("hidden files", "backups and notes", "a shard"):
+        files, split, _ = READ[what]
+        asked_for(files, split, tmp_path / what)
+        told = capsys.readouterr().out
+        unread = {"backups and notes": ".parquet: train.jsonl.bak, train_notes.txt\n", "a shard": "rows.jsonl\n"}
+        assert told.endswith(unread.get(what, "")) and ("not read" in told) == (what in unread)
 
 
 def test_reading_a_file_asks_no_network(tmp_path, monkeypatch):
     """Which would count the load, and takes seconds where names are not resolved."""
     monkeypatch.setattr(datasets.load, "get_session", lambda: pytest.fail("a request to the hub"))
-    (tmp_path / "rows.csv").write_text("question,answer\na,1\n")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    assert rows_of(tmp_path / "rows.csv") == [{"question": "a", "answer": "1"}]
+    assert asked_for({"rows.csv": b"a\n1\n"}, "rows.csv", tmp_path) == [{"a": "1"}]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_a_file_with_other_rows_and_the_same_time_is_read_again(kind, tmp_path):
     """As in two images of one container, or after `cp -p`. The library knows its table by that time."""
     path = tmp_path / f"rows.{kind}"
     for text in ("old", "new"):
-        table = datasets.Dataset.from_dict({"a": [text]})
-        {"jsonl": table.to_json, "parquet": table.to_parquet}[kind](path)
+        getattr(datasets.Dataset.from_dict({"a": [text]}), f"to_{kind}")(path)
         os.utime(path, (1e9, 1e9))
         assert rows_of(path) == [{"a": text}]
 
@@ -263,16 +221,9 @@ def test_a_file_with_other_rows_and_the_same_time_is_read_again(kind, tmp_path):
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
 def test_a_cache_that_cannot_be_written_is_named(name, tmp_path, monkeypatch):
     """As where several users share one."""
-    (tmp_path / name).write_text('{"a": 1}\n')
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/shared/datasets")
     with pytest.raises(ValueError, match="cannot be written to /proc/shared/datasets .* set HF_DATASETS_CACHE to"):
-        rows_of(tmp_path / name)
-
-
-def test_a_missing_file_is_named_with_its_absolute_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=rf"data file {tmp_path}/absent.csv does not exist"):
-        rows_of("absent.csv")
+        asked_for({name: A1}, name, tmp_path)
 
 
 # ---- a function

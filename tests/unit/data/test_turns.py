@@ -309,41 +309,54 @@ def test_a_label_that_the_template_does_not_write_is_refused(template, chat: lis
         encoded(tokenizer_for(template, "<|im_end|>"), chat, train_on, tools=ADD)
 
 
-def test_a_history_or_system_prompt_is_lost_even_if_its_words_occur_elsewhere():
-    last_alone = "{% for m in messages[-1:] %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    tokenizer = tokenizer_for(last_alone, "<|im_end|>")
-    chat = [USER | {"content": "1"}, TURN | {"content": "2"}, USER | {"content": "1+2?"}]
-    assert "bring content, which" in write_prompt(tokenizer, DATA, chat).notes[0]
-    data, tokenizer = DataConfig(system_prompt="1+1?"), tokenizer_for(LEAVES_SYSTEM_OUT, "<|im_end|>")
-    (note,) = write_example(tokenizer, data, Example(chat=[USER, TURN]), "last").notes
-    assert "bring data.system_prompt, which" in note
-
-
-def notes_of(template: str, chat: list[dict], train_on: str = "assistant", tools=None) -> list[str]:
+def notes_of(template: str, chat: list[dict], train_on: str = "assistant", tools=None, data=DATA) -> list[str]:
     """What is noted of a row of SFT and, up to its last turn, of a prompt of GRPO; the same for both."""
     tokenizer = tokenizer_for(template, "<|im_end|>")
     tokenizer.name_or_path = "m"
-    of_example = write_example(tokenizer, DATA, Example(chat=chat, tools=tools), train_on).notes
-    prompt = chat[:-1] if chat[-1]["role"] == "assistant" else chat
-    assert of_example == write_prompt(tokenizer, DATA, prompt, tools).notes
+    of_example = write_example(tokenizer, data, Example(chat=chat, tools=tools), train_on).notes
+    if data is DATA:
+        prompt = chat[:-1] if chat[-1]["role"] == "assistant" else chat
+        assert of_example == write_prompt(tokenizer, data, prompt, tools).notes
     return [*of_example]
 
 
-def test_what_else_the_template_does_not_write_is_noted():
-    lost = "bring {}, which the chat template of m does not write everywhere"
-    earlier = [USER, TURN | {"reasoning_content": THOUGHT}, TALK[3], TALK[6]]
-    assert notes_of(CHATML, TALK) == notes_of(WITH_TOOLS, TALK[:3], tools=ADD) == []
-    assert notes_of(CHATML, TALK[:3], tools=ADD) == [lost.format("tools")]
-    assert notes_of(CHATML, earlier, "last") == [lost.format("reasoning_content")]
-    assert notes_of(FORGETFUL, [USER, TURN | {"content": f"<think>{THOUGHT}</think>two."}, USER, TURN], "last") == [
-        lost.format("content")
-    ]
-    graded = USER | {"level": "hard", "tags": ["a"]}
-    assert notes_of(CHATML, [graded, TURN]) == [lost.format("level, tags")]
-    # written as JSON it is there all the same; ids are not looked for
-    as_json = CHATML.replace("message['content']", "message.content | tojson")
-    tool = {"role": "tool", "content": ' 4 "or"\n é ', "tool_call_id": "x", "name": "add"}
-    assert notes_of(as_json, [USER, TURN, tool, TALK[6]]) == []
+AS_JSON = CHATML.replace("message['content']", "message.content | tojson")
+TOOL = {"role": "tool", "content": ' 4 "or"\n é ', "tool_call_id": "x", "name": "add"}
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "options", "lost"),
+    [
+        (CHATML, TALK, {}, ""),
+        (WITH_TOOLS, TALK[:3], {"tools": ADD}, ""),
+        (AS_JSON, [USER, TURN, TOOL, TALK[6]], {}, ""),  # it is there all the same; ids are not looked for
+        (CHATML, TALK[:3], {"tools": ADD}, "tools"),
+        (
+            CHATML,
+            [USER, TURN | {"reasoning_content": THOUGHT}, *TALK[3:7:3]],
+            {"train_on": "last"},
+            "reasoning_content",
+        ),
+        (
+            FORGETFUL,
+            [USER, TURN | {"content": f"<think>{THOUGHT}</think>2"}, USER, TURN],
+            {"train_on": "last"},
+            "content",
+        ),
+        (CHATML, [USER | {"level": "hard", "tags": ["a"]}, TURN], {}, "level, tags"),
+        # even if its words occur elsewhere
+        (LEAVES_SYSTEM_OUT, [USER, TURN], {"data": DataConfig(system_prompt="1+1?")}, "data.system_prompt"),
+    ],
+)
+def test_what_else_the_template_does_not_write_is_noted(template, chat, options, lost):
+    wanted = [f"bring {lost}, which the chat template of m does not write everywhere"] if lost else []
+    assert notes_of(template, chat, **options) == wanted
+
+
+def test_a_history_is_lost_even_if_its_words_occur_elsewhere():
+    tokenizer = tokenizer_for(CHATML.replace("in messages %}", "in messages[-1:] %}"), "<|im_end|>")
+    chat = [USER | {"content": "1"}, TURN | {"content": "2"}, USER | {"content": "1+2?"}]
+    assert "bring content, which" in write_prompt(tokenizer, DATA, chat).notes[0]
 
 
 def test_the_text_of_special_tokens_is_noted():
@@ -362,19 +375,17 @@ def test_turns_that_end_at_the_marker_of_the_next_role_are_noted():
 
 
 @pytest.mark.parametrize("name", ["weight", "trainable", "train", "training", "loss", "loss_mask"])
-def test_a_message_that_is_not_to_be_learned_is_context(name: str):
+@pytest.mark.parametrize("template", [CHATML, marked_template("chatml", True)], ids=["chatml", "marked"])
+def test_a_message_that_is_not_to_be_learned_is_context(template: str, name: str):
     """Of two turns one is learned; what comes behind the last learned one is left out."""
-    first, second, on, off = TALK[1:3], TALK[3:5], {name: True}, {name: 0}
-    for template in (CHATML, marked_template("chatml", True)):
-        tokenizer = tokenizer_for(template, "<|im_end|>")
-        chat = [first[0], first[1] | off, second[0], second[1] | on]
-        assert encoded(tokenizer, chat) == encoded(tokenizer, [*first, *second], "last")
-        chat = [first[0], first[1] | on, second[0], second[1] | off]
-        assert encoded(tokenizer, chat) == encoded(tokenizer, first)
-        assert not any(encode_chat(tokenizer, DATA, chat, "last")[1])
+    tokenizer, on, off = tokenizer_for(template, "<|im_end|>"), {name: True}, {name: 0}
+    user, first, more, second = TALK[1:5]
+    assert encoded(tokenizer, [user, first | off, more, second | on]) == encoded(tokenizer, TALK[1:5], "last")
+    assert encoded(tokenizer, [user, first | on, more, second | off]) == encoded(tokenizer, [user, first])
+    assert "[" not in encoded(tokenizer, [user, first | on, more, second | off], "last")
     for train_on, turn in (("all", off), ("assistant", {name: 0.5})):
         with pytest.raises(Refused, match="learned|must be 0 or 1"):
-            encode_chat(tokenizer, DATA, [USER, TURN | turn], train_on)
+            encoded(tokenizer, [user, first | turn], train_on)
 
 
 def test_an_answer_that_has_its_end_already_gets_no_second_one():
@@ -385,11 +396,9 @@ def test_an_answer_that_has_its_end_already_gets_no_second_one():
     assert encoded(tokenizer, chat, data=data) == "1+1?[two.<|im_end|>]"
 
 
-def test_an_example_without_a_label():
-    tokenizer = tokenizer_for(*FAMILIES["chatml"])
-    for train_on, has_labels in (("assistant", False), ("last", False), ("all", True)):
-        _, mask = encode_chat(tokenizer, DATA, TALK[:2], train_on)
-        assert any(mask) == has_labels
+@pytest.mark.parametrize(("train_on", "has_labels"), [("assistant", False), ("last", False), ("all", True)])
+def test_an_example_without_a_label(train_on: str, has_labels: bool):
+    assert ("[" in encoded(tokenizer_for(*FAMILIES["chatml"]), TALK[:2], train_on)) == has_labels
 
 
 def test_the_system_prompt_comes_first_unless_the_chat_has_one():
@@ -405,43 +414,36 @@ def test_a_template_that_is_not_prefix_stable():
     tokenizer = tokenizer_for(FORGETFUL, "<|im_end|>")
     thinking = [message | {"content": message["content"].replace("t", "<think>hm</think>t", 1)} for message in TALK[:5]]
     with pytest.raises(Refused) as refused:
-        encode_chat(tokenizer, DATA, thinking, "assistant")
+        encoded(tokenizer, thinking)
     message = str(refused.value)
     place = len("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n") + 1
     assert f"is not prefix-stable: from character {place} on, the first 3 of 5 messages are " in message
     assert "assistant\\n<think>hm</think>two." in message and "assistant\\ntwo.<|im_end|>\\n" in message
-    assert "take train_on last, or give a template with {% generation %}" in message and "\n" not in message
-    assert encoded(tokenizer, thinking, "last").endswith("<|im_start|>assistant\n[call:<|im_end|>]\n")
-    assert "two." in encoded(tokenizer, thinking, "last") and "think" not in encoded(tokenizer, thinking, "last")
+    assert "give a template with {% generation %}" in message and "\n" not in message
+    last = encoded(tokenizer, thinking, "last")
+    assert last.endswith("[call:<|im_end|>]\n") and "two." in last and "think" not in last
 
 
-def test_the_last_turn_is_advised_only_if_it_can_be_learned():
-    """As in Mistral's, the system prompt stands before the last question, if nothing follows that."""
-    template = (
-        "{% for m in messages %}{% if m.role == 'user' and loop.last %}{{ messages[0].content }}{% endif %}"
-        "{% if m.role != 'system' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
-    )
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{{ raise_exception('No system\x1b role') }}",
+            r"^the chat template of .* refuses it: TemplateError: No system",
+        ),
+        ("{{ messages[0].content.nothing.at_all }}", "refuses it: UndefinedError: "),
+        ("{{ 1 // (messages | length - 3) }}", "refuses it: ZeroDivisionError: "),
+        # as in R1's distilled models, whose prompt opens a thought that their chats leave out: not even the last turn
+        (
+            PLAIN.replace("Assistant:{% endif", "Assistant: <think>\n{% endif"),
+            "character .* on.*<think>.*give a templat",
+        ),
+    ],
+)
+def test_what_the_template_refuses_is_told_in_one_line(template: str, message: str):
     for train_on in ("assistant", "last"):
-        with pytest.raises(Refused, match="cannot be told apart; give a template with"):
-            encoded(tokenizer_for(template, "<eos>"), TALK[:5], train_on)
-
-
-def test_an_answer_that_is_not_opened_as_the_prompt_says():
-    """As in R1's distilled models, whose prompt opens a thought that their chats leave out: not even the last turn."""
-    template = PLAIN.replace("Assistant:{% endif", "Assistant: <think>\n{% endif")
-    for train_on in ("assistant", "last"):
-        with pytest.raises(Refused, match="character 23 on.*<think>.*cannot be told apart; give a template"):
-            encode_chat(tokenizer_for(template, "<eos>"), DATA, TALK[1:3], train_on)
-
-
-def test_what_the_template_refuses_is_told_in_one_line():
-    for template, message in {
-        "{{ raise_exception('No system\x1b role') }}": r"^the chat template of .* refuses it: TemplateError: No system",
-        "{{ messages[0].content.nothing.at_all }}": "refuses it: UndefinedError: ",
-        "{{ 1 // (messages | length - 3) }}": "refuses it: ZeroDivisionError: ",
-    }.items():
         with pytest.raises(Refused, match=message) as refused:
-            encode_chat(tokenizer_for(template, "<eos>"), DATA, TALK[:3], "assistant")
+            encoded(tokenizer_for(template, "<eos>"), TALK[:3], train_on)
         assert str(refused.value).isprintable()
 
 
@@ -548,15 +550,15 @@ def any_text_tokenizer(trim_offsets: bool) -> PreTrainedTokenizerFast:
     return tokenizer_for(CHATML, "<|im_end|>", trim_offsets)
 
 
-def test_bounds():
+def test_a_row_is_used_left_out_or_cut_off_at_exactly_its_limit():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
     ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant")
-    found = encode_within(tokenizer, {"messages": TALK}, len(ids))
-    assert (found.status, found.ids, found.mask) == (RowStatus.USED, ids, mask)
-    found = encode_within(tokenizer, {"messages": TALK}, len(ids) - 1)
-    assert (found.status, found.num_tokens, found.ids) == (RowStatus.TOO_LONG, len(ids), [])
-    kept = mask.index(True) + 1
-    found = encode_within(tokenizer, {"messages": TALK}, kept, truncate=True)
-    assert (found.num_tokens, found.ids, found.mask) == (len(ids), ids[:kept], mask[:kept])
-    ids, _ = encode_text(tokenizer, "hello a lot")
-    assert encode_within(tokenizer, {"text": "hello a lot"}, len(ids) - 1, truncate=True).ids == ids[:-1]
+    num_kept = mask.index(True) + 1
+    for max_tokens, truncate, status, kept in (
+        (len(ids), False, RowStatus.USED, len(ids)),
+        (len(ids) - 1, False, RowStatus.TOO_LONG, 0),
+        (num_kept, True, RowStatus.USED, num_kept),
+    ):
+        found = encode_within(tokenizer, {"messages": TALK}, max_tokens, truncate)
+        assert (found.status, found.num_tokens) == (status, len(ids))
+        assert (found.ids, found.mask) == (ids[:kept], mask[:kept])
