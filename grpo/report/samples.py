@@ -190,34 +190,21 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
 
     Another style is proposed only if it reads more turns than calls are read now.
     """
-    num_turns = 0
-    num_read = 0
-    texts_by_style = collections.defaultdict(list)
-    for rollout in rollouts:
-        episode = rollout.completion.episode
-        if not episode:
-            continue
-        num_turns += len(episode["turns"])
-        num_read += episode["counts"].get("calls", 0)
-        for turn in episode["turns"]:
-            if "unread" in turn:
-                style = turn["unread"]
-                texts_by_style[style].append(turn["text"])
-    if not texts_by_style:
+    episodes = [rollout.completion.episode for rollout in rollouts if rollout.completion.episode]
+    turns = list(itertools.chain(*(episode["turns"] for episode in episodes)))
+    unread = [turn for turn in turns if "unread" in turn]
+    if not unread:
         return ""
-    counts = {style: len(texts) for style, texts in texts_by_style.items()}
-    style = max(counts, key=counts.get)
-    texts = texts_by_style[style]
+    num_read = sum(episode["counts"].get("calls", 0) for episode in episodes)
+    ((style, num_of_style),) = collections.Counter(turn["unread"] for turn in unread).most_common(1)
+    first = next(turn["text"] for turn in unread if turn["unread"] == style)
     opening, _ = TAGS.get(style, ("" if style == UNKNOWN_STYLE else "{", "}"))
-    first = texts[0]
-    start = first.find(opening)
-    example = _one_line(first[start:])
-    num_unread = sum(counts.values())
+    example = _one_line(first[first.find(opening) :])
     advice = "show the model the form that is read, in data.system_prompt"
-    if style != UNKNOWN_STYLE and len(texts) > num_read:
-        advice = f"--environment.calls {style} reads {len(texts)} of them"
+    if style != UNKNOWN_STYLE and num_of_style > num_read:
+        advice = f"--environment.calls {style} reads {num_of_style} of them"
     return (
-        f"{num_unread} of {num_turns} turns call a tool in a form that is not read, such as {example!r}, beside "
+        f"{len(unread)} of {len(turns)} turns call a tool in a form that is not read, such as {example!r}, beside "
         f"{num_read} calls that are; {advice}"
     )
 

@@ -182,36 +182,26 @@ def test_what_says_that_a_completion_was_cut_off_names_the_limit():
     assert heads[0].endswith("2 tokens, ended by turns") and heads[1].endswith("2 tokens, finish reason length")
 
 
-@pytest.mark.parametrize(
-    ("num_read", "advice"),
-    [
-        (0, "--environment.calls fence reads 2 of them"),
-        (1, "--environment.calls fence reads 2 of them"),
-        (2, "show the model the form that is read, in data.system_prompt"),  # nothing would be gained
-        (592, "show the model the form that is read, in data.system_prompt"),
-    ],
-)
-def test_calls_that_are_not_read_are_told_with_a_style_that_reads_more(num_read, advice):
-    fenced = {"text": 'So \x1b[2J:\n```json\n{"name": "add"}\n```', "unread": "fence"}
-    tagged = {"text": "<tool>add 1</tool>", "unread": "tag"}
-    rollouts = []
-    for turns, num_calls in (([tagged], 0), ([fenced, {"text": "4"}], num_read), ([fenced], 0)):
-        rollout = make_rollout(0.0)
-        completion = dataclasses.replace(rollout.completion, episode={"turns": turns, "counts": {"calls": num_calls}})
-        rollouts.append(dataclasses.replace(rollout, completion=completion))
+# Turns of three episodes, how many calls were read, and what the warning ends with
+FENCED = {"text": 'So \x1b[2J:\n```json\n{"name": "add"}\n```', "unread": "fence"}
+UNREAD = [
+    (
+        FENCED,
+        1,
+        """such as '```json {"name": "add"} ```', beside 1 calls .*--environment.calls fence reads 3 of them""",
+    ),
+    (FENCED, 3, "beside 3 calls that are; show the model the form that is read, in data.system_prompt"),  # no gain
+    ({"text": "[add(number=1)]", "unread": "unknown"}, 0, r"such as '.add\(number=1\).', .*; show the model the form"),
+]
+
+
+@pytest.mark.parametrize(("turn", "num_read", "words"), UNREAD)
+def test_calls_that_are_not_read_are_told_with_a_style_that_reads_more(turn, num_read, words):
+    rollouts = [with_episode(make_rollout(0.0), turns=[turn, {"text": "4"}], counts={"calls": num_read})]
+    rollouts += [with_episode(make_rollout(0.0), turns=[turn])] * 2
     line = unread_calls_line(rollouts)
-    assert line.startswith("3 of 4 turns call a tool in a form that is not read, such as ") and line.isprintable()
-    assert '\'```json {"name": "add"} ```\'' in line and f"beside {num_read} calls that are" in line
-    assert line.endswith(advice)
-
-
-def test_a_call_that_no_style_reads_is_told_without_a_style():
-    turn = {"text": "[add(number=1)]", "unread": "unknown"}
-    line = unread_calls_line([with_episode(make_rollout(0.0), turns=[turn], counts={"calls": 0})])
-    assert "such as '[add(number=1)]'" in line and "show the model the form" in line and "environment.calls" not in line
-
-
-def test_no_call_that_is_not_read_is_no_warning():
+    assert line.startswith("3 of 4 turns call a tool in a form that is not read, ") and line.isprintable()
+    assert re.search(words, line)
     assert unread_calls_line([make_rollout(0.0)]) == ""
 
 
@@ -325,17 +315,13 @@ def test_every_completion_is_a_json_line_and_a_held_out_one_has_a_kind(tmp_path)
     assert read_records(tmp_path, "evaluation.jsonl") == [first | {"kind": "greedy"}, second | {"kind": "sample"}]
 
 
-def test_recorded_completions_can_be_scored_again(tmp_path):
+def test_recorded_completions_can_be_scored_again():
     """By what the record has of the row alone, also if a value in it is one that JSON has no word for."""
     columns = {"question": "What is 1+2?", "answer": "3", "weight": math.nan, "tests": [[1, 2], {"x": math.inf}]}
-    texts = ["<answer>3</answer>", "<answer>4</answer>", "3"]
-    rewards = math_reward(texts, answer=["3"] * 3)
-    rollouts = [make_rollout(r, {"f": r}, text=t, columns=columns) for t, r in zip(texts, rewards, strict=True)]
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=1)
-    log.completions(1, rollouts, ["What is 1+2?"] * 3)
-    records = read_records(tmp_path, "completions.jsonl")
+    rollouts = [make_rollout(1.0, text=text, columns=columns) for text in ("<answer>3</answer>", "<answer>4</answer>")]
+    records = completion_records(rollouts, ["What is 1+2?"] * 2)
     again = math_reward([r["completion"] for r in records], answer=[r["columns"]["answer"] for r in records])
-    assert again == [r["reward"] for r in records] and len(set(again)) > 1
+    assert again == [1.0, 0.0]
     assert records[0]["columns"] == columns | {"weight": None, "tests": [[1, 2], {"x": None}]}
 
 
@@ -397,31 +383,26 @@ def table(run_dir, *more) -> dict[str, list[str]]:
     return rows
 
 
-def test_summary_tells_accuracy_time_and_places(tmp_path):
+def test_summary_of_a_run_and_of_a_supervised_one(tmp_path):
+    """What has one value makes no curve. Accuracy comes before rewards, a held-out loss before one of training."""
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=2)
     log.log_held_out(0, {"eval/accuracy": 0.25})
     log.log(1, {"reward/mean": 0.5, "time/step": 40.0})
-    log.log(2, {"reward/mean": 0.6, "time/step": 50.0})
     log.log_held_out(2, {"eval/accuracy": 0.75})
     log.close()
     rows = table(tmp_path)
     assert rows["accuracy on held-out prompts (greedy)"] == ["0.25 to 0.75"]
-    assert rows["mean reward of the sampled completions"] == ["0.5 to 0.6"]
-    assert (rows["steps"], rows["minutes, start-up not counted"]) == (["2"], ["1.5"])
-    assert rows[""][0].startswith(" 0.75 ┤") and rows[""][-1].startswith(" 0.25 ┤")
-    assert list(rows)[-1] == f"{tmp_path}/tensorboard"  # no samples, no model
-
-
-def test_summary_of_a_supervised_run_tells_its_losses(tmp_path):
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
-    for step, loss in ((1, 2.0), (2, 1.5), (3, 1.25)):
+    assert rows["mean reward of the sampled completions"] == ["0.5"]
+    assert rows[""][0].startswith(" 0.75 ┤") and list(rows)[-1] == f"{tmp_path}/tensorboard"  # no samples, no model
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path / "sft"), num_steps=3)
+    for step, loss in ((1, 2.0), (2, 1.25)):
         log.log(step, {"loss": loss, "time/step": 1.0})
-    log.log_held_out(3, {"validation/loss": 1.75})  # one value makes no curve
-    rows = table(tmp_path)
+    log.log_held_out(3, {"validation/loss": 1.75})
+    rows = table(tmp_path / "sft")
     assert rows["loss on training examples"] == ["2 to 1.25"] and rows["loss on held-out examples"] == ["1.75"]
-    assert rows[""][0].strip().startswith("2 ┤") and rows[""][-1].strip().startswith("1.25 ┤")
+    assert rows[""][0].strip().startswith("2 ┤")
     log.log_held_out(4, {"validation/loss": 1.5})
-    assert table(tmp_path)[""][0].strip().startswith("1.75 ┤")
+    assert table(tmp_path / "sft")[""][0].strip().startswith("1.75 ┤")
 
 
 def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):

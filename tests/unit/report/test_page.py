@@ -127,6 +127,10 @@ def browser(tmp_path_factory) -> Page:
         yield page
 
 
+def texts_of(page: Page, selector: str) -> list[str]:
+    return page.run(f"[...document.querySelectorAll('{selector}')].map((node) => node.textContent)")
+
+
 def opened(browser: Page, run_dir: pathlib.Path) -> Page:
     main([str(run_dir), "--html"])
     browser.open(run_dir / "look.html")
@@ -136,7 +140,7 @@ def opened(browser: Page, run_dir: pathlib.Path) -> Page:
 
 def test_a_token_shows_its_log_probs_and_whether_it_is_in_the_loss(recorded_run, browser):
     page = opened(browser, recorded_run)
-    parts = page.run("[...document.querySelectorAll('#detail details b')].map((b) => b.textContent)")
+    parts = texts_of(page, "#detail details b")
     assert [part.partition(",")[0] for part in parts] == ["prompt", "model", "environment", "model"]
     assert page.run("document.querySelectorAll('#detail .token').length") == 0  # turns are folded
     page.run("document.querySelectorAll('#detail details').forEach((part) => { part.open = true; })")
@@ -160,29 +164,23 @@ def test_without_a_recorded_batch_there_are_texts_turn_by_turn_of_held_out_promp
     write_run(tmp_path, [record | {"episode": {"turns": turns, "ended_by": "done"}}])
     (tmp_path / "evaluation.jsonl").write_text(json.dumps(RECORD | record | {"kind": "greedy"}) + "\n")
     page = opened(browser, tmp_path)
-    steps = page.run("[...document.querySelectorAll('#step option')].map((option) => option.textContent)")
+    steps = texts_of(page, "#step option")
     assert steps == ["step 1, trained on, 1", "step 1, greedy, 1"]
     assert page.run("document.getElementById('note').textContent") == ""
-    parts = page.run("[...document.querySelectorAll('#detail summary')].map((part) => part.textContent)")
+    parts = texts_of(page, "#detail summary")
     assert parts == ["prompt  1+2=", "model, 2 tokens  5?", "environment  higher", "model, 1 token  7"]
     assert not page.run("document.getElementById('no-tokens').hidden") and page.run("legend.hidden")
 
 
 def test_what_is_no_number_is_shown_as_it_is(tmp_path, browser):
     """NaN, which other writers of JSON allow, a number beyond all floats, and a text, in rollouts and in metrics."""
-    record = {"step": 1, "row": 0, "completion": "3", "advantage": "1e999", "num_tokens": 1}
+    record = {"step": 1, "row": 0, "completion": "3", "advantage": 0.0, "num_tokens": 1}
     write_run(tmp_path, [record | {"reward": reward} for reward in (math.nan, "high", 0.5, -math.inf)])
-    file = tmp_path / "completions.jsonl"
-    file.write_text(file.read_text().replace('"1e999"', "1e999"))
     with open(tmp_path / "metrics.jsonl", "a") as metrics:
-        metrics.write('{"step": 4, "reward/mean": NaN, "loss": "low", "time/step": Infinity}\n')
+        metrics.write('{"step": 4, "reward/mean": NaN, "loss": "low", "time/step": 1e999}\n')
     page = opened(browser, tmp_path)
-    cells = page.run(
-        "[...document.querySelectorAll('#rows .row')].map((r) => [0, 1].map((i) => r.children[i].innerText))"
-    )
-    assert cells == [[reward, "1e999"] for reward in ("0.5", "NaN", "high", "-Infinity")]
-    charts = page.run("[...document.querySelectorAll('.chart header')].map((node) => node.textContent)")
-    assert charts == ["reward/mean0.75"]
+    assert texts_of(page, "#rows .row :first-child") == ["0.5", "NaN", "high", "-Infinity"]
+    assert texts_of(page, ".chart header") == ["reward/mean0.75"]
 
 
 def test_what_models_write_stays_text_and_nothing_is_loaded(tmp_path, browser):
@@ -199,7 +197,7 @@ def test_what_models_write_stays_text_and_nothing_is_loaded(tmp_path, browser):
     page.run("document.querySelectorAll('#detail details').forEach((part) => { part.open = true; })")
     page.wait_for("document.querySelectorAll('#detail .text').length === 2")
     shown = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\u001b")
-    texts = page.run("[...document.querySelectorAll('#detail .text')].map((node) => node.textContent)")
+    texts = texts_of(page, "#detail .text")
     assert texts == [shown, shown]
     assert shown[:100] in page.run("document.querySelector('#rows .row').textContent")
     assert page.run("document.querySelectorAll('img, iframe, #detail script').length") == 0
@@ -221,7 +219,7 @@ def test_ten_thousand_rollouts_scroll_sort_and_filter(tmp_path, browser):
     page = opened(browser, tmp_path)
 
     def rows() -> list[str]:
-        return page.run("[...document.querySelectorAll('#rows .row span:last-child')].map((node) => node.textContent)")
+        return texts_of(page, "#rows .row span:last-child")
 
     def sort_by(column: int) -> None:
         page.run(f"document.querySelectorAll('#head button')[{column}].click()")
