@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from grpo.algorithm.groups import by_group, equal_rewards
 from grpo.algorithm.inputs import clamped
 from grpo.config import GRPOConfig
 from grpo.config.user_files import load_function
@@ -75,19 +76,6 @@ class AdvantageInputs:
         return advantages_N.where(self.has_PG.flatten()[owner_N], 0).float()
 
 
-def by_group(rewards_S: Tensor, has_reward_S: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return the rewards as float64 [P, G], 0 where a completion has none, and bool [P, G]: it has one.
-
-    float64, so that rewards far from 0 keep their differences. Raises ValueError if a reward is not finite.
-    """
-    rewards_S = rewards_S.double().where(has_reward_S, 0.0)
-    broken_S = ~rewards_S.isfinite()
-    if broken_S.any():
-        first = int(broken_S.int().argmax())
-        raise ValueError(f"reward of sequence {first} is {rewards_S[first].item()}; rewards must be finite")
-    return rewards_S.view(-1, group_size), has_reward_S.view(-1, group_size)
-
-
 def group_mean_std(rewards_PG: Tensor, has_PG: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation (ddof=1) of the rewards that each group has, both [P, 1].
 
@@ -100,16 +88,6 @@ def group_mean_std(rewards_PG: Tensor, has_PG: Tensor) -> tuple[Tensor, Tensor]:
     mean_P1 = mean_P1.where(~equal_rewards(rewards_PG, has_PG)[:, None] | (num_P1 == 0), lowest_P1)
     squares_P1 = (rewards_PG - mean_P1).where(has_PG, 0).square().sum(dim=1, keepdim=True)
     return mean_P1, (squares_P1 / (num_P1 - 1).clamp(min=1)).sqrt()
-
-
-def equal_rewards(rewards_PG: Tensor, has_PG: Tensor) -> Tensor:
-    """Return bool [P]: no two rewards of the group differ, so comparing them teaches nothing.
-
-    True for equal rewards, for a single reward, and for a group without any.
-    """
-    lowest_P = rewards_PG.masked_fill(~has_PG, torch.inf).amin(dim=1)
-    highest_P = rewards_PG.masked_fill(~has_PG, -torch.inf).amax(dim=1)
-    return lowest_P >= highest_P  # inf and -inf in a group without a reward
 
 
 def group_mean(x: AdvantageInputs) -> Tensor:

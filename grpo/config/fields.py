@@ -413,8 +413,8 @@ class SamplingConfig:
     """Which prompts and groups a step is made of."""
 
     dynamic: bool = False
-    """Drop groups whose rewards are all equal, or differ by `overlong_penalty` alone. Sample other prompts until the
-    step is full (DAPO)."""
+    """Drop groups whose rewards are all equal, or differ by the length alone (`overlong_penalty`). Sample other prompts
+    until the step is full (DAPO)."""
     max_rounds: Positive = 4
     """Most rounds of a step with `dynamic`. Then the step goes on with the groups whose rewards differ, or with the
     others if there is none."""

@@ -10,11 +10,9 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from grpo.algorithm.advantages import by_group, equal_rewards
+from grpo.algorithm.groups import are_equal, pass_values
 from grpo.algorithm.importance import with_effective_sample_size
 from grpo.metrics import StepMetrics, peak_bytes
 from grpo.report.samples import finite_or_none
@@ -58,7 +56,7 @@ def rollout_metrics(
         "completion/length_max": max(lengths),
         "completion/truncated_frac": truncated_frac(rollouts),
         "prompt/length_mean": _mean(prompt_lengths),
-        "groups/zero_variance_frac": _mean(are_equal(rollouts, group_size)),
+        "groups/zero_variance_frac": are_equal(rollouts, group_size).double().mean().item(),
     }
     if rewards:
         metrics["reward/std"] = statistics.pstdev(rewards)
@@ -87,34 +85,6 @@ def reward_mean(rollouts: list[Rollout]) -> float:
 def truncated_frac(rollouts: list[Rollout]) -> float:
     """Return the share of completions that ran out of tokens, or as conversations of turns or seconds."""
     return _mean(r.completion.truncated for r in rollouts)
-
-
-def are_equal(rollouts: list[Rollout], group_size: int) -> list[bool]:
-    """Return for each group whether its rewards are all equal or missing."""
-    rewards_S, has_reward_S = reward_tensors(rollouts)
-    rewards_PG, has_reward_PG = by_group(rewards_S, has_reward_S, group_size)
-    return equal_rewards(rewards_PG, has_reward_PG).tolist()
-
-
-def differ_by_length_alone(
-    rollouts: list[Rollout],
-    group_size: int,
-    parts: Iterable[str],
-) -> list[bool]:
-    """Return for each group whether `overlong_penalty` is the only part of the reward, of several, whose values differ.
-
-    parts: names of those that count, see `counting_parts`. What only measures may differ.
-    """
-    others = [name for name in parts if name != "overlong_penalty"]
-    flags = []
-    for start in range(0, len(rollouts), group_size):
-        outcomes = set()
-        for rollout in rollouts[start : start + group_size]:
-            if rollout.reward is not None:
-                values = [rollout.rewards.get(name) for name in others]
-                outcomes.add(tuple(values))
-        flags.append(bool(others) and len(outcomes) == 1)
-    return flags
 
 
 def episode_metrics(rollouts: list[Rollout]) -> Scalars:
@@ -210,8 +180,8 @@ def evaluation_metrics(
     samples_by_set = by_source(samples)
     metrics = {}
     for held_out_set, rollouts in greedy_by_set.items():
-        has_passed = _have_passed(rollouts, functions, pass_value)
-        accuracy = sum(has_passed) / len(rollouts)
+        has_passed_S = pass_values(rollouts, functions) >= pass_value
+        accuracy = has_passed_S.sum().item() / len(rollouts)
         variance = accuracy * (1 - accuracy) / len(rollouts)
         lengths = [r.completion.num_tokens for r in rollouts]
         of_set = {
@@ -227,13 +197,10 @@ def evaluation_metrics(
 
         sampled = samples_by_set[held_out_set]
         if sampled:
-            num_passed_P = []
-            for start in range(0, len(sampled), num_samples):
-                group = sampled[start : start + num_samples]
-                has_passed = _have_passed(group, functions, pass_value)
-                num_passed_P.append(sum(has_passed))
+            has_passed_S = pass_values(sampled, functions) >= pass_value
+            num_passed_P = has_passed_S.view(-1, num_samples).sum(dim=1)
             for k in passes(num_samples):
-                estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P]
+                estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P.tolist()]
                 of_set[f"eval/pass_at_{k}"] = statistics.fmean(estimates_P)
             lengths = [r.completion.num_tokens for r in sampled]
             of_set["eval/sample_reward_mean"] = reward_mean(sampled)
@@ -244,37 +211,6 @@ def evaluation_metrics(
                 name = name.replace("eval/", f"eval/{held_out_set}/")
             metrics[name] = value
     return metrics
-
-
-def pass_rate(
-    rollouts: list[Rollout],
-    functions: Sequence[str],
-    pass_value: float,
-) -> float | None:
-    """Return the share that passed of the completions to which one of `functions` gave a value; None if none did."""
-    have_passed = _have_passed(rollouts, functions, pass_value)
-    if not have_passed:
-        return None
-    return statistics.fmean(have_passed)
-
-
-def _have_passed(
-    rollouts: list[Rollout],
-    functions: Sequence[str],
-    pass_value: float,
-) -> list[bool]:
-    """Return for each completion with a value of one of `functions` whether it passed."""
-    values = [_deciding_value(r, functions) for r in rollouts]
-    return [value >= pass_value for value in values if value is not None]
-
-
-def _deciding_value(rollout: Rollout, functions: Sequence[str]) -> float | None:
-    """Return the value of the first of `functions` that gave one. One that failed leaves nothing to those behind it."""
-    for function in functions:
-        value = rollout.rewards.get(function)
-        if value is not None or function in rollout.failures:
-            return value
-    return None
 
 
 def passes(num_samples: int) -> list[int]:
@@ -301,23 +237,6 @@ def evaluation_names(
         answer_format,
     )
     return [name.removeprefix("eval/") for name in metrics]
-
-
-def reward_tensors(rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:
-    """Return the rewards (float32 [S], 0 for None), and which there are (bool [S])."""
-    rewards = [r.reward or 0.0 for r in rollouts]
-    has_reward = [r.reward is not None for r in rollouts]
-    return torch.tensor(rewards), torch.tensor(has_reward)
-
-
-def part_tensor(rollouts: list[Rollout], functions: Iterable[str]) -> Tensor:
-    """Return float32 [F, S]: each reward function's unweighted values, which are finite, or NaN for None."""
-    values = []
-    for function in functions:
-        values.append([r.rewards[function] for r in rollouts])
-    values_FS = np.array(values, dtype=np.float32)  # numpy makes NaN of None
-    values_FS = values_FS.reshape(-1, len(rollouts))
-    return torch.from_numpy(values_FS)
 
 
 def _mean(values: Iterable[float | None]) -> float:

@@ -107,6 +107,10 @@ def overlong_penalty(
     return [-min(1.0, max(0.0, length - free) / cache) for length in num_tokens]
 
 
+overlong_penalty.measures_length = (
+    True  # a group that differs by it alone has nothing else to learn, see dynamic sampling
+)
+
 BUILT_INS: dict[str, RewardFunction] = {
     function.__name__: function
     for function in (

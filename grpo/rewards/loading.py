@@ -136,6 +136,11 @@ def answer_format_of(functions: Mapping[str, RewardFunction]) -> str | None:
     return None
 
 
+def measures_length(function: RewardFunction | None) -> bool:
+    """Check whether a function says of itself, by an attribute of this name, that it looks at the length alone."""
+    return getattr(getattr(function, "func", function), "measures_length", False)
+
+
 def load_functions(
     config: RewardConfig,
     columns: Collection[str] | None = None,

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from grpo.algorithm.groups import pass_rate, pass_values, reward_tensors
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.metrics import StepMetrics
@@ -20,14 +21,11 @@ from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
     nonfinite_frac,
-    part_tensor,
-    pass_rate,
-    reward_tensors,
     rollout_metrics,
     sequence_advantages,
     stale_frac,
 )
-from grpo.rewards.pool import check_all_failed, counting_parts
+from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.groups import GroupBuffer
@@ -57,7 +55,7 @@ class Driver(Steps):
             config.prompts_per_step,
             config.group_size,
             start.data.groups if start else (),
-            counting_parts(config.reward_weights),
+            self.scorer.judging_parts if self.scorer else (),
         )
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -193,7 +191,8 @@ class Driver(Steps):
             check_all_failed(self.buffer.everything)
         pass_value = self.config.reward.pass_value
         for prompt, rollouts in self.buffer.finished():
-            rate = pass_rate(rollouts, self.scorer.pass_functions, pass_value)
+            values_S = pass_values(rollouts, self.scorer.pass_functions)
+            rate = pass_rate(values_S, pass_value)
             if rate is not None:
                 self.stream.remember(prompt, rate, self.step + 1)
         return self.buffer.rollouts()
@@ -201,9 +200,7 @@ class Driver(Steps):
     @on_driver_for_learners
     def reward_tensors(self, rollouts: list[Rollout]) -> RewardTensors:
         """Return rewards (float32 [S]), which there are (bool [S]), and each function's values (float32 [F, S])."""
-        rewards_S, has_reward_S = reward_tensors(rollouts)
-        parts_FS = part_tensor(rollouts, self.config.reward_weights)
-        return rewards_S, has_reward_S, parts_FS
+        return reward_tensors(rollouts, self.config.reward_weights)
 
     @on_driver_for_learners
     def record(

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from grpo.algorithm.groups import are_informative
 from grpo.config import SamplingConfig
 from grpo.environments.play import NOTED
-from grpo.report.rollout_metrics import are_equal, differ_by_length_alone
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.types import Completion, Piece, Prompt, Requests, Rollout, check_saved
 
@@ -47,11 +47,11 @@ class GroupBuffer:
         prompts_per_step: int,
         group_size: int,
         groups: Iterable[Group] = (),
-        parts: Sequence[str] = (),
+        judging_parts: Sequence[str] = (),
     ):
-        """Begin with the groups that are in flight already. parts: names of the parts of the reward that count."""
+        """Begin with the groups that are in flight already. judging_parts: as in `are_informative`."""
         self.sampling = sampling
-        self.parts = parts
+        self.judging_parts = judging_parts
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
         self.groups = [*groups]
@@ -143,9 +143,7 @@ class GroupBuffer:
         rollouts = score(prompts, completions_of(taken))
         self.everything += rollouts
         if self.sampling.dynamic:
-            equal = are_equal(rollouts, self.group_size)
-            only_length = differ_by_length_alone(rollouts, self.group_size, self.parts)
-            self.is_informative += [not any(flags) for flags in zip(equal, only_length, strict=True)]
+            self.is_informative += are_informative(rollouts, self.group_size, self.judging_parts).tolist()
         else:
             self.is_informative += [True] * len(taken)
 

@@ -17,8 +17,8 @@ from grpo.report.samples import (
     no_answer_line,
     unread_calls_line,
 )
-from grpo.rewards.loading import answer_format_of
-from grpo.rewards.pool import RewardError, RewardPool, weighted_sum
+from grpo.rewards.loading import answer_format_of, measures_length
+from grpo.rewards.pool import RewardError, RewardPool, counting_parts, weighted_sum
 from grpo.text import printable
 from grpo.types import Completion, Prompt, Rollout
 
@@ -149,6 +149,11 @@ class Scorer:
         if self.environment.all_classes:
             return names[:2]
         return names[:1]
+
+    @property
+    def judging_parts(self) -> list[str]:
+        """Names of the parts of the reward that count and look at more than the length of a completion."""
+        return [name for name in counting_parts(self.weights) if not measures_length(self.pool.functions.get(name))]
 
     def submit(
         self,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo.algorithm.advantages import by_group, equal_rewards
+from grpo.algorithm.groups import by_group, equal_rewards
 from grpo.config import AlgorithmConfig, GRPOConfig, RewardConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics

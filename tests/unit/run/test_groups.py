@@ -4,6 +4,7 @@ import io
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,11 @@ from grpo.config import GRPOConfig, SamplingConfig
 from grpo.environments.play import NOTED
 from grpo.folder.was_read import WasRead
 from grpo.report.rollout_metrics import stale_frac
-from grpo.rewards.pool import counting_parts
+from grpo.rewards.builtin import math_reward, overlong_penalty
 from grpo.run.driver import Driver
 from grpo.run.groups import Group, GroupBuffer, saved_groups
 from grpo.run.saved import Saved, resume_data
+from grpo.run.scorer import Scorer
 from grpo.types import Completion, Prompt, Requests, Rollout
 from tests.unit.completions import completion, hands
 
@@ -223,28 +225,43 @@ def test_rounds_of_dynamic_sampling_by_hand():
     assert buffer.metrics().items() >= expected.items()
 
 
+def brevity(completions: list[str], **columns: list) -> list[float]:
+    """Stand for a function in a user's file that says of itself what it measures."""
+    return [-float(len(text)) for text in completions]
+
+
+brevity.measures_length = True
+
+
+@pytest.mark.parametrize("length_name", ["overlong_penalty", "mine.py:brevity"])
 @pytest.mark.parametrize(
-    ("weights", "expected"),
+    ("weight", "expected"),
     [
-        ({"math_reward": 1.0, "overlong_penalty": 1.0, "measure": 0.0}, [2, 3]),
-        ({"math_reward": 0.0, "overlong_penalty": 1.0, "measure": 0.0}, [1, 3]),  # the only part that counts
+        (1.0, [2, 3]),
+        (0.0, [1, 3]),  # length is the only part that counts
     ],
 )
-def test_groups_that_differ_by_length_alone_are_dropped(weights, expected):
+def test_groups_that_differ_by_length_alone_are_dropped(weight, length_name, expected):
     """Groups 0 and 1 are all wrong; groups 1 and 3 have a long completion. Groups 2 and 3 have a right one.
 
     A part of weight 0 measures each completion, and changes nothing.
     """
     run = Run(SamplingConfig(dynamic=True, max_rounds=1), overlap=False, seed=0)
-    buffer = GroupBuffer(run.sampling, PROMPTS, GROUP_SIZE, (), counting_parts(weights))
-    right = [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    functions = {"math_reward": math_reward, "overlong_penalty": partial(overlong_penalty, tokens=8)}
+    functions |= {"mine.py:brevity": brevity, "measure": math_reward}
+    weights = {"math_reward": weight, length_name: 1.0, "measure": 0.0}
+    scorer = object.__new__(Scorer)
+    scorer.weights = weights
+    scorer.pool = SimpleNamespace(functions=functions)
+    buffer = GroupBuffer(run.sampling, PROMPTS, GROUP_SIZE, (), scorer.judging_parts)
+    right = [0.0, 0.0, 0.0, 0.0, 1.0, None, 1.0, 0.0]
     length = [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0, -0.5]
 
     def score(prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
         rollouts = []
         for place, done in enumerate(completions):
-            rewards = {"math_reward": right[place], "overlong_penalty": length[place], "measure": float(place)}
-            reward = sum(weights[name] * value for name, value in rewards.items())
+            rewards = {"math_reward": right[place], length_name: length[place], "measure": float(place)}
+            reward = sum(weights[name] * (value or 0.0) for name, value in rewards.items())
             rollouts.append(Rollout(prompts[place // 2], done, "", rewards=rewards, reward=reward))
         return rollouts
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from configs.examples import toys
+from grpo.algorithm.groups import pass_rate, pass_values
 from grpo.config import DataConfig, GRPOConfig
 from grpo.config.recipes import change
-from grpo.report.rollout_metrics import evaluation_metrics, pass_rate
+from grpo.report.rollout_metrics import evaluation_metrics
 from grpo.rewards.pool import weighted_sum
 from grpo.run.scorer import Scorer, passed_end_line
 from grpo.types import Completion, Piece, Prompt, Rollout
@@ -74,7 +75,8 @@ def test_an_episode_passes_by_its_class_or_without_get_reward_by_the_first_funct
     scored = [scorer._with_environment(rollout)]
     metrics = evaluation_metrics(scored, scored * 2, 2, scorer.pass_functions)
     assert metrics["eval/accuracy"] == metrics["eval/pass_at_2"] == accuracy
-    assert pass_rate(scored, scorer.pass_functions, 1.0) == (None if failure else accuracy)
+    values_S = pass_values(scored, scorer.pass_functions)
+    assert pass_rate(values_S, 1.0) == (None if failure else accuracy)
 
 
 @pytest.mark.parametrize(("passes", "accuracy"), [("", 0.0), ("right.py:accuracy", 1.0)])

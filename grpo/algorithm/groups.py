@@ -1,0 +1,92 @@
+"""What the rewards of a step's groups say: whether comparing them teaches anything, and how many completions passed.
+
+Rewards become tensors here. S completions lie group after group, P groups of G; F parts of the reward.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo.types import Rollout
+
+
+def reward_tensors(rollouts: Sequence[Rollout], parts: Iterable[str] = ()) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rewards (float32 [S], 0 for None), which there are (bool [S]), and values of parts of the reward.
+
+    The values are float32 [F, S], unweighted, and NaN for None.
+    """
+    rewards_S = torch.tensor([r.reward or 0.0 for r in rollouts])
+    has_reward_S = torch.tensor([r.reward is not None for r in rollouts])
+    values = []
+    for part in parts:
+        values.append([r.rewards[part] for r in rollouts])
+    values_FS = np.array(values, dtype=np.float32)  # numpy makes NaN of None
+    values_FS = values_FS.reshape(-1, len(rollouts))
+    return rewards_S, has_reward_S, torch.from_numpy(values_FS)
+
+
+def by_group(rewards_S: Tensor, has_reward_S: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return the rewards as float64 [P, G], 0 where a completion has none, and bool [P, G]: it has one.
+
+    float64, so that rewards far from 0 keep their differences. Raises ValueError if a reward is not finite.
+    """
+    rewards_S = rewards_S.double().where(has_reward_S, 0.0)
+    broken_S = ~rewards_S.isfinite()
+    if broken_S.any():
+        first = int(broken_S.int().argmax())
+        raise ValueError(f"reward of sequence {first} is {rewards_S[first].item()}; rewards must be finite")
+    return rewards_S.view(-1, group_size), has_reward_S.view(-1, group_size)
+
+
+def equal_rewards(rewards_PG: Tensor, has_PG: Tensor) -> Tensor:
+    """Return bool [P]: no two rewards of the group differ, so comparing them teaches nothing.
+
+    True for equal rewards, for a single reward, and for a group without any. Values of parts [F, P, G] give [F, P].
+    """
+    lowest_P = rewards_PG.masked_fill(~has_PG, torch.inf).amin(dim=-1)
+    highest_P = rewards_PG.masked_fill(~has_PG, -torch.inf).amax(dim=-1)
+    return lowest_P >= highest_P  # inf and -inf in a group without a reward
+
+
+def are_equal(rollouts: Sequence[Rollout], group_size: int) -> Tensor:
+    """Return bool [P]: the rewards of the group are all equal or missing."""
+    rewards_S, has_reward_S, _ = reward_tensors(rollouts)
+    rewards_PG, has_PG = by_group(rewards_S, has_reward_S, group_size)
+    return equal_rewards(rewards_PG, has_PG)
+
+
+def are_informative(rollouts: Sequence[Rollout], group_size: int, judging_parts: Sequence[str]) -> Tensor:
+    """Return bool [P]: rewards of the group differ, and not by length alone.
+
+    judging_parts: the parts of the reward that count and look at more than length. If there are some, one must differ.
+    """
+    _, has_reward_S, parts_FS = reward_tensors(rollouts, judging_parts)
+    informative_P = ~are_equal(rollouts, group_size)
+    if judging_parts:
+        has_PG = has_reward_S.view(-1, group_size)
+        parts_FS = parts_FS.masked_fill(parts_FS.isnan(), torch.inf)  # None differs from any value
+        parts_FPG = parts_FS.view(-1, *has_PG.shape)
+        informative_P &= ~equal_rewards(parts_FPG, has_PG).all(dim=0)
+    return informative_P
+
+
+def pass_values(rollouts: Sequence[Rollout], functions: Sequence[str]) -> Tensor:
+    """Return float64 [S]: the value of the first of `functions` that gave one, by which a completion passes.
+
+    NaN if none did, or if one before it failed.
+    """
+    values = []
+    for rollout in rollouts:
+        deciding = [f for f in functions if f in rollout.failures or rollout.rewards.get(f) is not None]
+        values.append(rollout.rewards.get(deciding[0]) if deciding else None)
+    return torch.from_numpy(np.array(values, dtype=np.float64))
+
+
+def pass_rate(values_S: Tensor, pass_value: float) -> float | None:
+    """Return the share of `pass_values` that are at least `pass_value`, without NaN; None if all are NaN."""
+    known_S = values_S[~values_S.isnan()]
+    if not len(known_S):
+        return None
+    return (known_S >= pass_value).double().mean().item()
