@@ -27,7 +27,7 @@ from grpo.report.samples import turn_lines
 from grpo.roles.engine.episodes import turns_of
 from grpo.run.command_line import subject_of, tool_config
 from grpo.text import one_line, printable, without_surrogates
-from grpo.types import Prompt
+from grpo.types import Piece, Prompt
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_EPISODES = 3
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if by_hand:
                     text = typed_turn(episode, such_as=text)
                 ids = tokenizer(text, add_special_tokens=False)["input_ids"] + stops
-                player.add_turn(0, ids, [0.0] * len(ids), "stop")
+                player.add_turn(0, Piece.sampled(ids, [0.0] * len(ids), ended_by="stop"))
             player.finish()
             show(episode)
             is_lost |= bool(episode.failure)

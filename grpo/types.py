@@ -54,21 +54,27 @@ class Piece:
     """Number of steps that the weights which sampled it had been trained."""
     kept_C: Tensor = NO_IDS
     """int32: token after token, the ids that top_p, top_k or min_p kept for it, and -1. Empty: they kept all."""
+    ended_by: str = ""
+    """stop: by itself. tokens: at a limit, or vLLM cut it off (`repetition_detection`). Empty: it was interrupted, or
+    written."""
 
     @classmethod
     def sampled(
         cls,
-        ids_T: Tensor,
-        logprobs_T: Tensor,
+        ids: Sequence[int] | Tensor,
+        logprobs: Sequence[float] | Tensor,
         version: int,
         kept: Sequence[np.ndarray] = (),
+        ended_by: str = "",
     ) -> "Piece":
         """Return sampled tokens. They count in the loss, except those whose log-prob is not finite.
 
         kept: for each token the ids that were kept, int32, and -1.
         """
+        ids_T = torch.as_tensor(ids, dtype=torch.int64)
+        logprobs_T = torch.as_tensor(logprobs, dtype=torch.float32)
         kept_C = torch.from_numpy(np.concatenate([NO_IDS, *kept]))
-        return cls(ids_T, logprobs_T.isfinite(), logprobs_T, version, kept_C)
+        return cls(ids_T, logprobs_T.isfinite(), logprobs_T, version, kept_C, ended_by)
 
     @classmethod
     def nothing(cls) -> "Piece":

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -156,25 +155,13 @@ class Player:
         ]
         self._ask(episode, "reset", arguments, self.config.reset_seconds)
 
-    def add_turn(
-        self,
-        number: int,
-        ids: list[int],
-        logprobs: list[float],
-        reason: str,
-        kept: Sequence[np.ndarray] = (),
-    ) -> None:
-        """Add a turn that the engine has finished. One that ran out of tokens is the last; its calls are carried out.
-
-        kept: as in `Piece.sampled`.
-        """
+    def add_turn(self, number: int, piece: Piece) -> None:
+        """Add a turn that the engine has finished. One at a limit of tokens is the last; its calls are carried out."""
         episode = self.episodes[number]
-        ids_T = torch.tensor(ids)
-        logprobs_T = torch.tensor(logprobs, dtype=torch.float32)
-        piece = Piece.sampled(ids_T, logprobs_T, episode.version, kept)
+        ids = piece.ids_T.tolist()
         episode.pieces.append(piece)
         episode.ids += ids
-        is_cut = reason == "length"
+        is_cut = piece.ended_by == "tokens"
         text_ids = ids if is_cut else ids[:-1]
         text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
         turn = {
@@ -386,8 +373,8 @@ def play(
             step += 1
             if math.isinf(step):
                 step = 1.0  # with rounds, each round counts from 1
-            for stretch in sorted(loop.step(), key=lambda stretch: stretch.request):
-                all_ids[stretch.request] += stretch.ids
-                begins_at[stretch.request] = step + delay
+            for number, piece in sorted(loop.step().items()):
+                all_ids[number] += piece.ids_T.tolist()
+                begins_at[number] = step + delay
                 if player:
-                    player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason, stretch.kept)
+                    player.add_turn(number, piece)

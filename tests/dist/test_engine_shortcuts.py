@@ -11,6 +11,7 @@ import transformers
 
 from grpo.roles.engine import shortcuts, vllm_engine
 from grpo.roles.engine.shortcuts import PlainSteps, SampledTokens
+from grpo.types import Piece
 from tests.tiny_models import make_tiny
 
 BLOCK, NUM_BLOCKS, MAX_TOKENS, STOP = 4, 22, 24, 1
@@ -113,16 +114,16 @@ def test_a_step_in_flight_when_an_evaluation_ends_has_no_kept_ids(vllm_config):
     in_flight = schedule("held out")
     first[1].sampled_token_ids = [[STOP]]
     assert scheduler.update_from_output(*first)[0].outputs[0].finish_reason is not None
-    sampled.take("held out")
+    sampled.take("held out", version=0)
 
     add("training")
     sampled.keep_ids(True)
     ahead = schedule("training")
     scheduler.update_from_output(*in_flight)
     scheduler.update_from_output(*ahead)
-    tokens = sampled.take("training")
-    assert [int(ids[0]) for ids in tokens.kept] == tokens.ids
-    assert len(tokens.ids) == 1
+    piece = sampled.take("training", version=0)
+    assert [int(ids[0]) for ids in kept_of(piece)] == piece.ids_T.tolist()
+    assert piece.num_tokens == 1
 
     plan = scheduler.schedule()
     output = sample(scheduler, plan, {"training": 31}, seed=0)  # an option that hides the ids
@@ -222,13 +223,21 @@ def run(scheduler, seed: int, is_short: bool):
         for of_client in scheduler.update_from_output(plan, output).values():
             for ended in of_client.outputs:
                 live.remove(ended.request_id)
-                own = sampled.take(ended.request_id)
-                taken[ended.request_id] = ended.new_token_ids, own.ids, own.logprobs, str(ended.finish_reason)
-                assert [int(ids[0]) for ids in own.kept] == own.ids * (seed > 0)
-                assert all(ids[1:].tolist() == [*range(100, 100 + ids[0] % 3), -1] for ids in own.kept)
+                own = sampled.take(ended.request_id, version=0)
+                ids = own.ids_T.tolist()
+                taken[ended.request_id] = ended.new_token_ids, ids, own.logprobs_T.tolist(), str(ended.finish_reason)
+                kept = kept_of(own)
+                assert [int(kept_ids[0]) for kept_ids in kept] == ids * (seed > 0)
+                assert all(kept_ids[1:].tolist() == [*range(100, 100 + kept_ids[0] % 3), -1] for kept_ids in kept)
     assert not scheduler.has_unfinished_requests()
     assert scheduler.reset_prefix_cache()  # which it does only if every block was given back
     return plans, taken, preempted
+
+
+def kept_of(piece: Piece) -> list[torch.Tensor]:
+    """Return the kept ids of each token, with the -1 at their end."""
+    ends = (piece.kept_C < 0).nonzero().flatten() + 1
+    return list(piece.kept_C.tensor_split(ends))[:-1]
 
 
 def random_request(draw: random.Random, name: str):

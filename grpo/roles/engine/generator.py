@@ -23,10 +23,10 @@ from grpo.models.families import has_experts
 from grpo.models.hf_folder import read_hf_config
 from grpo.roles.engine import vllm_engine
 from grpo.roles.engine.episodes import Episodes, completion_of
-from grpo.roles.engine.loop import EngineLoop, Stretch, no_collection
+from grpo.roles.engine.loop import EngineLoop, no_collection
 from grpo.roles.engine.shortcuts import model_runner_of, sampler_of
 from grpo.roles.process_groups import Roles
-from grpo.types import Completion, Prompt, Requests
+from grpo.types import Completion, Piece, Prompt, Requests
 
 # Seconds of sampling before a progress bar appears
 SILENT_SECONDS = 20
@@ -127,6 +127,7 @@ class Generator:
             self.loop.add(number, ids, self._parameters(temperature_of(request), seed, max_tokens))
 
         completions = []
+        self.loop.version = self.version
         if truncates(self.config.sampling):
             self.loop.sampled_tokens.keep_ids(not held_out)
         with no_collection():
@@ -141,17 +142,24 @@ class Generator:
                 for number, request in enumerate(mine):
                     num_begun = len(request.begun)
                     add(number, request.prompt.ids + request.begun, num_begun, limit - num_begun)
-                for stretch in self._decode(mine, enough):
-                    request = mine[stretch.request]
-                    completions.append(self._completion(stretch, temperature_of(request), request.index))
+                for number, piece in self._decode(mine, enough).items():
+                    request = mine[number]
+                    completion = Completion(
+                        (piece,),
+                        truncated=piece.ended_by == "tokens",
+                        temperature=temperature_of(request),
+                        index=request.index,
+                        ended=bool(piece.ended_by),
+                    )
+                    completions.append(completion)
         if self.roles.rank not in self.roles.heads:
             return None
         return sorted(completions, key=lambda completion: completion.index)
 
-    def _decode(self, requests: list[Request], enough: int) -> list[Stretch]:
+    def _decode(self, requests: list[Request], enough: int) -> dict[int, Piece]:
         """Run the engine until the requests of `enough` groups have ended; then end the remaining ones."""
         num_left = collections.Counter(request.prompt.index for request in requests)
-        ended = []
+        pieces = {}
         progress = tqdm(
             total=len(requests),
             delay=SILENT_SECONDS,
@@ -161,13 +169,13 @@ class Generator:
         )
         with progress:
             while self.loop.num_running:
-                stretches = self.loop.step()
-                ended += stretches
-                progress.update(len(stretches))
-                num_left.subtract(requests[stretch.request].prompt.index for stretch in stretches)
+                ended = self.loop.step()
+                pieces |= ended
+                progress.update(len(ended))
+                num_left.subtract(requests[number].prompt.index for number in ended)
                 if sum(not left for left in num_left.values()) >= enough:
-                    return ended + self.loop.end()
-        return ended
+                    return pieces | self.loop.end()
+        return pieces
 
     def evaluate(
         self, prompts: Sequence[Prompt], options: EvaluationConfig
@@ -181,18 +189,6 @@ class Generator:
         samples = self.generate(requests, options.num_samples, temperatures=(options.temperature,), held_out=True)
         self.forget_prefixes()
         return greedy, samples
-
-    def _completion(self, stretch: Stretch, temperature: float, index: int) -> Completion:
-        return Completion.of(
-            torch.tensor(stretch.ids, dtype=torch.int64),
-            torch.tensor(stretch.logprobs, dtype=torch.float32),
-            truncated=stretch.reason not in ("stop", "abort"),
-            version=self.version,
-            kept=stretch.kept,
-            temperature=temperature,
-            index=index,
-            ended=stretch.reason != "abort",
-        )
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Load new weights and clear the prefix cache.

@@ -8,26 +8,10 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from grpo.roles.engine.shortcuts import SampledTokens
-
-
-@dataclass(frozen=True, eq=False)
-class Stretch:
-    """What an engine sampled for one request."""
-
-    request: Any
-    """The first argument of `EngineLoop.add`."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reason: str = "abort"
-    """vLLM's finish reason: `stop`, `length`, or `abort` if `EngineLoop.end` ended it."""
-    kept: list[np.ndarray] = field(default_factory=list)
-    """As in `Piece.sampled`."""
+from grpo.types import Piece
 
 
 class EngineLoop:
@@ -42,28 +26,29 @@ class EngineLoop:
         self.engine = llm.llm_engine
         self.sampled_tokens = SampledTokens(llm, whole=not reads_texts)
         self._names = map(str, itertools.count())  # unique, because outputs are told apart by them
-        self._running: dict[str, tuple[str, Any]] = {}  # our own name -> vLLM's name and the request
+        self._running: dict[str, tuple[str, int]] = {}  # our own name -> vLLM's name and the request's number
+        self.version = 0  # of the weights, which who loads them sets
 
     @property
     def num_running(self) -> int:
         """Number of requests that have not ended."""
         return len(self._running)
 
-    def add(self, request: Any, ids: list[int], params: Any) -> None:
-        """Begin to sample what follows `ids`, by vllm.SamplingParams."""
+    def add(self, number: int, ids: list[int], params: Any) -> None:
+        """Begin to sample what follows `ids`, by vllm.SamplingParams, for the request of this number."""
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.FINAL_ONLY
         name = next(self._names)
         prompt = {"type": "token", "prompt_token_ids": ids}  # vLLM renders nothing
-        self._running[name] = self.engine.add_request(name, prompt, params), request
+        self._running[name] = self.engine.add_request(name, prompt, params), number
 
-    def step(self) -> list[Stretch]:
-        """Decode one token of each running request, or prefill. Returns the requests that have ended.
+    def step(self) -> dict[int, Piece]:
+        """Decode one token of each running request, or prefill. Returns what was sampled for those that have ended.
 
         Raises RuntimeError for one that ended by an error of vLLM's: it is neither complete nor cut off at a limit.
         """
-        ended = []
+        ended = {}
         for output in self.engine.step():
             (sample,) = output.outputs
             if sample.finish_reason == "error":
@@ -71,27 +56,24 @@ class EngineLoop:
                     "vLLM ended a completion by an error, which the lines above name; if they speak of a grammar, what "
                     "generator.sampling excludes leaves structured_outputs no token: leave one of them out"
                 )
-            vllms_name, request = self._running.pop(output.request_id)
+            vllms_name, number = self._running.pop(output.request_id)
             ids = list(sample.token_ids)
-            tokens = self.sampled_tokens.take(vllms_name)
-            logprobs = tokens.logprobs[: len(ids)]  # it may have more, behind a stop text
-            if tokens.ids[: len(ids)] != ids or len(logprobs) != len(ids):
+            ended_by = "stop" if sample.finish_reason == "stop" else "tokens"
+            piece = self.sampled_tokens.take(vllms_name, self.version, len(ids), ended_by)
+            if piece.ids_T.tolist() != ids or len(piece.logprobs_T) != len(ids):
                 raise RuntimeError("log-probs and tokens do not belong together: SampledTokens is wrong")
-            ended.append(Stretch(request, ids, logprobs, sample.finish_reason, tokens.kept[: len(ids)]))
+            ended[number] = piece
         return ended
 
-    def end(self) -> list[Stretch]:
+    def end(self) -> dict[int, Piece]:
         """End all requests that run or wait. Returns what they have so far, maybe nothing, in the order of `add`.
 
         On GPUs vLLM schedules ahead; tokens of the step in flight are lost.
         """
         self.engine.abort_request([vllms_name for vllms_name, _ in self._running.values()], internal=True)
-        stretches = []
-        for vllms_name, request in self._running.values():
-            tokens = self.sampled_tokens.take(vllms_name)
-            stretches.append(Stretch(request, tokens.ids, tokens.logprobs, kept=tokens.kept))
+        begun = {number: self.sampled_tokens.take(name, self.version) for name, number in self._running.values()}
         self._running.clear()
-        return stretches
+        return begun
 
 
 @contextlib.contextmanager

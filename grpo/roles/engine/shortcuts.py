@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo.types import Piece
+
 # Most ids that all tokens of a call may be chosen from: half a GiB, which the driver and every learner hold too
 MAX_KEPT = 2**27
 # The only head size for which another number of keys was measured, and that number
@@ -29,7 +31,7 @@ WIDE_TILE = 64
 
 
 @dataclass(eq=False)
-class RequestTokens:
+class _Tokens:
     """What one request has sampled so far."""
 
     ids: list[int] = field(default_factory=list)
@@ -53,7 +55,7 @@ class SampledTokens:
 
         whole: a completion has one output, when it has ended, and not one a token.
         """
-        self._by_request: dict[str, RequestTokens] = defaultdict(RequestTokens)
+        self._by_request: dict[str, _Tokens] = defaultdict(_Tokens)
         self.sampler: Any = None  # from `sampler_of`, if kept ids are asked for
         self._num_kept = 0
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -133,12 +135,21 @@ class SampledTokens:
             for output in of_client.outputs:
                 output.new_token_ids = list(self._by_request[output.request_id].ids)
 
-    def take(self, request: str) -> RequestTokens:
+    def take(
+        self,
+        request: str,
+        version: int,
+        num_tokens: int | None = None,
+        ended_by: str = "",
+    ) -> Piece:
         """Hand out, once, what the request that vLLM knows by this name has sampled so far.
 
-        It may have more tokens than the completion: those behind a stop text.
+        num_tokens: how many tokens belong to the completion, all by default; a stop text may have some behind it.
         """
-        return self._by_request.pop(request, RequestTokens())
+        tokens = self._by_request.pop(request, _Tokens())
+        ids = tokens.ids[:num_tokens]
+        logprobs = tokens.logprobs[:num_tokens]
+        return Piece.sampled(ids, logprobs, version, tokens.kept[:num_tokens], ended_by)
 
 
 def model_runner_of(llm: Any) -> Any:
@@ -282,7 +293,7 @@ class PlainSteps:
         """Enter full blocks into the prefix cache and allocate one for the request's next token."""
         return self._cache.allocate_slots(request, 1, num_lookahead_tokens=0).get_block_ids(allow_none=True)
 
-    def take(self, scheduled: Any, model_output: Any, column: list[float], into: dict[str, RequestTokens]) -> Any:
+    def take(self, scheduled: Any, model_output: Any, column: list[float], into: dict[str, _Tokens]) -> Any:
         """Take the tokens of requests that go on. Returns the step with the remaining requests, for vLLM's own way.
 
         column: the sampled tokens' log-probs, a row for each request.

@@ -10,10 +10,9 @@ import sys
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig
 from grpo.roles.engine import generator as generator_module
-from grpo.roles.engine.loop import Stretch
 from grpo.roles.engine.vllm_engine import CPU_BLOCK_TOKENS
 from grpo.roles.process_groups import close_roles, setup_roles
-from grpo.types import Prompt, Requests
+from grpo.types import Piece, Prompt, Requests
 
 STOP_TOKENS = [1]  # of about 20, so that lengths differ
 CACHED_SEQUENCES, BYTES_PER_TOKEN = 3, 1024  # of a tiny model in float32
@@ -33,19 +32,21 @@ class PlainLoop:
         self.requests[str(request)] = request
         self.engine.add_request(str(request), {"type": "token", "prompt_token_ids": ids}, params)
 
-    def step(self) -> list[Stretch]:
-        ended = []
+    def step(self) -> dict[int, Piece]:
+        ended = {}
         for output in self.engine.step():
             if output.finished:
                 (sample,) = output.outputs
                 ids = list(sample.token_ids)
                 logprobs = [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
-                ended.append(Stretch(self.requests.pop(output.request_id), ids, logprobs, sample.finish_reason))
+                ended_by = "stop" if sample.finish_reason == "stop" else "tokens"
+                number = self.requests.pop(output.request_id)
+                ended[number] = Piece.sampled(ids, logprobs, self.version, ended_by=ended_by)
         return ended
 
-    def end(self) -> list[Stretch]:
+    def end(self) -> dict[int, Piece]:
         assert not self.requests
-        return []
+        return {}
 
 
 def main(folder: str, how: str, output: str) -> None:

@@ -75,11 +75,11 @@ class Episodes:
         step = loop.step
 
         def watched_step():
-            stretches = step()
-            for stretch in stretches:
-                self.said[stretch.request] += stretch.logprobs
-                self.sampled[stretch.request] += stretch.ids
-            return stretches
+            pieces = step()
+            for number, piece in pieces.items():
+                self.said[number] += piece.logprobs_T.tolist()
+                self.sampled[number] += piece.ids_T.tolist()
+            return pieces
 
         def watched_add(number: int, ids: list[int], *numbers: int) -> None:
             self.handed[number].append(list(ids))

@@ -15,8 +15,7 @@ from grpo.environments.play import Episode, Player, num_at_once, play
 from grpo.environments.suffix import Turns
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.roles.engine.episodes import completion_of, environment_seed
-from grpo.roles.engine.loop import Stretch
-from grpo.types import Prompt
+from grpo.types import Piece, Prompt
 from tests.unit import chat_templates as templates
 
 CONFIG = EnvironmentConfig(name="made.py:Up", max_turns=4)
@@ -89,7 +88,7 @@ class FewProcesses(MadeHost):
 
 
 class MadeLoop:
-    """Samples 2 to 9 tokens that follow from the ids before, and the stop token, or `length` at the limit."""
+    """Samples 2 to 9 tokens that follow from the ids before, and the stop token, or `tokens` at the limit."""
 
     def __init__(self):
         self.running, self.log = {}, []
@@ -105,12 +104,13 @@ class MadeLoop:
         self.log.append((number, tuple(ids), num_behind))
 
     def step(self):
-        ended = []
+        ended = {}
         for number, (sampled, is_cut, done) in list(self.running.items()):
             self.running[number][2] = done + 1
             if done + 1 == len(sampled):
                 del self.running[number]
-                ended.append(Stretch(number, sampled, [-1.0] * len(sampled), "length" if is_cut else "stop"))
+                ended_by = "tokens" if is_cut else "stop"
+                ended[number] = Piece.sampled(sampled, [-1.0] * len(sampled), 3, ended_by=ended_by)
         self.log.append(sorted(self.running))
         return ended
 

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.roles.engine.generator import Generator, Request, continuation_seed, enough_groups, request_seed, share_out
-from grpo.roles.engine.loop import EngineLoop, Stretch
+from grpo.roles.engine.generator import Request, continuation_seed, enough_groups, request_seed, share_out
+from grpo.roles.engine.loop import EngineLoop
+from grpo.roles.engine.shortcuts import SampledTokens, _Tokens
 from grpo.types import Prompt, Requests
 
 
@@ -63,20 +64,35 @@ def test_seeds_of_completions_and_of_what_goes_on():
     assert further[:2] == [continuation_seed(3 * 2**40, 1), continuation_seed(3 * 2**40, 500)]  # by these alone
 
 
-def test_only_a_completion_that_ends_itself_is_not_truncated():
-    """vLLM gives `repetition` for what its repetition_detection cuts off; `abort` is what goes on in the next step."""
-    made = {}
-    for reason in ("stop", "length", "repetition", "abort"):
-        stretch = Stretch(0, [5, 5], [-1.0, -1.0], reason)
-        made[reason] = Generator._completion(SimpleNamespace(version=3), stretch, temperature=1.0, index=0)
-    assert [made[reason].truncated for reason in made] == [False, True, True, False]
-    assert [made[reason].ended for reason in made] == [True, True, True, False]
+def test_what_an_engine_hands_out_says_how_it_ended_and_by_which_weights():
+    """Of four requests one stops, one meets a limit, one is cut off by repetition_detection, and one is interrupted."""
+    reasons = ["stop", "length", "repetition"]
+    loop = made_loop(reasons)
+    loop.version = 3
+    pieces = loop.step() | loop.end()
+    assert [pieces[number].ended_by for number in range(4)] == ["stop", "tokens", "tokens", ""]
+    assert {piece.version for piece in pieces.values()} == {3} and not loop.num_running
+    assert pieces[0].ids_T.tolist() == [5, 6] and pieces[3].ids_T.tolist() == [5, 6, 7]  # 7 is behind a stop text
+
+
+def made_loop(reasons: list[str]) -> EngineLoop:
+    """Return a loop whose engine ends requests 0, 1, ... for these reasons, each with two tokens; one more runs."""
+    outputs = []
+    for number, reason in enumerate(reasons):
+        sample = SimpleNamespace(token_ids=[5, 6], finish_reason=reason)
+        outputs.append(SimpleNamespace(request_id=str(number), outputs=[sample]))
+    loop = object.__new__(EngineLoop)
+    loop.engine = SimpleNamespace(step=lambda: outputs, abort_request=lambda names, internal: None)
+    loop.sampled_tokens = object.__new__(SampledTokens)
+    loop._running = {}
+    by_request = loop.sampled_tokens._by_request = {}
+    for number in range(len(reasons) + 1):
+        loop._running[str(number)] = (f"vllm-{number}", number)
+        by_request[f"vllm-{number}"] = _Tokens([5, 6, 7], [-1.0, -2.0, -3.0])
+    return loop
 
 
 def test_a_completion_that_the_engine_gave_up_ends_the_rank_and_is_not_trained_on():
     """As when a grammar and allowed_token_ids leave no token."""
-    sample = SimpleNamespace(token_ids=[0], finish_reason="error")
-    output = SimpleNamespace(request_id="0", outputs=[sample])
-    loop = SimpleNamespace(engine=SimpleNamespace(step=lambda: [output]))
     with pytest.raises(RuntimeError, match="ended a completion by an error"):
-        EngineLoop.step(loop)
+        made_loop(["error"]).step()
