@@ -54,7 +54,7 @@ def has_surrogates(text: str) -> bool:
 def without_secrets(value: Any) -> Any:
     """Return a value of a config, or all of it, with '...' for what looks like a secret: for all that others may read.
 
-    >>> without_secrets({"api_key": "123", "url": "https://me:123@host?token=123", "max_tokens": 9})
+    >>> without_secrets({"api_key": "123", "url": "https://me:123@host?token=a1b2", "max_tokens": 9})
     {'api_key': '...', 'url': 'https://...@host?token=...', 'max_tokens': 9}
     """
     if isinstance(value, str):
@@ -107,7 +107,11 @@ def _hide_assigned(match: re.Match) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Keep beginning and end of a text of more than `limit` characters, since a question or an error comes last."""
+    """Keep beginning and end of a text of more than `limit` characters, since a question or an error comes last.
+
+    >>> shorten("a long text in between", 8)
+    'a lo [.. 14 characters ..] ween'
+    """
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -138,7 +142,11 @@ def compact_number(value: float) -> str:
 
 
 def compact_duration(seconds: float) -> str:
-    """Write seconds as 12s, 3m05s or 1h02m."""
+    """Write seconds as 12s, 3m05s or 1h02m.
+
+    >>> compact_duration(12), compact_duration(185), compact_duration(3720)
+    ('12s', '3m05s', '1h02m')
+    """
     minutes, seconds = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"

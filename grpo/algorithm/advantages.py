@@ -81,6 +81,12 @@ def group_mean_std(rewards_PG: Tensor, has_PG: Tensor) -> tuple[Tensor, Tensor]:
 
     Equal rewards have exactly that reward as their mean and a deviation of 0, so their advantage is exactly 0 and not a
     rounding error divided by 1e-4. A single reward and a group without rewards have a deviation of 0 too.
+
+    >>> has = torch.tensor([[True, True, True], [True, True, False]])
+    >>> group_mean_std(torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, 0.0]]), has)
+    (tensor([[1.],
+            [1.]]), tensor([[1.],
+            [0.]]))
     """
     num_P1 = has_PG.sum(dim=1, keepdim=True)
     lowest_P1 = rewards_PG.masked_fill(~has_PG, torch.inf).amin(dim=1, keepdim=True)

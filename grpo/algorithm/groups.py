@@ -44,6 +44,9 @@ def equal_rewards(rewards_PG: Tensor, has_PG: Tensor) -> Tensor:
     """Return bool [P]: no two rewards of the group differ, so comparing them teaches nothing.
 
     True for equal rewards, for a single reward, and for a group without any. Values of parts [F, P, G] give [F, P].
+
+    >>> equal_rewards(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool))
+    tensor([False,  True])
     """
     lowest_P = rewards_PG.masked_fill(~has_PG, torch.inf).amin(dim=-1)
     highest_P = rewards_PG.masked_fill(~has_PG, -torch.inf).amax(dim=-1)

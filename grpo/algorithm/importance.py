@@ -136,6 +136,9 @@ def kl(log_ratio: Tensor, estimator: str) -> Tensor:
     where its weights are 1; see `token_kl`.
     On these gradients: Tang and Munos 2025, arXiv:2506.09477. They are those of each token's own KL: what a token does
     to the KL of the tokens after it is left out.
+
+    >>> kl(torch.tensor([-1.0, 0.0, 1.0]), "k2")
+    tensor([0.5000, 0.0000, 0.5000])
     """
     if estimator == "k1":
         return log_ratio

@@ -120,7 +120,11 @@ _SOURCE_PARTS = re.compile(
 
 
 def names_function(path: str) -> bool:
-    """Say whether `path` is `path/file.py:function`, a function in a file of the user's."""
+    """Say whether `path` is `path/file.py:function`, a function in a file of the user's.
+
+    >>> names_function("my_rewards.py:short"), names_function("math_reward")
+    (True, False)
+    """
     return re.search(r"\.py:\w+$", path) is not None
 
 
@@ -167,6 +171,10 @@ def parse_source(spec: str, field: str, label: str = "", split: str = "train") -
 
     The path of an existing file or folder is taken as it is, also with a split behind it. Raises ValueError, which
     names the config's `field`, for a text of another form, and for a revision or configuration of what has none.
+
+    >>> source = parse_source("openai/gsm8k[main]:train[:90%]", "data.path")
+    >>> source.path, source.name, source.split
+    ('openai/gsm8k', 'main', 'train[:90%]')
     """
     path = path_here(spec)
     own_split = spec[len(path) + 1 :]

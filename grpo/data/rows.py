@@ -303,6 +303,10 @@ def value_at(row: Any, path: str, default: Any = None) -> Any:
 
     `a.b` is entry b of the table in column a. `a.0` is the first entry of a list, `a.-1` the last, and `a.:-1` all
     except the last. A column with `path` as its whole name comes first.
+
+    >>> row = {"chat": [{"content": "2 + 2?"}, {"content": "4"}]}
+    >>> value_at(row, "chat.-1.content"), value_at(row, "chat.5.content", "none")
+    ('4', 'none')
     """
     if path in row:
         return row[path]
@@ -352,7 +356,11 @@ def column_of(row: Row, path: str, *kinds: type) -> Any:
 
 
 def as_messages(prompt: str | Messages, role: str = "user") -> Messages:
-    """Return a prompt as messages; a text becomes one message of `role`."""
+    """Return a prompt as messages; a text becomes one message of `role`.
+
+    >>> as_messages("2 + 2?")
+    [{'role': 'user', 'content': '2 + 2?'}]
+    """
     if isinstance(prompt, str):
         return [{"role": role, "content": prompt}]
     return prompt

@@ -74,6 +74,9 @@ def parse(text: str, style: str, tools: Collection[str] = ()) -> list[ToolCall |
     Calls inside thoughts do not count, because a model may try things out there. A <think> without an end lasts until
     the end of the turn, and a </think> without a beginning ends a thought that began with the turn. Inside JSON texts
     neither these tags nor those of calls have a meaning.
+
+    >>> parse('I add. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>', "hermes")
+    [ToolCall(name='add', arguments={'a': 1, 'b': 2})]
     """
     calls = []
     position = 0
@@ -97,7 +100,13 @@ def parse(text: str, style: str, tools: Collection[str] = ()) -> list[ToolCall |
 
 
 def written_call(name: str, arguments: Arguments, style: str) -> str:
-    """Write a call as a model does, to try out an environment."""
+    """Write a call as a model does, to try out an environment.
+
+    >>> print(written_call("add", {"a": 1}, "hermes"))
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1}}
+    </tool_call>
+    """
     if style == "llama3_json":
         return json.dumps({"name": name, "parameters": arguments})
     opening, closing = TAGS[style]

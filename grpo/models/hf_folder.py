@@ -133,7 +133,11 @@ def has_config_alone(path: str) -> bool:
 
 
 def name_and_revision(path: str) -> tuple[str, str]:
-    """Split NAME@REVISION of the hub. The revision is empty if there is none, and for the path of a folder."""
+    """Split NAME@REVISION of the hub. The revision is empty if there is none, and for the path of a folder.
+
+    >>> name_and_revision("Qwen/Qwen3-0.6B@main")
+    ('Qwen/Qwen3-0.6B', 'main')
+    """
     if pathlib.Path(path).is_dir():
         return path, ""
     name, _, revision = path.partition("@")

@@ -155,6 +155,9 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Estimate without bias the probability that at least one of k samples passes, from n samples of which c passed.
 
     It is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1), in integers, so exact for any n.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2)
+    (0.25, 0.5)
     """
     num_subsets = math.comb(num_samples, k)
     num_without_pass = math.comb(num_samples - num_passed, k)

@@ -114,6 +114,9 @@ def extract_answer(text: str, answer_format: str) -> str | None:
     of a larger expression: configs/ANSWERS.md has examples.
 
     Raises ValueError on another format.
+
+    >>> extract_answer("7, no: <answer>8</answer>", "answer_tag"), extract_answer("It is 8.", "boxed")
+    ('8', None)
     """
     formats = ("answer_tag", "boxed", *_LAST_LINE)
     if answer_format not in formats:

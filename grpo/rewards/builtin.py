@@ -48,6 +48,9 @@ def math_reward(
     Returns `partial_credit` (0 to 1) for a wrong answer in the right form. Returns None if the reference is empty or
     None, or if a comparison takes more than LATEX_SECONDS of CPU time. Raises ValueError for a reference that is
     neither a text nor a number.
+
+    >>> math_reward(["<answer>1,000</answer>", "<answer>11</answer>", "1000"], ["#### 1000"] * 3)
+    [1.0, 0.0, 0.0]
     """
     extract_answer("", answer_format)  # refuses an unknown format
     latex = answer_format == "boxed"
@@ -96,6 +99,9 @@ def overlong_penalty(
 
     L_max is `max_completion_tokens`, and L_cache is `tokens`, or a quarter of L_max if that is 0. The reward is 0 up to
     a length of L_max - L_cache. Then it falls as ((L_max - L_cache) - length) / L_cache. It is -1 at L_max and beyond.
+
+    >>> overlong_penalty([""] * 4, [60, 80, 90, 120], tokens=20, max_completion_tokens=100)
+    [-0.0, -0.0, -0.5, -1.0]
     """
     if not 0 <= tokens <= max_completion_tokens or max_completion_tokens == 0:
         raise ValueError(

@@ -20,7 +20,11 @@ def regex_match(
     pattern: str,
     **columns: list,
 ) -> Rewards:
-    """Pay 1.0 if the regular expression `pattern` occurs anywhere in the completion (re.search), else 0.0."""
+    """Pay 1.0 if the regular expression `pattern` occurs anywhere in the completion (re.search), else 0.0.
+
+    >>> regex_match(["<answer>8</answer>", "8"], pattern="<answer>.+</answer>")
+    [1.0, 0.0]
+    """
     try:
         compiled = re.compile(pattern)
     except re.error as error:
