@@ -109,7 +109,7 @@ CASES = {
     # flags
     f"{GRPO} --lr 1e-5": "write --trainer.learning-rate VALUE",
     f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; write --field VALUE",
-    f"{GRPO} --record true": "true; write --field VALUE, for a switch --field",
+    f"{GRPO} --record true": "true; write --field VALUE, ",
     f"{GRPO} --num-step 3": "--num-steps",
     f"{GRPO} stray": "stray",
     # recipes

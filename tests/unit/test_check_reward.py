@@ -147,10 +147,7 @@ def test_without_an_answer_the_columns_are_tried_as_completions(show, tmp_path):
     assert row.startswith("row: 3 + 3?") and solution.split() == ["level", "6", "1.0"] and empty.endswith("  0.0")
 
 
-@pytest.mark.parametrize(
-    ("answer", "wrong"),
-    [("0.5", "3/2"), ("-1/2", "1/2"), ("50%", "51"), ("x = 7", "8"), ("12345678", "12345679"), (2.5, "7/2")],
-)
+@pytest.mark.parametrize(("answer", "wrong"), [("0.5", "3/2"), ("50%", "51"), ("x = 7", "8"), (2.5, "7/2")])
 def test_the_wrong_answer_is_one_more_written_exactly(answer, wrong):
     completions = some_completions(Example("?", {"answer": answer}), "answer_tag")
     assert completions["wrong"] == f"<answer>{wrong}</answer>"

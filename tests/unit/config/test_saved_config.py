@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from grpo.config import GRPOConfig, SFTConfig, change
-from grpo.config.recipes import is_resume_safe, load_recipe
+from grpo.config.recipes import RESUME_SAFE, field_paths, is_resume_safe, load_recipe
 from grpo.config.user_files import load_function, own_files
 from grpo.folder.was_read import READ, WasRead
 
@@ -37,6 +37,7 @@ def test_what_the_result_depends_on(path):
 
 
 def test_what_the_result_does_not_depend_on():
+    assert {*RESUME_SAFE.split()} <= {*field_paths(GRPOConfig()), *field_paths(SFTConfig())}
     for path in ("run_dir", "roles.num_trainers", "checkpoint.keep", "evaluation.path", "trainer.micro_batch_tokens"):
         assert is_resume_safe(path, GRPOConfig())
     for path in ("reward.functions", "generator.max_completion_tokens"):  # SFT's evaluation

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from grpo.config import GRPOConfig, MetricsConfig
-from grpo.config.recipes import as_recipe
 from grpo.report.log import RunLog
-from grpo.run import command_line
+from grpo.run.command_line import checked_config
 from grpo.types import Completion, Prompt, Rollout
 
 CONFIG = MetricsConfig(tensorboard=False, wandb_project="additions")
@@ -76,15 +75,12 @@ def test_it_is_not_imported_unless_asked_for(monkeypatch, tmp_path):
     RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=1).close()
 
 
-def test_without_the_package_it_is_refused_while_the_command_line_is_read(monkeypatch, tmp_path, capsys):
+def test_without_the_package_it_is_refused_while_the_command_line_is_read(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
-    (tmp_path / "recipe.py").write_text(as_recipe(GRPOConfig()))
-    monkeypatch.setattr(sys, "argv", ["train_grpo.py", str(tmp_path / "recipe.py"), "--metrics.wandb-project", "mine"])
-    monkeypatch.setattr(command_line, "run_rank", lambda read: read())
-    monkeypatch.setattr(command_line, "end_with_launcher", lambda: None)  # it blocks signals, of later tests too
-    with pytest.raises(Exception, match="wandb_project='mine' needs a package: pip install wandb"):
-        command_line.read_config(GRPOConfig)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="wandb_project='mine' needs a package: pip install wandb"):
+        checked_config(GRPOConfig, ["--metrics.wandb-project", "mine"])
 
 
 def test_the_package_itself_offline(monkeypatch, tmp_path):
