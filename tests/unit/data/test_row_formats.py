@@ -82,13 +82,7 @@ COMPLETION = ["--completion-column", "messages.-1.content"]
 FIRST_AND_LAST = ["--data.prompt-column", "messages.0.content", *COMPLETION]
 # data set, flags, which of three rows: how its prompt ends, and the columns that rewards get
 PROMPTS = [
-    (
-        "gsm8k",
-        GSM8K,
-        0,
-        "user\nAnn has 3 boxes of 4 pens. How many pens has she?",
-        {"answer": "3 * 4 = <<3*4=12>>12\n#### 12"},
-    ),
+    ("gsm8k", GSM8K, 1, "How many km does it go in 1 hour?", {"answer": "150 / 2 = <<150/2=75>>75\n#### 75"}),
     ("dapo_math", DAPO, 1, 'Remember to put your answer on its own line after "Answer:".', {"answer": "-7"}),
     (
         "openr1_math",

@@ -33,21 +33,24 @@ def rows_of(tmp_path, *rows: dict) -> str:
 
 def test_it_goes_the_way_of_the_prompt_with_columns_of_the_row(tmp_path):
     """Of a chat it replaces the last message of the user; nothing within a value is taken for a placeholder."""
+    tokenizer, algorithm = word_tokenizer(), hinted("{hint} {question} {answer}")
+    fields = {"system_prompt": "Be brief", "shuffle": False, "columns": {"hint": "extra"}}
+    path = rows_of(tmp_path, {"extra": "n7"}, {"question": "{hint}", "extra": "{answer} {question}"})
+    data = config_of(path, **fields)
+    first, second = prompts_of(data, tokenizer, algorithm=algorithm).draw(2)
+    assert first.ids == ids_of("<system> Be brief <user> add n1 <assistant>")
+    assert first.teacher_ids == ids_of("<system> Be brief <user> n7 add n1 n2 <assistant>")
+    assert second.teacher_ids == ids_of("<system> Be brief <user> <unk> <unk> <unk> n2 <assistant>")
+    (plain,) = load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=1), tokenizer)
+    assert plain.ids == first.ids and not plain.teacher_ids
+    assert not prompts_of(data, tokenizer).draw(1)[0].teacher_ids
+
     turns = [("user", "add n1"), ("assistant", "n3"), ("user", "add n4")]
     chat = [{"role": role, "content": content} for role, content in turns]
-    rows = {"extra": "n7"}, {"question": "{hint}", "extra": "{answer} {question}"}, {"question": chat, "extra": "n7"}
-    tokenizer, path = word_tokenizer(), rows_of(tmp_path, *rows)
-    data = config_of(path, system_prompt="Be brief", shuffle=False, columns={"hint": "extra"})
-    prompts = prompts_of(data, tokenizer, algorithm=hinted("{hint} {question} {answer}")).draw(3)
-    assert prompts[0].ids == ids_of("<system> Be brief <user> add n1 <assistant>")
-    assert [prompt.teacher_ids for prompt in prompts] == [
-        ids_of("<system> Be brief <user> n7 add n1 n2 <assistant>"),
-        ids_of("<system> Be brief <user> <unk> <unk> <unk> n2 <assistant>"),
-        ids_of("<system> Be brief <user> add n1 <assistant> n3 <user> n7 add n4 n2 <assistant>"),
-    ]
-    (plain,) = load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=1), tokenizer)
-    assert plain.ids == prompts[0].ids and not plain.teacher_ids
-    assert not prompts_of(data, tokenizer).draw(1)[0].teacher_ids
+    path = rows_of(tmp_path, {"question": chat, "extra": "n7"})
+    (prompt,) = prompts_of(config_of(path, **fields), tokenizer, algorithm=algorithm).draw(1)
+    text = "<system> Be brief <user> add n1 <assistant> n3 <user> n7 add n4 n2 <assistant>"
+    assert prompt.teacher_ids == ids_of(text)
 
 
 def test_one_that_is_too_long_leaves_its_row_out_with_numbers(tmp_path, capsys):
