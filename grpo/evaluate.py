@@ -19,8 +19,8 @@ from grpo.config.fields import Config
 from grpo.config.recipes import load
 from grpo.run.command_line import DEFAULT_RECIPES, check_folder_early, subject_of
 from grpo.run.policy import read_policy
-from grpo.run.rewards import check_functions
 from grpo.run.saved import find_saved
+from grpo.run.scorer import check_functions
 from grpo.run.session import Session, run
 from grpo.run.start import Start, read_evaluation
 from grpo.watch.failures import refuse_bad_input, run_script

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -129,26 +129,21 @@ def _names(rows: Rows) -> list[str]:
     return list(names)
 
 
-def reward_columns(sources: Sources) -> list[str] | None:
-    """Return the columns that rewards get, from the first row of each source; None if no row can be used.
+def first_columns(sources: Sources) -> list[dict[str, Any]]:
+    """Return the columns that rewards get, of the first row of each source that can be used.
 
     Raises ValueError if sources differ in them, which `data.row` may cause.
     """
-    columns = None
+    found = []
     listed = []
-    differ = False
     for rows in sources:
-        first = next(rows.examples(), None)
-        if first is None:
-            continue
-        if columns is None:
-            columns = list(first.columns)
-        differ = differ or set(columns) != set(first.columns)
-        names = ", ".join(first.columns) or "none"
-        listed.append(f"{names} for {rows.source.path}")
-    if differ:
+        for example in itertools.islice(rows.examples(), 1):
+            found.append(example.columns)
+            names = ", ".join(example.columns) or "none"
+            listed.append(f"{names} for {rows.source.path}")
+    if len({frozenset(columns) for columns in found}) > 1:
         raise ValueError(f"data.row gives the columns {'; '.join(listed)}; give the same for all sources")
-    return columns
+    return found
 
 
 def texts_of(sources: Sources) -> Iterator[str]:

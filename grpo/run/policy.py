@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import RunConfig
 from grpo.data import initial_model
-from grpo.data.chat import check_template, load_tokenizer
+from grpo.data.chat import check_template, load_tokenizer, template_name
 from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
 from grpo.models.families import has_experts
@@ -98,3 +98,22 @@ def read_reference(config: GRPOConfig, policy: PolicyFiles) -> str:
     hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
     hf_folder.check_reference(folder, policy.folder, policy.tokenizer)
     return path
+
+
+def describe_ends(config: RunConfig, policy: PolicyFiles) -> list[str]:
+    """Say what ends a completion. Warn if it goes on behind the token that ends a turn in the chat template.
+
+    So it is with many base models: their template has <|im_end|>, and their EOS is <|endoftext|>.
+    """
+    generator = config.generator
+    text_of = policy.tokenizer.convert_ids_to_tokens
+    ends = [f"{text_of(token)!r} ({token})" for token in policy.stop_token_ids]
+    ends += [f"the text {text!r}" for text in generator.stop]
+    lines = [f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens"]
+    end = end_of_turn(policy.tokenizer, config.data)
+    if end is not None and end not in policy.stop_token_ids and text_of(end) not in generator.stop:
+        lines.append(
+            f"warning: {template_name(policy.tokenizer, config.data)} ends a turn with {text_of(end)}, and completions "
+            f"go on behind it; end them there with --generator.stop-token-ids {end}"
+        )
+    return lines

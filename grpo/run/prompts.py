@@ -18,8 +18,8 @@ from grpo.data.streams import ChatStream, PromptStream
 from grpo.report.samples import show_examples
 from grpo.run.groups import Group
 from grpo.run.policy import PolicyFiles
-from grpo.run.rewards import check_functions, tool_schemas
 from grpo.run.saved import Saved, resume_data
+from grpo.run.scorer import check_functions, tool_schemas
 from grpo.types import Prompt
 
 
@@ -89,6 +89,5 @@ def read_held_out(config: RunConfig, policy: PolicyFiles) -> list[Prompt]:
         tool_schemas(config),
         policy.hf.vocab_size,
     )
-    columns = list(prompts[0].columns) if config.data.row else None
-    check_functions(config, columns, [prompt.columns for prompt in prompts])
+    check_functions(config, [prompt.columns for prompt in prompts])
     return prompts

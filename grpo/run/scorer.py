@@ -1,24 +1,24 @@
 """Completions -> rollouts with rewards: what training and evaluation share. On rank 0."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
 
 from grpo import features
-from grpo.config import DataConfig
 from grpo.config.fields import RunConfig
-from grpo.data.chat import detokenize, look_at_prompt, template_name
-from grpo.data.turns import end_of_turn
-from grpo.models import hf_folder
-from grpo.report.samples import (
-    broken_line,
-    failure_lines,
-    no_answer_line,
-    unread_calls_line,
-)
-from grpo.rewards.loading import answer_format_of, measures_length
-from grpo.rewards.pool import RewardError, RewardPool, counting_parts, weighted_sum
+from grpo.config.user_files import near_miss
+from grpo.data.chat import detokenize, look_at_prompt
+from grpo.data.rows import Tools
+from grpo.environments.tools import load_toolboxes
+from grpo.report.rollout_metrics import evaluation_names
+from grpo.report.samples import broken_line, failure_lines, no_answer_line, unread_calls_line
+from grpo.rewards.loading import answer_format_of, load_functions, measures_length, try_built_ins
+from grpo.rewards.pool import EPISODE_COLUMNS, RewardError, RewardPool, counting_parts, weighted_sum
+from grpo.roles.engine.episodes import call_style, turns_of
+from grpo.roles.engine.vllm_engine import check_engine
+from grpo.run.policy import PolicyFiles, describe_ends
 from grpo.text import printable
 from grpo.types import Completion, Prompt, Rollout
 
@@ -47,45 +47,47 @@ def check_lost(rollouts: list[Rollout]) -> None:
         raise RewardError(f"{len(failures)} of {len(episodes)} episodes were lost; the first: {failures[0]}")
 
 
-def with_value(
-    rollout: Rollout,
-    name: str,
-    weights: Mapping[str, float],
-    value: float | None,
-    failure: str,
-) -> Rollout:
-    """Add a value that is not a reward function's, or the reason why there is none.
+class EnvironmentPart:
+    """The part of the reward that an environment gives."""
 
-    weights: of all parts of the reward, which is their `weighted_sum`.
+    def values(self, rollouts: Sequence[Rollout], opening: str) -> list[tuple[float | None, str]]:
+        """Return for each episode its value or None, and why it was lost, if it was."""
+        episodes = [rollout.completion.episode for rollout in rollouts]
+        return [(episode["reward"], episode["failure"]) for episode in episodes]
+
+
+def other_parts(config: RunConfig) -> dict[str, Any]:
+    """Return the parts of the reward that no function computes, by their names, as `Scorer` takes them."""
+    parts = {name: reward_part(config) for name, reward_part in features.turned_on(config, "reward_part")}
+    environment = config.environment
+    if environment.enabled:
+        parts[environment.reward_name if environment.all_classes else TOOLS] = EnvironmentPart()
+    return parts
+
+
+def passing_parts(config: RunConfig) -> list[str]:
+    """Return the names of what says whether a completion passes: the first that gives it a value.
+
+    They are the environment, which gives none without `get_reward`, and the first function; or only `reward.passes`.
     """
-    failures = dict(rollout.failures)
-    if failure:
-        failures[name] = failure
-    rewards = {name: value} | rollout.rewards
+    if config.reward.passes:
+        return [config.reward.passes]
+    return list(config.reward_weights)[: 2 if config.environment.all_classes else 1]
+
+
+def with_parts(
+    rollout: Rollout,
+    parts: Mapping[str, tuple[float | None, str]],
+    weights: Mapping[str, float],
+) -> Rollout:
+    """Add the parts of the reward that no function computes, each a value or the reason why there is none, and sum up.
+
+    weights: of all parts of the reward, which is their `weighted_sum`; None if one failed.
+    """
+    rewards = {name: value for name, (value, _) in parts.items() if name in weights} | rollout.rewards
+    failures = rollout.failures | {name: failure for name, (_, failure) in parts.items() if failure}
     reward = None if failures else weighted_sum(rewards, weights)
     return replace(rollout, rewards=rewards, reward=reward, failures=failures)
-
-
-def passed_end_line(
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    stop_token_ids: Collection[int],
-    stop_texts: Collection[str],
-) -> str:
-    """Return a warning if completions go on behind the token that ends a turn in the chat template, else nothing.
-
-    So it is with many base models: their template has <|im_end|>, and their EOS is <|endoftext|>.
-    """
-    end = end_of_turn(tokenizer, data)
-    if end is None or end in stop_token_ids:
-        return ""
-    text = tokenizer.convert_ids_to_tokens(end)
-    if text in stop_texts:
-        return ""
-    return (
-        f"warning: {template_name(tokenizer, data)} ends a turn with {text}, and completions go on behind it; end them "
-        f"there with --generator.stop-token-ids {end}"
-    )
 
 
 class Scorer:
@@ -93,62 +95,26 @@ class Scorer:
 
     def __init__(
         self,
-        config: RunConfig,
-        folder: str,
-        tokenizer: PreTrainedTokenizerBase,
-        end_token_ids: Sequence[int] = (),
+        pool: RewardPool,
+        parts: Mapping[str, Any],
+        weights: Mapping[str, float],
+        pass_functions: Sequence[str],
+        policy: PolicyFiles,
     ):
-        """Start the reward processes; prints what ends a completion, and how programs are locked down, if any are run.
+        """Hold what scores; `pool` has started.
 
-        end_token_ids: tokens that end a completion, in addition to those of the model's `folder` and of the generator.
-        Raises ValueError or RuntimeError if a reward function cannot be loaded, or programs cannot be locked down, and
-        what `reward_part` of a feature raises.
+        parts: the parts of the reward that no function computes, by their names. Each has a method `values(rollouts,
+        opening)`, which returns for each rollout its value or None, and the reason if it failed. weights: of all parts.
+        pass_functions: names of what says whether a completion passes, the first that gives it a value.
         """
-        reward = config.reward
-        generator = config.generator
-        self.environment = config.environment
-        self.weights = config.reward_weights
-        self.passes = reward.passes
-        self.tokenizer = tokenizer
-        self.model_path = reward.model
-        for _, before_rewards in features.turned_on(config, "before_rewards"):
-            print(before_rewards(config))
-        self.parts = {name: reward_part(config) for name, reward_part in features.turned_on(config, "reward_part")}
-
-        more_stop_ids = (*generator.stop_token_ids, *end_token_ids)
-        self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, more_stop_ids)
-        ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
-        ends += [f"the text {text!r}" for text in generator.stop]
-        print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens")
-        if self.weights:
-            first, *rest = self.pass_functions
-            otherwise = f", or {rest[0]} where it gives none" if rest else ""
-            print(f"a completion passes if {first} gives at least {reward.pass_value:g}{otherwise}")
-        line = passed_end_line(tokenizer, config.data, self.stop_token_ids, generator.stop)
-        if line:
-            print(printable(line))
-
-        opening, notes = look_at_prompt(tokenizer, config.data)
-        for note in notes:
-            print(printable(note))
-        self.pool = RewardPool(reward, generator.max_completion_tokens, opening)
-        self.answer_format = answer_format_of(self.pool.functions)
+        self.pool = pool
+        self.parts = parts
+        self.weights = weights
+        self.pass_functions = pass_functions
+        self.policy = policy
+        self.answer_format = answer_format_of(pool.functions)
         self.collected_before = False
         self.episode_lines = list(EPISODE_LINES)
-
-    @property
-    def pass_functions(self) -> list[str]:
-        """Names of what says whether a completion passes: the first that gives it a value.
-
-        They are the environment and the first function. An environment without `get_reward` gives no value. Or only
-        what `reward.passes` names.
-        """
-        if self.passes:
-            return [self.passes]
-        names = list(self.weights)
-        if self.environment.all_classes:
-            return names[:2]
-        return names[:1]
 
     @property
     def judging_parts(self) -> list[str]:
@@ -168,7 +134,7 @@ class Scorer:
         group_size = len(completions) // len(prompts)
         prompts = [prompt for prompt in prompts for _ in range(group_size)]
         ids = list(map(self._ids_to_show, prompts, completions))
-        texts = detokenize(self.tokenizer, ids)
+        texts = detokenize(self.policy.tokenizer, ids)
         self.submitted = list(map(Rollout, prompts, completions, texts))
         self.pool.submit(self.submitted, group_size, step)
         return self.submitted
@@ -181,10 +147,10 @@ class Scorer:
         """
         # while worker processes score
         values_of = {name: part.values(self.submitted, self.pool.opening) for name, part in self.parts.items()}
-        rollouts = [self._with_environment(rollout) for rollout in self.pool.collect()]
-        for name, values in values_of.items():
-            for place, (value, failure) in enumerate(values):
-                rollouts[place] = with_value(rollouts[place], name, self.weights, value, failure)
+        rollouts = []
+        for place, rollout in enumerate(self.pool.collect()):
+            parts = {name: values[place] for name, values in values_of.items()}
+            rollouts.append(with_parts(rollout, parts, self.weights))
         check_lost(rollouts)
 
         warnings = failure_lines(rollouts)
@@ -203,25 +169,7 @@ class Scorer:
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:
         """Return the prompts as the model saw them, special tokens included."""
         ids = [rollout.prompt_ids_T.tolist() for rollout in rollouts]
-        return detokenize(self.tokenizer, ids)
-
-    def _with_environment(self, rollout: Rollout) -> Rollout:
-        """Add the environment's value to the reward. An episode that was lost has no reward."""
-        episode = rollout.completion.episode
-        if episode is None:
-            return rollout
-        if not self.environment.all_classes:
-            if not episode["failure"]:
-                return rollout
-            failures = {**rollout.failures, TOOLS: episode["failure"]}
-            return replace(rollout, reward=None, failures=failures)
-        return with_value(
-            rollout,
-            self.environment.reward_name,
-            self.weights,
-            episode["reward"],
-            episode["failure"],
-        )
+        return detokenize(self.policy.tokenizer, ids)
 
     def _ids_to_show(self, prompt: Prompt, completion: Completion) -> list[int]:
         """Return the ids of a completion without the stop token at the end."""
@@ -229,6 +177,100 @@ class Scorer:
         ids = []
         for piece in pieces:
             ids += piece.ids_T.tolist()
-        if ids and ids[-1] in self.stop_token_ids:
+        if ids and ids[-1] in self.policy.stop_token_ids:
             ids.pop()
         return ids
+
+
+# ---- Before the first step: what cannot be used is refused
+
+
+def check_functions(config: RunConfig, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Load the reward functions once, and refuse what cannot be called, or rows that a built-in one cannot read.
+
+    rows: the columns that rewards get, of each row. Before they are read the functions are tried with the columns that
+    `data` names; which ones `data.row` makes is not known then. Raises ValueError also for a column that an episode's
+    would replace.
+    """
+    data = config.data
+    columns = None if data.row else list(data.reward_columns)
+    if data.row and rows:
+        columns = list(rows[0])
+    if columns is not None and config.environment.enabled:
+        allowed = [data.prompt_column]
+        if config.environment.are_several:
+            allowed.append("environment")
+        for name in EPISODE_COLUMNS:
+            if name in columns and name not in allowed:
+                raise ValueError(
+                    f"data.columns has {name}, but with an environment reward functions get a column of that name "
+                    f"anyway; give the data set's another name, such as --data.columns my_{name} {name}"
+                )
+        columns = [*columns, *EPISODE_COLUMNS]
+    functions = load_functions(config.reward, columns, config.generator.max_completion_tokens)
+    for row in rows:
+        try_built_ins(functions, row)
+
+
+def read_rewards(config: RunConfig, policy: PolicyFiles, held_out: Sequence[Prompt]) -> Scorer:
+    """Start the reward processes, and print what ends a completion, what passes, and how programs are locked down.
+
+    Refuses what would fail only when the engine starts or an evaluation ends. Raises ValueError or RuntimeError also if
+    a reward function or a part of the reward cannot be loaded, or programs cannot be locked down.
+    """
+    for _, before_rewards in features.turned_on(config, "before_rewards"):
+        print(before_rewards(config))
+    parts = other_parts(config)
+    ends, *warnings = describe_ends(config, policy)
+    print(ends)
+    pass_functions = passing_parts(config)
+    if pass_functions:
+        first, *rest = pass_functions
+        otherwise = f", or {rest[0]} where it gives none" if rest else ""
+        print(f"a completion passes if {first} gives at least {config.reward.pass_value:g}{otherwise}")
+    opening, notes = look_at_prompt(policy.tokenizer, config.data)
+    for line in [*warnings, *notes]:
+        print(printable(line))
+    pool = RewardPool(config.reward, config.generator.max_completion_tokens, opening)
+    scorer = Scorer(pool, parts, config.reward_weights, pass_functions, policy)
+    on_gpu = config.gpus > 0 or torch.cuda.is_available()  # a dry run may be for another machine
+    check_engine(config.generator, policy.hf, on_gpu=on_gpu)
+    if config.environment.enabled:
+        check_environment(config, policy)
+    best = config.checkpoint.keep_best.removeprefix("eval/")
+    if best:
+        names = evaluation_names(held_out, config.evaluation.num_samples, scorer.answer_format)
+        if best not in names:
+            hint = near_miss(best, names)
+            raise ValueError(f"checkpoint.keep_best={best} is not among the held-out metrics{hint}: {', '.join(names)}")
+    return scorer
+
+
+def tool_schemas(config: RunConfig) -> dict[str, Tools]:
+    """Return the JSON schemas of each environment's tools, as the chat template gets them, by its name."""
+    if not config.environment.enabled:
+        return {}
+    toolboxes = load_toolboxes(config.environment)
+    return {name: toolbox.schemas for name, toolbox in toolboxes.items()}
+
+
+def check_environment(config: RunConfig, policy: PolicyFiles) -> None:
+    """Refuse an environment whose class, functions or chat template cannot be used, and print what it is."""
+    toolboxes = load_toolboxes(config.environment)
+    style = call_style(policy.tokenizer, config.environment, toolboxes)
+    turns = turns_of(policy.tokenizer, config.environment, config.data, policy.stop_token_ids, toolboxes)
+    has_other_reward = config.reward.weights or config.algorithm.distill_coef
+    for name, toolbox in toolboxes.items():
+        if not (toolbox.has_reward or has_other_reward):
+            raise ValueError(
+                f"{toolbox.name} has no get_reward and reward.functions is empty; give it one, or name some"
+            )
+        if not config.data.row:
+            toolbox.check_columns(config.data.reward_columns)
+        line = f"environment {name or toolbox.name}"
+        if toolbox.tools:
+            tools = ", ".join(toolbox.tools)
+            line += f" with the tools {tools}, called as {style}"
+        if turns[name].line:
+            line += f"; {turns[name].line}"
+        print(line)

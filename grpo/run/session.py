@@ -326,31 +326,25 @@ class Session:
                 )
                 self.saver = checkpoint.CheckpointSaver(config)
             if roles.references and roles.has_reference:
-                reference = self.load_reference(trainer)
+                reference = Reference(
+                    config.model,
+                    config.trainer,
+                    self.folders["reference"],
+                    config.reference_tensor_parallel,
+                    roles,
+                    policy=None if config.reference_has_model else trainer.model,
+                    as_trained=config.algorithm.teacher == "policy",
+                    moves=config.reference_moves,
+                )
+            if reference and config.reference_moves:
+                algorithm = config.algorithm
+                trainer.lead(reference.model, algorithm.reference_interval, algorithm.reference_mixture)
             if "reward model" in self.folders and roles.learns:
                 for name, load in features.turned_on(config, "load"):
                     self.reward_model = load(config, self.folders["reward model"], roles)
                     if self.start:
                         self.start.scorer.parts[name].model = self.reward_model
         return trainer, reference
-
-    def load_reference(self, trainer: Trainer | None) -> Reference:
-        """Load the reference, which `trainer` moves if it is to follow the policy. Collective over the references."""
-        config = self.config
-        reference = Reference(
-            config.model,
-            config.trainer,
-            self.folders["reference"],
-            config.reference_tensor_parallel,
-            self.roles,
-            policy=None if config.reference_has_model else trainer.model,
-            as_trained=config.algorithm.teacher == "policy",
-            moves=config.reference_moves,
-        )
-        if config.reference_moves:
-            algorithm = config.algorithm
-            trainer.lead(reference.model, algorithm.reference_interval, algorithm.reference_mixture)
-        return reference
 
     def load_checkpoint(self, trainer: Trainer | None, generator: Generator | None) -> None:
         """Load the checkpoint that the run goes on from, if there is one. Collective over trainers and generators."""

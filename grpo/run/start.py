@@ -4,20 +4,18 @@ Bad input is refused here, before GPUs are used: ValueError or FileNotFoundError
 checks come first, and processes start last.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import EvaluationConfig, RunConfig, ValidationConfig
-from grpo.data.prepare import load_chat_sources, load_sources, reward_columns, texts_of, warn_of_repeated_rows
+from grpo.data.prepare import first_columns, load_chat_sources, load_sources, texts_of, warn_of_repeated_rows
 from grpo.models import hf_folder
 from grpo.run.policy import PolicyFiles, read_policy, read_reference
 from grpo.run.prompts import read_examples, read_held_out, read_prompts
-from grpo.run.rewards import check_functions, read_rewards
 from grpo.run.saved import Saved, find_saved
-from grpo.run.scorer import Scorer
+from grpo.run.scorer import Scorer, check_functions, read_rewards
 from grpo.run.trial import try_algorithm
 from grpo.types import Prompt
 
@@ -36,11 +34,8 @@ class Start:
     """The prompts that evaluation completes."""
     scorer: Scorer | None = None
     """Its reward processes have started."""
-
-    @property
-    def reward_model(self) -> str:
-        """Folder or hub name of the reward model."""
-        return self.scorer.model_path if self.scorer else ""
+    reward_model: str = ""
+    """Folder or hub name of the reward model."""
 
 
 # Of each function, `script` is the script's name in run.json, and `build_dir` the only place where a dry run may write.
@@ -55,10 +50,7 @@ def read_grpo(
     check_functions(config)
     try_algorithm(config.algorithm)
     sources = load_sources(config.data)
-    columns = reward_columns(sources) if config.data.row else None  # which ones it makes is known only now
-    # all rows of a source have columns of the same types, which the encoder checks
-    firsts = itertools.chain(*(itertools.islice(rows.examples(), 1) for rows in sources))
-    check_functions(config, columns, [example.columns for example in firsts])
+    check_functions(config, first_columns(sources))  # the encoder compares the other rows with these
 
     paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
     saved = find_saved(config, script, paths, parts=("data", "flight"))
@@ -72,7 +64,7 @@ def read_grpo(
             rows = [order.rows for order in prompts.stream.orders.values()]
             warn_of_repeated_rows("evaluation", [prompt.ids for prompt in held_out], rows)
     scorer = read_rewards(config, policy, held_out)
-    start = Start(saved, policy, reference, prompts, held_out, scorer)
+    start = Start(saved, policy, reference, prompts, held_out, scorer, config.reward.model)
     note_weights(config, start)
     return start
 
@@ -90,11 +82,10 @@ def read_sft(
     saved = find_saved(config, script, paths, parts=("data", "recent_losses"))
     policy = read_policy(config, texts_of(sources), build_dir)
     examples = read_examples(config, sources, policy, saved)
-    held_out = []
-    scorer = None
+    start = Start(saved, policy, "", examples)
     if config.evaluation.interval:
         held_out, scorer = read_evaluation(config, policy)
-    start = Start(saved, policy, data=examples, held_out=held_out, scorer=scorer)
+        start = Start(saved, policy, "", examples, held_out, scorer, config.reward.model)
     note_weights(config, start)
     return start
 

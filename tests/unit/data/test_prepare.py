@@ -10,11 +10,11 @@ from grpo.data import encode
 from grpo.data.chat import check_template
 from grpo.data.encode import EncodedRows
 from grpo.data.prepare import (
+    first_columns,
     load_chat_sources,
     load_eval_prompts,
     load_sources,
     load_validation,
-    reward_columns,
     usable_chats,
     usable_prompts,
     warn_of_repeated_rows,
@@ -84,7 +84,7 @@ def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):
     rows += [{"question": "add", "n": 9}] * 900  # what a function leaves out counts for no limit
     path = write_rows(tmp_path / "r.jsonl", rows)
     data = config_of(path, row=f"{own}:f", bad_rows="skip", max_prompt_tokens=9)
-    assert reward_columns(load_sources(data)) == ["n"]
+    assert [list(columns) for columns in first_columns(load_sources(data))] == [["n"]]
     (found,) = prepared(data, tokenizer)
     assert list(found.usable) == [0, 1, 2, 5, 6, 7]
     told = capsys.readouterr().out
@@ -97,7 +97,7 @@ def test_sources_whose_own_columns_differ_are_refused(tmp_path):
     sources = {name: write_rows(tmp_path / f"{name}.jsonl", [{"question": "p", "answer": name}]) for name in "ab"}
     data = config_of(sources, row=f"{tmp_path}/mine.py:f")
     with pytest.raises(ValueError, match="data.row gives the columns a for .*a.jsonl; b for .*b.jsonl; give the same"):
-        reward_columns(load_sources(data))
+        first_columns(load_sources(data))
 
 
 # ---- What SFT learns

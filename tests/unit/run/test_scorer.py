@@ -1,17 +1,21 @@
 """What the start says about completions, and what the environment adds to a reward."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from configs.examples import toys
 from grpo.algorithm.groups import pass_rate, pass_values
-from grpo.config import DataConfig, GRPOConfig
+from grpo.config import GRPOConfig
 from grpo.config.recipes import change
 from grpo.report.rollout_metrics import evaluation_metrics
-from grpo.rewards.pool import weighted_sum
-from grpo.run.scorer import Scorer, passed_end_line
+from grpo.rewards.pool import RewardError
+from grpo.run.policy import describe_ends
+from grpo.run.scorer import check_lost, other_parts, passing_parts, with_parts
 from grpo.types import Completion, Piece, Prompt, Rollout
+
+OUTAGE = "turn: look: ConnectionResetError"
 
 
 def test_a_turn_whose_end_is_no_stop_is_said():
@@ -19,13 +23,16 @@ def test_a_turn_whose_end_is_no_stop_is_said():
     tokenizer = toys.trained_tokenizer(["1 + 1 = 2"], 300)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     tokenizer.eos_token = "<|im_start|>"
-    data = DataConfig()
-    line = passed_end_line(tokenizer, data, [tokenizer.eos_token_id], [])
+
+    def warnings(*more_stops: int, **fields: object) -> list[str]:
+        policy = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=[tokenizer.eos_token_id, *more_stops])
+        return describe_ends(change(GRPOConfig(), fields), policy)[1:]
+
+    (line,) = warnings()
     assert "ends a turn with <|im_end|>" in line and f"--generator.stop-token-ids {end}" in line
-    assert passed_end_line(tokenizer, data, [tokenizer.eos_token_id, end], []) == ""
-    assert passed_end_line(tokenizer, data, [tokenizer.eos_token_id], ["<|im_end|>"]) == ""
-    text = DataConfig(prompt_template="Q: {question} A:")
-    assert passed_end_line(tokenizer, text, [tokenizer.eos_token_id], []) == ""
+    assert not warnings(end)
+    assert not warnings(**{"generator.stop": ("<|im_end|>",)})
+    assert not warnings(**{"data.prompt_template": "Q: {question} A:"})
 
 
 @pytest.mark.parametrize(
@@ -43,21 +50,18 @@ def test_a_turn_whose_end_is_no_stop_is_said():
 )
 def test_the_reward_of_an_episode(weights, of_function, value, reward):
     fields = {"environment.weight": weights[0], "reward.functions": {"math_reward": weights[1]}}
-    scorer, rollout = of_episode({"environment.name": "a.py:Game"} | fields)
-    rollout.completion.episode["reward"] = value
-    pool_reward = weighted_sum({"math_reward": of_function}, {"math_reward": weights[1]})
-    scored = scorer._with_environment(replace(rollout, rewards={"math_reward": of_function}, reward=pool_reward))
+    scored = of_episode({"environment.name": "a.py:Game"} | fields, of_function, reward=value)
     assert scored.reward == reward and scored.rewards == {"Game": value, "math_reward": of_function}
 
 
 @pytest.mark.parametrize("field", [{"environment.name": "a.py:Game"}, {"environment.tools": ("calculator",)}])
 def test_an_episode_that_was_lost_has_no_reward_with_a_class_or_without(field):
-    """Functions would give 0 for a conversation that an outage ended."""
-    scorer, rollout = of_episode(field)
-    assert scorer._with_environment(rollout).reward is not None
-    rollout.completion.episode["failure"] = "turn: look: ConnectionResetError"
-    lost = scorer._with_environment(rollout)
-    assert lost.reward is None and list(lost.failures.values()) == ["turn: look: ConnectionResetError"]
+    """Functions would give 0 for a conversation that an outage ended. Half of a step may be lost, not more."""
+    assert of_episode(field).reward is not None
+    lost = of_episode(field, failure=OUTAGE)
+    assert lost.reward is None and list(lost.failures.values()) == [OUTAGE]
+    with pytest.raises(RewardError, match=f"2 of 3 episodes were lost; the first: {OUTAGE}"):
+        check_lost([lost, lost, of_episode(field)])
 
 
 @pytest.mark.parametrize(
@@ -66,34 +70,32 @@ def test_an_episode_that_was_lost_has_no_reward_with_a_class_or_without(field):
         (1.0, "", 1.0),
         (0.5, "", 0.0),
         (None, "", 1.0),  # a class without get_reward: by the first function, which gave 1
-        (None, "turn: look: ConnectionResetError", 0.0),
+        (None, OUTAGE, 0.0),
     ],
 )
 def test_an_episode_passes_by_its_class_or_without_get_reward_by_the_first_function(of_class, failure, accuracy):
-    scorer, rollout = of_episode({"environment.name": "a.py:Game", "reward.functions": {"math_reward": 1.0}})
-    rollout.completion.episode.update(reward=of_class, failure=failure)
-    scored = [scorer._with_environment(rollout)]
-    metrics = evaluation_metrics(scored, scored * 2, 2, scorer.pass_functions)
+    fields = {"environment.name": "a.py:Game", "reward.functions": {"math_reward": 1.0}}
+    scored = [of_episode(fields, reward=of_class, failure=failure)]
+    functions = passing_parts(change(GRPOConfig(), fields))
+    metrics = evaluation_metrics(scored, scored * 2, 2, functions)
     assert metrics["eval/accuracy"] == metrics["eval/pass_at_2"] == accuracy
-    values_S = pass_values(scored, scorer.pass_functions)
-    assert pass_rate(values_S, 1.0) == (None if failure else accuracy)
+    assert pass_rate(pass_values(scored, functions), 1.0) == (None if failure else accuracy)
 
 
 @pytest.mark.parametrize(("passes", "accuracy"), [("", 0.0), ("right.py:accuracy", 1.0)])
 def test_a_field_chooses_the_function_by_which_a_completion_passes(passes, accuracy):
     """Scripts of TRL put the function for the format first, which would be taken for accuracy."""
     functions = {"format_reward": 0.2, "right.py:accuracy": 1.0}
-    scorer, rollout = of_episode({"reward.functions": functions, "reward.passes": passes})
-    scored = [replace(rollout, rewards={"format_reward": 0.0, "right.py:accuracy": 1.0})]
-    assert evaluation_metrics(scored, [], 0, scorer.pass_functions)["eval/accuracy"] == accuracy
+    config = change(GRPOConfig(), {"reward.functions": functions, "reward.passes": passes})
+    scored = [replace(of_episode({}), rewards={"format_reward": 0.0, "right.py:accuracy": 1.0})]
+    assert evaluation_metrics(scored, [], 0, passing_parts(config))["eval/accuracy"] == accuracy
 
 
-def of_episode(fields: dict) -> tuple[Scorer, Rollout]:
-    """Return what scores an episode by these fields, without its processes, and an episode with the pool's reward."""
+def of_episode(fields: dict, of_function: float | None = 1.0, **episode: object) -> Rollout:
+    """Return an episode as it is scored by these fields. of_function: what math_reward gives it."""
     config = change(GRPOConfig(), fields)
-    scorer = Scorer.__new__(Scorer)
-    scorer.environment = config.environment
-    scorer.weights = config.reward_weights
-    scorer.passes = config.reward.passes
-    completion = replace(Completion((Piece.nothing(),), False), episode={"reward": 1.0, "failure": ""})
-    return scorer, Rollout(Prompt(0, [5]), completion, "text", rewards={"math_reward": 1.0}, reward=0.5)
+    episode = {"reward": 1.0, "failure": ""} | episode
+    completion = replace(Completion((Piece.nothing(),), False), episode=episode)
+    rollout = Rollout(Prompt(0, [5]), completion, "text", rewards={"math_reward": of_function})
+    parts = {name: part.values([rollout], "")[0] for name, part in other_parts(config).items()}
+    return with_parts(rollout, parts, config.reward_weights)

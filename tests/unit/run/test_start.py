@@ -12,8 +12,8 @@ from grpo.config import GRPOConfig, change
 from grpo.folder.was_read import WasRead
 from grpo.models.hf_folder import weights_checksum
 from grpo.rewards.pool import EPISODE_COLUMNS
-from grpo.run.rewards import check_functions
 from grpo.run.saved import Saved
+from grpo.run.scorer import check_functions
 from grpo.run.start import Start, note_weights
 from tests.tiny_models import SMALL
 
@@ -42,7 +42,7 @@ def test_a_column_that_rewards_would_get_otherwise_is_refused(tmp_path: pathlib.
         with pytest.raises(ValueError, match=f"has {name}, but with an environment .* --data.columns my_{name} {name}"):
             check_functions(change(with_environment, {"data.columns": {name: name}}))
         with pytest.raises(ValueError, match=f"has {name}, but"):
-            check_functions(with_environment, ["prompt", name])  # of data.row
+            check_functions(change(with_environment, {"data.row": "a.py:f"}), [{"prompt": "", name: ""}])
     check_functions(change(with_environment, {"data.prompt_column": "messages"}))
     with pytest.raises(ValueError, match="has completion_ids, but"):
         check_functions(change(alone, {"data.columns": {"completion_ids": "ids"}}))
@@ -94,8 +94,8 @@ def test_other_weights_than_the_checkpoint_relies_on_are_refused(folders, change
 
     def note(folder: str, state: dict) -> dict[str, dict[str, str]]:
         saved = Saved(None, state, WasRead(config, state))
-        scorer = SimpleNamespace(model_path=folder if config.reward.model else "")
-        note_weights(config, Start(saved, SimpleNamespace(folder=folder), folder, scorer=scorer))
+        reward_model = folder if config.reward.model else ""
+        note_weights(config, Start(saved, SimpleNamespace(folder=folder), folder, reward_model=reward_model))
         return saved.read.parts
 
     state = {"step": 7, "read": note(folders[0], {})}

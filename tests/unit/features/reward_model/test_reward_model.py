@@ -16,7 +16,8 @@ from grpo.config.checks import check_effects, validate
 from grpo.evaluate import load_config
 from grpo.features.reward_model.model import RewardModel, conversation, open_reward_model
 from grpo.models.hf_folder import check_folder
-from grpo.run.scorer import Scorer
+from grpo.rewards.pool import RewardPool
+from grpo.run.scorer import Scorer, other_parts
 from grpo.types import Completion, Prompt, Rollout, TrainBatch
 from tests.tiny_models import SMALL, make_reward_model
 
@@ -170,7 +171,8 @@ def test_its_score_joins_the_weighted_sum(folder: str, tmp_path: pathlib.Path):
     fields = {"reward.functions": {f"{mine}:dots": 2.0}, "reward.num_workers": 1, "trainer.micro_batch_tokens": 100}
     config = change(GRPOConfig(), fields | {"reward.model": folder, "reward.model_weight": 0.5})
     tokenizer = toys.trained_tokenizer(["1 + 1 = 2"], 300)
-    scorer = Scorer(config, folder, tokenizer)
+    policy = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=[tokenizer.eos_token_id])
+    scorer = Scorer(RewardPool(config.reward, 64), other_parts(config), config.reward_weights, [], policy)
     try:
         scorer.parts["reward_model"].model = Says(-3.0, 4.0, float("nan"))
         texts = ["a..", "no dot", 80 * ".", "."]
