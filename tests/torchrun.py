@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from tests.forks import Fork, can_fork
 
@@ -26,29 +27,14 @@ SETTINGS = {
 }
 
 
-def torchrun(
-    program: str,
-    *arguments: object,
-    nproc: int,
-    deadline: float = DEADLINE,
-    launcher: tuple[str, ...] = ("--standalone",),
-) -> str:
+def torchrun(program: str, *arguments: object, nproc: int) -> str:
     """Run `torchrun --nproc_per_node=NPROC program arguments...` and return its output. AssertionError if it fails."""
-    result = run_torchrun(program, *arguments, nproc=nproc, deadline=deadline, launcher=launcher)
-    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-20_000:]}"
-    return result.stdout
+    return output_of(run_torchrun(program, *arguments, nproc=nproc))
 
 
-def run_torchrun(
-    program: str,
-    *arguments: object,
-    nproc: int,
-    deadline: float = DEADLINE,
-    launcher: tuple[str, ...] = ("--standalone",),
-) -> subprocess.CompletedProcess:
+def run_torchrun(program: str, *arguments: object, nproc: int) -> subprocess.CompletedProcess:
     """Run torchrun and return its exit code and output. A missed deadline raises AssertionError with all stacks."""
-    process = start_torchrun(program, *arguments, nproc=nproc, launcher=launcher)
-    return finish(process, deadline)
+    return finish(start_torchrun(program, *arguments, nproc=nproc))
 
 
 def start_torchrun(
@@ -60,9 +46,12 @@ def start_torchrun(
     return start_python(*launch, *what, *arguments)
 
 
-def run_python(*arguments: object, deadline: float = DEADLINE) -> str:
+def run_python(*arguments: object) -> str:
     """Run `python arguments...`, one process. Returns its output; a failure raises AssertionError."""
-    result = finish(start_python(*arguments), deadline)
+    return output_of(finish(start_python(*arguments)))
+
+
+def output_of(result: subprocess.CompletedProcess) -> str:
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-20_000:]}"
     return result.stdout
 
@@ -82,24 +71,24 @@ def start_python(*arguments: object) -> subprocess.Popen | Fork:
     )
 
 
-def finish(process: subprocess.Popen | Fork, deadline: float = DEADLINE) -> subprocess.CompletedProcess:
+def finish(process: subprocess.Popen | Fork) -> subprocess.CompletedProcess:
     """Wait for a process. At the deadline make every rank print its stack (SIGABRT), kill them all and fail."""
-    started = time.monotonic()
     try:
-        output, _ = process.communicate(timeout=deadline)
+        output, _ = process.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
         pids = [*children_of(process.pid), process.pid]  # a launcher prints its own last
-        for send, number, wait in ((os.kill, signal.SIGABRT, 2), (os.killpg, signal.SIGKILL, 0)):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                    send(pid, number)
-            time.sleep(wait)
+        send_all(pids, os.kill, signal.SIGABRT)
+        time.sleep(2)
+        send_all(pids, os.killpg, signal.SIGKILL)
         output, _ = process.communicate()
-        waited = time.monotonic() - started
-        raise AssertionError(
-            f"no end after {waited:.0f} s (deadline {deadline} s); stacks:\n{output[-30_000:]}"
-        ) from None
+        raise AssertionError(f"no end after {DEADLINE:.0f} s; stacks:\n{output[-30_000:]}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def send_all(pids: list[int], send: Callable[[int, int], None], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            send(pid, number)
 
 
 def children_of(pid: int) -> list[int]:

@@ -12,8 +12,9 @@ from grpo.run.command_line import quiet_libraries
 
 quiet_libraries()  # before torch and vLLM are imported
 RECIPES, RUNS = pathlib.Path("configs").absolute(), tempfile.mkdtemp()
-grpo_config = change(RECIPES / "toy_arithmetic.py", {"num_steps": 2, "run_dir": f"{RUNS}/grpo"})
-sft_config = change(RECIPES / "toy_sft.py", {"num_steps": 2, "run_dir": f"{RUNS}/sft"})
+few = {"num_steps": 2, "data.path": "configs/examples/toys.py:addition:train[:1000]"}
+grpo_config = change(RECIPES / "toy_arithmetic.py", few | {"run_dir": f"{RUNS}/grpo", "evaluation.interval": 0})
+sft_config = change(RECIPES / "toy_sft.py", few | {"run_dir": f"{RUNS}/sft"})
 grpo_config, sft_config = for_one_process(grpo_config), for_one_process(sft_config)
 
 # %% Rewards are functions of texts and columns

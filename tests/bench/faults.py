@@ -2,7 +2,6 @@
 
     nice -n 5 python tests/bench/faults.py [--roles driver ...] [--phases train ...] [--kinds hang ...] [--jobs 2]
     nice -n 5 python tests/bench/faults.py --sample 20                                   (about ten minutes)
-    python tests/bench/faults.py --shape small --jobs 1 [...]                          (over NCCL, 2 to 3 GPUs a cell)
 
 A cell is one run of train_grpo.py in which a fault strikes one rank in its second step (`start`: while models load):
 an exception, SIGKILL, a sleep of an hour, SIGSTOP. It prints a markdown table: seconds from the fault to the end of
@@ -11,14 +10,11 @@ its role and its phase; torchrun's report repeats it (of a killed rank it has th
 of the run lives, and no file of /dev/shm that one of them had mapped is there. (A port is open as long as its process.)
 
 Each cell leaves `runs/faults/CELL.log` and a line in `runs/faults/cells.jsonl`; cells that are there are not run again.
-`--table` prints the table of what is there. With `--shape` it is a random checkpoint of that shape, in bfloat16, the
-start may take longer, and runs are those of `runs/faults-SHAPE`.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import os
 import pathlib
@@ -48,36 +44,8 @@ LOADING = 30.0  # while one rank is silent at the start, the others still load
 LEFT_SECONDS = 2.0
 LOOK_SECONDS = 0.5  # from one look at a run's processes to the next
 RUN_LIMIT = 300.0  # seconds of a cell
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the runs are run with, and where they are."""
-
-    folder: pathlib.Path
-    deadline_minutes: float
-    flags: tuple[str, ...] = ()
-    shape: str = ""
-    """Of a checkpoint that random_checkpoint.py makes; a tiny model if empty."""
-
-
+DEADLINE_MINUTES = 0.25
 FOLDER = ROOT / "runs" / "faults"
-ON_CPU = Setting(FOLDER, deadline_minutes=0.25)
-
-
-def on_gpus(shape: str) -> Setting:
-    """Change the layouts to GPUs, with time for what CUDA, NCCL and vLLM need to start."""
-    flags = (
-        "--model.dtype",
-        "bfloat16",
-        "--data.max-prompt-tokens",
-        "128",
-        "--generator.engine",
-        "enforce_eager",
-        "true",
-    )
-    flags += ("--generator.gpu-memory-utilization", "0.3", "--trainer.micro-batch-tokens", "4096")
-    return Setting(ROOT / "runs" / f"faults-{shape}", deadline_minutes=0.5, flags=flags, shape=shape)
 
 
 @dataclass(frozen=True)
@@ -135,11 +103,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--jobs", type=int, default=2, help="cells at the same time")
     parser.add_argument("--sample", type=int, help="run only so many cells, spread over roles, phases and kinds")
-    parser.add_argument("--shape", default="", help="of random_checkpoint.py; for GPUs")
-    parser.add_argument("--again", action="store_true", help="cells that are there, too")
-    parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
-    setting = on_gpus(options.shape) if options.shape else ON_CPU
     cells = [
         (role, phase, kind)
         for role in options.roles
@@ -147,51 +111,33 @@ def main() -> None:
         for kind in options.kinds
         if phase != "save" or role in SAVING
     ]
-    if not options.table:
-        there = {} if options.again else read_outcomes(setting)
-        cells_to_run = in_turns([cell for cell in cells if cell not in there])
-        run_all(cells_to_run[: options.sample], options.jobs, setting)
-    outcomes = read_outcomes(setting)
+    there = read_outcomes()
+    cells_to_run = [cell for cell in cells if cell not in there]
+    random.Random(0).shuffle(cells_to_run)  # so that a sample has something of every role, phase and kind
+    run_all(cells_to_run[: options.sample], options.jobs)
+    outcomes = read_outcomes()
     print(table([outcomes[cell] for cell in cells if cell in outcomes]))
 
 
-def run_all(cells: list[tuple[str, str, str]], jobs: int, setting: Setting) -> None:
+def run_all(cells: list[tuple[str, str, str]], jobs: int) -> None:
     """Run cells and note each when it ends."""
-    model, rows = make_inputs(setting)
+    model, rows = make_inputs()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run_cell, *cell, model, rows, setting) for cell in cells]
+        futures = [pool.submit(run_cell, *cell, model, rows) for cell in cells]
         for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
             outcome = future.result()
-            with open(setting.folder / "cells.jsonl", "a") as file:
+            with open(FOLDER / "cells.jsonl", "a") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")
             verdict = "; ".join(outcome.wrong) or "ok"
             name = f"{outcome.role}, {outcome.phase}, {outcome.kind}"
             print(f"{number}/{len(cells)} {name}: {outcome.seconds:.1f} s, {verdict}", flush=True)
 
 
-def in_turns(cells: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Order cells so that kinds take turns: a cell of each row in random order, then the rows' next kinds, and so on.
-
-    So a sample, or a bench which is interrupted, has something of everything: each role in each phase once, then again.
-    """
-    rows: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
-    for role, phase, kind in cells:
-        rows.setdefault((role, phase), []).append((role, phase, kind))
-    order = random.Random(0).sample(list(rows.values()), len(rows))
-    order = [row[n % len(row) :] + row[: n % len(row)] for n, row in enumerate(order)]
-    return [cell for turn in itertools.zip_longest(*order) for cell in turn if cell]
-
-
-def make_inputs(setting: Setting = ON_CPU) -> tuple[pathlib.Path, pathlib.Path]:
+def make_inputs() -> tuple[pathlib.Path, pathlib.Path]:
     """Make the folder of a random model and a file of a few rows. Returns both."""
-    setting.folder.mkdir(parents=True, exist_ok=True)
-    if setting.shape:
-        from speed import checkpoint
-
-        model = checkpoint(setting.shape)
-        return model, model / "prompts.jsonl"
-    model = setting.folder / "model"
-    rows = setting.folder / "rows.jsonl"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    model = FOLDER / "model"
+    rows = FOLDER / "rows.jsonl"
     if not rows.exists():
         changes = SMALL | {"max_position_embeddings": 128}
         toys.make_model(model, toys.addition_tokenizer(), seed=0, changes=changes)
@@ -199,9 +145,9 @@ def make_inputs(setting: Setting = ON_CPU) -> tuple[pathlib.Path, pathlib.Path]:
     return model, rows
 
 
-def read_outcomes(setting: Setting) -> dict[tuple[str, str, str], Outcome]:
+def read_outcomes() -> dict[tuple[str, str, str], Outcome]:
     """Read the last outcome of each cell."""
-    path = setting.folder / "cells.jsonl"
+    path = FOLDER / "cells.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     outcomes = [Outcome(**json.loads(line)) for line in lines]
     return {(outcome.role, outcome.phase, outcome.kind): outcome for outcome in outcomes}
@@ -210,17 +156,17 @@ def read_outcomes(setting: Setting) -> dict[tuple[str, str, str], Outcome]:
 # ---- one cell -------------------------------------------------------------------------------------------------------
 
 
-def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathlib.Path, setting: Setting) -> Outcome:
+def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathlib.Path) -> Outcome:
     """Run a cell and look at what it printed and left."""
     at = ROLES[role]
     outcome = Outcome(role, phase, kind)
     name = f"{role}-{phase}-{kind}".replace(" ", "-")
-    log = setting.folder / f"{name}.log"
-    note = setting.folder / f"{name}.fault"
+    log = FOLDER / f"{name}.log"
+    note = FOLDER / f"{name}.fault"
     note.unlink(missing_ok=True)
     fault = {"rank": at.rank, "phase": phase, "step": STEP, "kind": kind, "note": str(note)}
-    flags = [*at.flags, *setting.flags, "--run-dir", str(setting.folder / name), "--overwrite"]
-    flags += ["--deadline-minutes", str(setting.deadline_minutes)]
+    flags = [*at.flags, "--run-dir", str(FOLDER / name), "--overwrite"]
+    flags += ["--deadline-minutes", str(DEADLINE_MINUTES)]
     process = start_run(at.nproc, flags, model, rows, log, FAULT=json.dumps(fault))
     family, shared, ended = follow(process)
     time.sleep(LEFT_SECONDS)
@@ -234,13 +180,13 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
     outcome.seconds = ended - json.loads(note.read_text())["time"]
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     outcome.line = errors[0] if errors else ""
-    outcome.wrong += complaints(outcome, at, process.returncode, output, errors, setting)
+    outcome.wrong += complaints(outcome, at, process.returncode, output, errors)
     if left:
         outcome.wrong.append(f"left: {len(left)} processes")
     if files := sorted(path for path in shared if os.path.exists(path)):
         outcome.wrong.append(f"left: {', '.join(files)}")
     if not outcome.wrong:
-        shutil.rmtree(setting.folder / name)
+        shutil.rmtree(FOLDER / name)
     return outcome
 
 
@@ -250,16 +196,14 @@ def start_run(
     model: pathlib.Path,
     rows: pathlib.Path,
     log: pathlib.Path,
-    mode: str = "w",
-    launcher: Sequence[str] = (),
     **variables: str,
 ) -> subprocess.Popen:
     """Start torchrun with faults_recipe.py and these environment variables, with its output in `log`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launcher]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     command += ["train_grpo.py", "tests/bench/faults_recipe.py", "--model.path", str(model), "--data.path", str(rows)]
     command += ["--evaluation.path", str(rows), *flags]
     environment = os.environ | SETTINGS | variables
-    with open(log, mode) as file:
+    with open(log, "w") as file:
         return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
@@ -295,7 +239,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def complaints(outcome: Outcome, at: Role, code: int, output: str, errors: list[str], setting: Setting) -> list[str]:
+def complaints(outcome: Outcome, at: Role, code: int, output: str, errors: list[str]) -> list[str]:
     """List what was not as it should be in what the run printed, and when."""
     problems = []
     if code != 1:
@@ -312,16 +256,16 @@ def complaints(outcome: Outcome, at: Role, code: int, output: str, errors: list[
     shows_stack = f"rank {at.rank} ({at.name}) is here, in phase {phase}:" in output
     if shows_stack != (outcome.kind == "hang"):
         problems.append("a stack" if shows_stack else "no stack")
-    if outcome.seconds > limit_of(outcome, setting):
-        problems.append(f"above {limit_of(outcome, setting):.0f} s")
+    if outcome.seconds > limit_of(outcome):
+        problems.append(f"above {limit_of(outcome):.0f} s")
     return problems
 
 
-def limit_of(outcome: Outcome, setting: Setting) -> float:
+def limit_of(outcome: Outcome) -> float:
     """Return the seconds in which all must be over."""
     if outcome.kind in ("raise", "SIGKILL"):
         return SOON
-    deadline = deadline_seconds(outcome.phase, setting.deadline_minutes) + LOADING * (outcome.phase == "start")
+    deadline = deadline_seconds(outcome.phase, DEADLINE_MINUTES) + LOADING * (outcome.phase == "start")
     return deadline + (SECOND if (outcome.role, outcome.kind) == ("driver", "SIGSTOP") else SOON)
 
 

@@ -5,14 +5,13 @@
 It writes tiny random models and prompts into runs/gpu_checks, where logs and runs are too, and needs no network. Each
 check is a process with a deadline; some run side by side, because starts take most of the time. When one ends, its
 numbers are printed, and written to FOLDER/gpu_checks.txt (default $OUT or runs/bench): tokens, mean and largest
-differences in nats. A check that fails shows the end of its log, and the others go on. When the time of all is over, or
-SIGTERM comes, those that run are ended and show what they have. The exit code is 1 if one failed. Without a GPU, or
-with --cpu, the same runs on a CPU, one after the other, without the kernels in question: a look whether the programs
-work.
+differences in nats. A check that fails shows the end of its log, and the others go on. When the time of all is over,
+those that run are ended and show what they have. The exit code is 1 if one failed. Without a GPU, or with --cpu, the
+same runs on a CPU, one after the other, without the kernels in question: a look whether the programs work.
 """
 
 import argparse
-import collections
+import concurrent.futures
 import itertools
 import json
 import math
@@ -20,14 +19,13 @@ import os
 import pathlib
 import random
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from typing import TextIO
 
 import torch
-from speed import ROOT, end_all, launch, records
+from speed import ROOT, records, run_limited
 
 sys.path.insert(0, str(ROOT))
 
@@ -187,54 +185,32 @@ def main() -> int:
 
 def run_all(checks: list[Check], num_jobs: int, seconds: float, file: TextIO) -> int:
     """Run the checks within `seconds` and show each as it ends. Returns the exit code."""
-    started = time.monotonic()
+    end = time.monotonic() + seconds
     models = WORK / "models"
     write_models(models)
     write(f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}, torch {torch.__version__}", file)
-    waiting = collections.deque(checks)
-    running: dict[str, tuple[Check, subprocess.Popen, float]] = {}
-    failed = []
-    cut_off = []
 
-    def finish(ending: list[Check], code: int | None) -> None:
-        """Show checks that have ended, or end them all at once. code: None for the latter."""
-        seconds_of = {check.name: time.monotonic() - running[check.name][2] for check in ending}
-        end_all([running.pop(check.name)[1] for check in ending])
-        for check in ending:
-            if code is None:
-                cut_off.append(check.name)
-            elif code:
-                failed.append(check.name)
-            show(check, code, seconds_of[check.name], file)
+    def run_one(check: Check) -> bool:
+        words = [word.replace("{models}", str(models)).replace("{work}", str(WORK)) for word in check.arguments]
+        shutil.rmtree(WORK / check.name, ignore_errors=True)  # what an earlier bench left counts for nothing
+        began = time.monotonic()
+        limit = min(check.seconds * (1 if seconds < math.inf else 10), end - began)
+        code: int | str = "not run"
+        if limit > 0:
+            code = run_limited([sys.executable, *words], WORK / f"{check.name}.log", limit, **check.environment)
+            show(check, code, time.monotonic() - began, file)
+        return code == 0
 
-    try:
-        while waiting or running:
-            is_over = time.monotonic() - started > seconds
-            while waiting and len(running) < num_jobs and not is_over:
-                check = waiting.popleft()
-                words = [word.replace("{models}", str(models)).replace("{work}", str(WORK)) for word in check.arguments]
-                shutil.rmtree(WORK / check.name, ignore_errors=True)  # what an earlier bench left counts for nothing
-                process = launch([sys.executable, *words], WORK / f"{check.name}.log", **check.environment)
-                running[check.name] = check, process, time.monotonic()
-            if is_over:
-                break
-            time.sleep(0.2)
-            for check, process, begun in list(running.values()):
-                code = process.poll()
-                is_late = time.monotonic() - begun > check.seconds * (1 if seconds < math.inf else 10)
-                if code is not None or is_late:
-                    finish([check], code)
-    finally:
-        finish([check for check, _, _ in running.values()], None)
-        summary = f"{len(checks)} checks, failed: {', '.join(failed) or 'none'}"
-        write(f"{summary}; ended before their end: {', '.join(cut_off) or 'none'}; not run: {len(waiting)}", file)
-    return int(bool(failed or cut_off or waiting))
+    with concurrent.futures.ThreadPoolExecutor(num_jobs) as pool:
+        are_ok = list(pool.map(run_one, checks))
+    failed = [check.name for check, is_ok in zip(checks, are_ok, strict=True) if not is_ok]
+    write(f"{len(checks)} checks, failed or not run: {', '.join(failed) or 'none'}", file)
+    return int(bool(failed))
 
 
-def show(check: Check, code: int | None, seconds: float, file: TextIO) -> None:
-    """Write the numbers of a check, and the end of its log if it failed. code: None if its time was over."""
-    verdict = {0: "ok", None: "ENDED"}.get(code, f"FAILED ({code})")
-    write(f"{verdict}  {check.name}, {seconds:.0f} s", file)
+def show(check: Check, code: int | str, seconds: float, file: TextIO) -> None:
+    """Write the numbers of a check, and the end of its log if it failed."""
+    write(f"{'ok' if code == 0 else f'FAILED ({code})'}  {check.name}, {seconds:.0f} s", file)
     lines = (WORK / f"{check.name}.log").read_text().splitlines()
     if check.is_run:
         for line in records(WORK / check.name):

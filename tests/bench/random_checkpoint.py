@@ -23,16 +23,11 @@ from grpo.config import DataConfig
 from grpo.data.turns import tokenize, write_prompt
 
 COMMON = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28, "tie_word_embeddings": True}
-# Of what no GPU's speed is measured with
+# Too small to measure a GPU's speed with
 FEW = {"vocab_size": 2048, "max_position_embeddings": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"model_type": "qwen3_moe", "norm_topk_prob": True, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 SHAPES = {
     "tiny": COMMON | FEW | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32},
-    "tiny-moe": COMMON
-    | FEW
-    | EXPERTS
-    | {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32, "num_experts": 8, "num_key_value_heads": 4},
-    "small": COMMON | FEW | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4},
     "qwen3-0.6b": COMMON | {"hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": COMMON | {"hidden_size": 2048, "intermediate_size": 6144},
     "qwen2.5-0.5b": COMMON
@@ -52,24 +47,6 @@ SHAPES = {
         "intermediate_size": 8960,
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
-    },
-    "qwen3-4b": COMMON
-    | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_hidden_layers": 36},
-    "qwen3-8b": COMMON
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 36,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-32b": COMMON
-    | {
-        "hidden_size": 5120,
-        "intermediate_size": 25_600,
-        "num_attention_heads": 64,
-        "num_hidden_layers": 64,
-        "tie_word_embeddings": False,
     },
     "qwen3-30b-a3b": COMMON
     | EXPERTS

@@ -1,4 +1,4 @@
-"""The recipe of `tests/bench/stops.py saves`: SFT on additions, in which KILL ends one rank within a save.
+"""The recipe of `tests/bench/saves.py`: SFT on additions, in which KILL ends one rank within a save.
 
 KILL is JSON: rank, operation (counted from 1, from the rank's third save since its start on; 0 strikes nobody), delay
 (seconds after the operation began, so that it falls into writing) and note: with the rank appended, the file that gets

@@ -5,13 +5,12 @@
 train_grpo.py on 2 ranks, a trainer and a generator, with `overlap_steps=1`, an evaluation and a checkpoint (written in
 the background, two are kept) every 20 steps. Once a second the bench looks at its processes from outside. What it saw
 is averaged over 20 stretches of equal length, the first tenth of the run left out; a line through these gives the slope
-per 1,000 steps and its standard error. A slope is growth if it is many standard errors. Step time is the median of a
-stretch, by the run's own clock; with other work on the machine it says little.
+per 1,000 steps. Step time is the median of a stretch, by the run's own clock; with other work on the machine it says
+little.
 """
 
 import argparse
 import contextlib
-import math
 import pathlib
 import statistics
 import subprocess
@@ -102,17 +101,9 @@ def slope_row(what: str, points: Sequence[tuple[int, float]], steps: int) -> dic
         if inside:
             middles.append((low + high) / 2)
             values.append(statistics.median(inside) if "seconds" in what else statistics.mean(inside))
-    slope, error = fit(middles, values)
+    slope, _ = statistics.linear_regression(middles, values)
     row = {"what": what, "first stretch": values[0], "last": values[-1], "highest": max(values)}
-    return row | {"slope per 1,000 steps": 1000 * slope, "standard error": 1000 * error}
-
-
-def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Return the slope of the least-squares line and its standard error (independent residuals of one variance)."""
-    slope, intercept = statistics.linear_regression(x, y)
-    squares = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
-    mean = statistics.mean(x)
-    return slope, math.sqrt(squares / (len(x) - 2) / sum((a - mean) ** 2 for a in x))
+    return row | {"slope per 1,000 steps": 1000 * slope}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What benches share: a checkpoint of a real shape, processes that end, tables with their JSON."""
 
 import concurrent.futures
-import contextlib
 import json
 import os
 import pathlib
@@ -10,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,15 +26,6 @@ def checkpoint(shape: str, prompt_tokens: int = 128) -> pathlib.Path:
         command = [sys.executable, ROOT / "tests/bench/random_checkpoint.py", shape, folder]
         subprocess.run([*command, "--prompt-tokens", str(prompt_tokens)], check=True)
     return folder
-
-
-def visible_gpus(least: int) -> list[int]:
-    """Return the numbers of all GPUs, or of those in CUDA_VISIBLE_DEVICES. Fewer than `least` raise SystemExit."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [int(number) for number in listed.split(",")] if listed else list(range(torch.cuda.device_count()))
-    if len(gpus) < least:
-        raise SystemExit(f"{least} GPUs are asked for, {len(gpus)} are there")
-    return gpus
 
 
 def end_on_sigterm() -> None:
@@ -86,70 +76,6 @@ def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float | None, 
         return f"no end after {limit} s"
     finally:
         end(process)
-
-
-# Processes that start side by side and are then measured in turns. Each reads words and answers with lines of JSON.
-
-
-@contextlib.contextmanager
-def side_by_side(variants: Sequence[str], name: str, limit: float) -> Iterator[dict[str, tuple[Any, Any]]]:
-    """Start this program with `--child VARIANT` for each. Yields (process, first answer) of those that have started.
-
-    They have `limit` seconds to start, and as many again for all that is asked of them. What they log, vLLM's lines
-    too, goes to NAME-VARIANT.log in $OUT (default runs/bench).
-    """
-    end_on_sigterm()
-    out = pathlib.Path(os.environ.get("OUT", ROOT / "runs" / "bench"))
-    out.mkdir(parents=True, exist_ok=True)
-    environment = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr"} | os.environ
-    environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    children: dict[str, subprocess.Popen] = {}
-    started = {}
-
-    def start(variant: str) -> None:
-        file = "".join(letter if letter.isalnum() else "-" for letter in f"{name}-{variant}")
-        command = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:], "--child", variant]
-        with open(out / f"{file}.log", "w") as log:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-            children[variant] = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-
-    def await_start(variant: str) -> None:
-        first_answer = answer(children[variant])
-        print(f"{variant}: {first_answer or f'ended, or not started in {limit:.0f} s: see its log'}", flush=True)
-        if first_answer:
-            started[variant] = children[variant], first_answer
-
-    def kill(some: Iterable[str]) -> None:
-        for variant in some:
-            children[variant].kill()
-
-    alarm = threading.Timer(limit, lambda: kill(children.keys() - started.keys()))
-    try:
-        for variant in variants:
-            start(variant)
-        alarm.start()
-        threads = [threading.Thread(target=await_start, args=[variant], daemon=True) for variant in variants]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        alarm.cancel()
-        alarm = threading.Timer(limit, lambda: kill(children))
-        alarm.start()
-        yield {variant: started[variant] for variant in variants if variant in started}
-    finally:
-        alarm.cancel()
-        kill(children)
-        for child in children.values():
-            child.wait()
-
-
-def answer(child: subprocess.Popen, word: str = "") -> dict[str, Any]:
-    """Send a child `word`, if there is one, and return its next JSON line; {} if it has ended."""
-    if word:
-        with contextlib.suppress(BrokenPipeError):
-            print(word, file=child.stdin, flush=True)
-    return next((json.loads(line) for line in child.stdout if line.startswith("{")), {})
 
 
 def records(folder: pathlib.Path) -> list[dict]:

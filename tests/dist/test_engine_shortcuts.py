@@ -131,35 +131,6 @@ def test_a_step_in_flight_when_an_evaluation_ends_has_no_kept_ids(vllm_config):
         scheduler.update_from_output(plan, output)
 
 
-def test_kernels_are_launched_with_other_options(monkeypatch):
-    """The kernels of this vLLM, which run on GPUs alone, as its callers launch them; also if done twice."""
-    import vllm.v1.worker.gpu.sample.sampler  # noqa: F401
-    from vllm.v1.attention.ops import triton_unified_attention as attention
-    from vllm.v1.worker.gpu.sample import logprob
-
-    launched = []
-    for module, name in (
-        (attention, "kernel_unified_attention"),
-        (logprob, "_topk_log_softmax_kernel"),
-        (logprob, "_ranks_kernel"),
-    ):
-        assert hasattr(module, name)
-        monkeypatch.setattr(module, name, {(0,): lambda *_, **options: launched.append(options)})
-    monkeypatch.setattr(attention, "_get_tile_size", attention._get_tile_size)
-    monkeypatch.setattr(logprob.triton, "next_power_of_2", int, raising=False)  # triton has nothing of it on a CPU
-    for _ in range(2):
-        shortcuts.widen_logprobs()
-        shortcuts.widen_attention()
-    logprob.compute_topk_scores(torch.zeros(0, 5), 0, torch.zeros(0, dtype=torch.int64))
-    attention.kernel_unified_attention[(0,)](TILE_SIZE=64)
-    assert launched == [
-        {"BLOCK_SIZE": 16_384, "TOPK_BLOCK_SIZE": 1, "num_warps": 16},
-        {"TILE_SIZE": 64, "num_stages": 2},
-    ]
-    tiles = [attention._get_tile_size(size, 0, 2, is_prefill=whole) for size, whole in ((128, 1), (128, 0), (64, 1))]
-    assert tiles == [64, 16, 32]
-
-
 def scheduler_of(vllm_config, is_ahead: bool, is_v2: bool, caches: bool):
     """A scheduler of vLLM's own; is_ahead: as on GPUs. is_v2: for the runner that GPUs have."""
     from vllm.v1.core.kv_cache_utils import init_none_hash

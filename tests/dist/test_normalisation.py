@@ -1,4 +1,4 @@
-"""The gradient of a step does not depend on how it is split: ranks, micro-batches, packing, order of completions."""
+"""The gradient does not depend on how a step is split, nor on what stands outside the loss mask."""
 
 from tests.tiny_models import make_tiny
 from tests.torchrun import torchrun

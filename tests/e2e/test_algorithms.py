@@ -1,12 +1,10 @@
-"""What a researcher switches: losses, updates, corrections, sampling control, rewards and evaluation, in whole runs."""
+"""A loss and rewards of one's own, several updates and temperatures, verifiers that fail; evaluations change nothing."""
 
 import json
 import pathlib
 
-import pytest
-
-from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
-from tests.torchrun import run_python, torchrun
+from tests.e2e.runs import TINY, assert_same_run, read_completions, read_metrics
+from tests.torchrun import torchrun
 
 HERE = pathlib.Path(__file__).parent
 ONE_RANK = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0)
@@ -37,12 +35,8 @@ def test_own_loss_and_rewards_and_an_evaluation_that_training_does_not_notice(
     with_evaluation = run(tmp_path, model, *flags, *evaluation, name="with")
     without = run(tmp_path, model, *flags, name="without")
 
-    steps = [m for m in with_evaluation if "loss" in m]
-    assert [without_clocks(m) for m in steps] == [without_clocks(m) for m in without]
-    assert read_completions(tmp_path / "with") == read_completions(tmp_path / "without")
-    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("with", "without")]
-    assert weights[0] == weights[1]
-    for m in steps:
+    assert_same_run(tmp_path / "with", tmp_path / "without", only_steps=True)
+    for m in without:
         assert 0.5 < m["loss/weight_mean"] < 1 and "loss/sure_frac" in m  # the loss's own metrics
         assert m["reward/right_digits"] < 1 and m["grad_norm"] > 1e-3
         # of 4 completions, 3, 2, 1 and 0 others are longer, over 3: a mean of 1/2, less where lengths are equal
@@ -81,46 +75,15 @@ def test_several_updates_at_several_temperatures(model: pathlib.Path, tmp_path: 
     assert len(differences) == 3 * 16 and max(differences) < 1e-4
 
 
-@pytest.mark.slow
-def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathlib.Path):
-    """Groups of equal rewards are replaced; completions end with the string, and only there."""
-    chance = ("--reward.functions", f"{HERE}/tiny_rewards.py:passes_by_chance", 1, "--group-size", 3)
-    metrics = run(
-        tmp_path,
-        model,
-        *(*chance, "--prompts-per-step", 8, "--sampling.dynamic", "--sampling.max-rounds", 5),
-        *("--generator.stop", "7", "--data.no-shuffle"),
-        *("--algorithm.mask-truncated", "--algorithm.importance_correction", "mask_sequences"),
-        layout=TWO_RANKS,
-    )
-    for m in metrics:
-        assert m["sampling/full_frac"] == 1
-        # reward statistics are over all that was sampled, not only over the groups that are trained on
-        assert m["groups/zero_variance_frac"] == pytest.approx(1 - m["sampling/informative_frac"])
-        assert (
-            m["sampling/rounds"] > 1 and 0.4 < m["sampling/informative_frac"] < 1
-        )  # a quarter of the groups are equal
-    lines = read_completions(tmp_path / "run")
-    assert len(lines) == 2 * 8 * 3
-    for line in lines:  # a completion that ran out of tokens has a reward, but no advantage
-        assert line["reward"] is not None and (line["advantage"] is None) == (line["finish_reason"] == "length")
-    assert {line["finish_reason"] for line in lines} == {"length", "stop"}
-    assert all(m["mismatch/corrected_frac"] == 0 and m["loss"] != 0 for m in metrics)  # float32: nothing to correct
-    stopped = [line for line in lines if "7" in line["completion"]]
-    assert len(stopped) > 6
-    for line in stopped:
-        assert line["completion"].index("7") == len(line["completion"]) - 1 and line["finish_reason"] == "stop"
-
-
 def test_verifiers_that_fail_cost_their_completion_alone(model: pathlib.Path, tmp_path: pathlib.Path):
     metrics = run(
         tmp_path,
         model,
         *("--reward.functions", f"{HERE}/tiny_rewards.py:fails_for_some", 1, f"{HERE}/tiny_rewards.py:digit_share", 1),
-        *("--reward.timeout-seconds", 3, "--reward.num-workers", 4),
+        *("--reward.timeout-seconds", 10, "--reward.num-workers", 4),
     )
     lines = read_completions(tmp_path / "run")
-    reasons = {0: "signal 9", 1: "took longer than 3 s", 2: "KeyError: 'no such thing'"}
+    reasons = {0: "signal 9", 1: "took longer than 10 s", 2: "KeyError: 'no such thing'"}
     for m in metrics:
         of_step = [line for line in lines if line["step"] == m["step"]]
         kinds = [sum(map(ord, line["completion"])) % 4 for line in of_step]
@@ -130,20 +93,3 @@ def test_verifiers_that_fail_cost_their_completion_alone(model: pathlib.Path, tm
             assert (line["reward"] is None) == (line["advantage"] is None) == (kind < 3)
             assert reasons.get(kind, "") in "".join(line["failures"].values())
     assert "tiny_rewards.py:fails_for_some failed for" in (tmp_path / "run.log").read_text()
-
-
-@pytest.mark.slow
-def test_evaluate_alone_repeats_the_runs_last_evaluation(model: pathlib.Path, tmp_path: pathlib.Path):
-    evaluation = ("--evaluation.interval", 2, "--evaluation.num-prompts", 6, "--evaluation.num-samples", 2)
-    run(tmp_path, model, *evaluation, "--algorithm.num-mini-batches", 2)
-    arguments = (tmp_path / "run/model", tmp_path / "run/config.py", "--run-dir", tmp_path / "alone")
-    output = run_python("-m", "grpo.evaluate", *arguments)
-    assert "6 prompts; every completion is in" in output
-
-    def lines(folder: str, step: int) -> list[dict]:
-        found = [json.loads(line) for line in (tmp_path / folder / "evaluation.jsonl").read_text().splitlines()]
-        found = [line for line in found if line["step"] == step]
-        assert {line["version"] for line in found} == {step}  # a folder of weights counts as no steps
-        return [line | {"step": None, "version": None} for line in found]
-
-    assert lines("alone", 0) == lines("run", 2)

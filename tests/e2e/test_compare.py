@@ -98,15 +98,6 @@ def test_a_method_goes_the_way_of_a_replay_with_its_loss(recording, tmp_path):
     assert len({(model / "model.safetensors").read_bytes() for model in models}) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--methods"], "expected at least one argument"),
-        (["--methods", "grpo", "grpo"], "two methods are called grpo"),
-        (["--methods", "gpro"], "'gpro' is unknown"),
-        (["--methods", "grpo", "--resume"], "leave out --resume"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(recording, words, message):
-    result = finish(start_python("-m", "grpo.replay", str(recording), *words))
-    assert result.returncode in (1, 2) and message in result.stdout and "Traceback" not in result.stdout
+def test_an_unknown_method_is_refused(recording):
+    result = finish(start_python("-m", "grpo.replay", recording, "--methods", "gpro"))
+    assert result.returncode == 1 and "'gpro' is unknown" in result.stdout and "Traceback" not in result.stdout

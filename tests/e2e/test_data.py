@@ -1,4 +1,4 @@
-"""Data as it comes, in whole runs: two sources in two formats, two held-out sets, a reward with TRL's signature."""
+"""Several sources and held-out sets in one run; the rates at which rows were passed decide what comes next."""
 
 import json
 import pathlib

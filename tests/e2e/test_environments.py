@@ -1,4 +1,4 @@
-"""Whole runs with turns: several engines, tensor parallelism, what is lost, and two runs of the same numbers."""
+"""Whole runs with turns are trained as sampled, lose no group to a lost episode, and repeat by counts of steps."""
 
 import json
 import pathlib
@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from grpo.data.recorded import read_step
-from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
+from tests.e2e.runs import TINY, assert_same_run, read_completions, read_metrics, steps_of
 from tests.e2e.test_layouts import COLOCATED, split
 from tests.torchrun import run_torchrun, torchrun
 
@@ -44,13 +44,15 @@ def test_turns_are_trained_as_they_were_sampled(model, tmp_path, nproc, flags):
         assert record["num_tokens"] == sum(turn["tokens"] for turn in turns) <= 48
 
 
-def test_rows_choose_among_classes(model, tmp_path):
+def test_rows_choose_among_classes_and_answers_by_counts_repeat_a_run(model, tmp_path):
     rows = [{"question": f"{n}+1", "answer": str(n + 1), "kind": ("digits", "echo")[n % 2]} for n in range(16)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     classes = ("--environment.name", "digits", f"{FILE}:Digits", "echo", f"{FILE}:Echo")
     flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, *classes, "--data.columns", "environment", "kind")
-    run(model, tmp_path / "run", 1, *flags, "--data.path", tmp_path / "rows.jsonl")
-    found = read_completions(tmp_path / "run")
+    for name in ("a", "b"):
+        run(model, tmp_path / name, 1, *flags, "--data.path", tmp_path / "rows.jsonl", "--environment.answer-steps", 4)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    found = read_completions(tmp_path / "a")
     assert {record["columns"]["environment"] for record in found} == {"digits", "echo"}
     for record in found:
         is_echo = record["columns"]["environment"] == "echo"
@@ -70,11 +72,8 @@ def test_credit_for_turns_is_recorded_and_replayed(model, tmp_path):
     turns = [turn for record in read_completions(live) for turn in record["episode"]["turns"]]
     assert {"earned" in turn for turn in turns} == {True, False}  # a last turn needs none
     torchrun("grpo.replay", live, "--run-dir", again, nproc=1)
-    steps = [[without_clocks(m) for m in read_metrics(folder) if "loss" in m] for folder in (live, again)]
-    assert steps[0] == steps[1] and len({record["grad_norm"] for record in steps[0]}) == 2
-    assert steps[0][0]["environment/alone_frac"] < 1
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (live, again)]
-    assert weights[0] == weights[1]
+    assert_same_run(live, again)
+    assert steps_of(live)[0]["environment/alone_frac"] < 1
     # what turns earned is not known of a run that did not ask
     run(model, tmp_path / "other", 3, *flags, "rloo", "--record", "--num-steps", 1)
     words = "grpo.replay", tmp_path / "other", "--algorithm.advantages", "return_to_go"
@@ -82,42 +81,24 @@ def test_credit_for_turns_is_recorded_and_replayed(model, tmp_path):
     assert result.returncode and "does not say what turns earned" in result.stdout
 
 
-def test_answers_by_counts_repeat_a_run(model, tmp_path):
-    for name in ("a", "b"):
-        flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--environment.answer-steps", 4)
-        run(model, tmp_path / name, 1, *flags)
-    first, second = (list(map(without_clocks, read_metrics(tmp_path / name))) for name in ("a", "b"))
-    assert first == second
-
-
 def test_lost_episodes_are_left_out_and_too_many_end_the_run(model, tmp_path):
-    """Also one whose prompt `reset` makes longer than a micro-batch."""
-    (tmp_path / "long.py").write_text(
-        "class Long:\n    def __init__(self, loses): self.loses = loses\n"
-        "    def reset(self, rollout): return '3+4' * (1 if rollout % self.loses else 200)\n"
-        "    def reply(self, text): return None\n    def get_reward(self): return 1.0\n"
+    """By an error of the environment, and by a prompt that `reset` makes longer than a micro-batch."""
+    (tmp_path / "lost.py").write_text(
+        "class Lost:\n    def __init__(self, loses): self.loses = loses\n"
+        "    def reset(self, rollout):\n"
+        "        self.rollout = rollout % self.loses\n"
+        "        return '3+4' * (200 if self.rollout == 1 else 1)\n"
+        "    def reply(self, text): return None\n"
+        "    def get_reward(self):\n"
+        "        if self.rollout == 0: raise ConnectionError('the judge is down')\n"
+        "        return 1.0\n"
     )
-    for name, flags, reason in (
-        ("judge", (), "the judge is down"),
-        ("long", ("--environment.name", f"{tmp_path}/long.py:Long"), "raise data.max_prompt_tokens=16"),
-    ):
-        flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, *flags, "--environment.options", "loses")
-        run(model, tmp_path / name, 1, *flags, 4)
-        for record in read_metrics(tmp_path / name):
-            if "time/step" in record:
-                assert record["environment/lost_count"] == record["reward/none_count"] == 4  # one of each group
-        output = run(model, tmp_path / f"{name}_most", 1, *flags, 1, succeeds=False)
-        assert "episodes were lost" in output and reason in output and "seed" in output and "row" in output
-
-
-def test_an_environment_that_cannot_be_used_is_one_line(model, tmp_path):
-    (tmp_path / "bad.py").write_text(
-        "class Bare:\n    def reset(self): return 'go'\n    def reply(self, text): return None\n"
-        "class Needs:\n    def reset(self, city): return city\n    def reply(self, text): return None\n"
-    )
-    for name, reason in (("Bare", "no get_reward"), ("Needs", "missing a required argument: 'city'")):
-        flags = (*COLOCATED, "--roles.num-trainers", 1, "--environment.name", f"{tmp_path}/bad.py:{name}")
-        flags += ("--reward.functions",) if name == "Bare" else ()
-        output = run(model, tmp_path / name, 1, *flags, succeeds=False)
-        (line,) = [line for line in output.splitlines() if line.startswith("error:")]
-        assert reason in line and not (tmp_path / name).exists()
+    flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--environment.name", f"{tmp_path}/lost.py:Lost")
+    flags += ("--group-size", 8, "--environment.options", "loses")
+    run(model, tmp_path / "some", 1, *flags, 8)
+    for record in read_metrics(tmp_path / "some"):
+        if "time/step" in record:
+            assert record["environment/lost_count"] == record["reward/none_count"] == 2 * 4  # two of each group
+    output = run(model, tmp_path / "all", 1, *flags, 2, succeeds=False)
+    for part in ("episodes were lost", "the judge is down", "raise data.max_prompt_tokens=16", "seed", "row"):
+        assert part in output

@@ -9,6 +9,7 @@ from tests.e2e.runs import TINY, read_completions, read_metrics
 from tests.torchrun import finish, run_python, start_torchrun, torchrun
 
 COLOCATED = ("--roles.colocated", "--roles.num-references", "0")
+NO_KL = ("--algorithm.kl-coef", "0")
 
 
 def split(trainers: int, references: int, generators: int) -> tuple[str, ...]:
@@ -23,18 +24,31 @@ LAYOUTS = {
     "no reference, 1 replica of 2 ranks": (
         3,
         False,
-        (*split(1, 0, 2), "--algorithm.kl-coef", "0", "--generator.tensor-parallel", "2"),
+        (*split(1, 0, 2), *NO_KL, "--generator.tensor-parallel", "2"),
     ),
     "1 rank, without torchrun": (0, True, ()),  # has every role, whatever the recipe says
-    "colocated on 2 ranks, 2 replicas": (2, True, (*COLOCATED, "--roles.num-trainers", "2")),
-    "colocated on 2 ranks, 1 replica": (
+    "colocated, 2 replicas": (2, True, (*COLOCATED, "--roles.num-trainers", "2")),
+    "colocated, 1 replica of 2 ranks": (
         2,
         True,
         (*COLOCATED, "--roles.num-trainers", "2", "--generator.tensor-parallel", "2"),
     ),
+    "a node: 4 trainers, 4 replicas": (8, False, (*split(4, 0, 4), *NO_KL)),
+    "a node: 1 trainer, 7 replicas": (8, False, (*split(1, 0, 7), *NO_KL)),
+    "a node: FSDP 2 x TP 2, 2 replicas of 2 ranks": (
+        8,
+        False,
+        (*split(4, 0, 4), *NO_KL, "--trainer.tensor-parallel", "2", "--generator.tensor-parallel", "2"),
+    ),
+    "a node: HSDP 2 x 4, 8 replicas": (
+        8,
+        True,
+        (*COLOCATED, "--roles.num-trainers", "8", "--trainer.data-replicas", "2"),
+    ),
 }
-# Other tests run these too: of LoRA, evaluation in SFT, agreement of the roles
-COVERED = ("no reference, 1 replica of 2 ranks", "colocated on 2 ranks, 2 replicas")
+# Other tests run the first two too: agreement of the roles, like_gpu
+SLOW = {"no reference, 1 replica of 2 ranks", "colocated, 2 replicas"}
+SLOW |= {name for name in LAYOUTS if name.startswith("a node")}
 # How a line of the console begins; below the config
 OURS = ("starting ", "policy: ", "step ", "1 colocated ranks", "done; ")
 
@@ -46,7 +60,7 @@ def first_samples() -> dict[str, list]:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in COVERED else name for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
 )
 def test_layout_runs_two_steps(
     layout: str, model: pathlib.Path, tmp_path: pathlib.Path, first_samples: dict[str, list]
@@ -69,17 +83,13 @@ def test_layout_runs_two_steps(
 def test_samples_do_not_depend_on_the_layout(first_samples: dict[str, list]):
     """Prompts, seeds and order of the completions are the same however many replicas sample them.
 
-    Needs the layouts above to have run. The replica of two ranks is left out: summing in another order, it computes
+    Needs the layouts above to have run. Replicas of two ranks are left out: summing in another order, they compute
     other last digits.
     """
-    one_generator = "2 trainers, 1 reference, 1 generator"
-    two_replicas = "reference on the trainer, 2 replicas"
-    if one_generator not in first_samples or two_replicas not in first_samples:
+    samples = [found for layout, found in first_samples.items() if "2 ranks" not in layout]
+    if len(samples) < 2:
         pytest.skip("compares the runs of the layouts, which did not run or failed")
-    assert len(first_samples[one_generator]) == 16
-    assert first_samples[two_replicas] == first_samples[one_generator]
-    for colocated in ("1 rank, without torchrun", "colocated on 2 ranks, 2 replicas"):
-        assert first_samples.get(colocated, first_samples[one_generator]) == first_samples[one_generator]
+    assert len(samples[0]) == 16 and all(found == samples[0] for found in samples)
 
 
 @pytest.mark.slow

@@ -16,10 +16,6 @@ from tests.tiny_models import SMALL
 from tests.torchrun import torchrun
 
 HEADER = pathlib.Path(sysconfig.get_path("include"), "Python.h")
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("g++") and HEADER.exists()), reason="torch.compile needs g++ and Python.h on a CPU"
-)
-
 COLOCATED = ("--roles.colocated", "--roles.num-trainers", "2", "--roles.num-references", "0")
 TP = ("--trainer.tensor-parallel", "2")
 LAYOUTS = {
@@ -39,7 +35,6 @@ LAYOUTS = {
     "TP 2, reference and generator apart, a step behind": (4, (*TP, "--overlap-steps", "1")),
 }
 COMPILED = {"forward", "chunk_statistics", "chunk_gradients"}  # of blocks, and of the LM head
-IN_EVERY_RUN = "TP 2"
 SAME = ("reward/mean", "completion/length_mean", "entropy", "grad_norm", "kl")
 
 
@@ -52,18 +47,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     )
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+def test_traced_steps_are_the_plain_ones(model, tmp_path):
+    compare("TP 2", "aot_eager", model, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") and HEADER.exists()), reason="inductor needs g++ and Python.h on a CPU")
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiled_steps_are_the_plain_ones(layout, model, tmp_path, monkeypatch):
-    nproc, flags = LAYOUTS[layout]
     monkeypatch.setenv("GRPO_CACHE_DIR", str(tmp_path / "caches"))
+    monkeypatch.setenv("COLD_STARTS", "1")  # inductor's own processes have another environment than a fork
+    compare(layout, "inductor", model, tmp_path)
+
+
+def compare(layout, backend, model, tmp_path):
+    nproc, flags = LAYOUTS[layout]
     steps = []
-    for name, wrapped in (("plain", []), ("compiled", ["tests/dist/programs/like_gpu.py"])):
+    for name, wrapped in (("plain", []), ("compiled", ["tests/dist/programs/like_gpu.py", backend])):
         arguments = [*wrapped, "train_grpo.py", TINY, "--model.path", model, "--run-dir", tmp_path / name, *flags]
         if wrapped:
             arguments += ["--trainer.compile"]  # as the default is, not this recipe's
-            monkeypatch.setenv("COLD_STARTS", "1")  # the process that forks.py forks has imported torch without dynamo
         output = torchrun(*map(str, arguments), nproc=nproc)
         steps.append(read_metrics(tmp_path / name))
     assert set(re.findall(r"compiled (\w+)", output)) >= COMPILED

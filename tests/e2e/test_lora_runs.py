@@ -16,18 +16,11 @@ from grpo.run.session import Session
 from grpo.run.start import read_grpo
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY, assert_same_run, read_metrics
-from tests.e2e.test_layouts import COLOCATED, check_two_steps, split
+from tests.e2e.test_layouts import COLOCATED, split
 from tests.torchrun import run_python, torchrun
 
 RANK = 2
 LORA = ("--trainer.lora-rank", RANK, "--trainer.lora-alpha", 8)
-LAYOUTS = {  # processes, flags
-    "TP 2, a reference of its own": (4, (*split(2, 1, 1), "--trainer.tensor-parallel", "2")),
-    "TP 2, the reference on the trainers, an engine of 2 ranks": (
-        4,
-        (*split(2, 0, 2), "--trainer.tensor-parallel", "2", "--generator.tensor-parallel", "2"),
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -126,34 +119,6 @@ def test_resume_with_another_base_under_the_adapters_is_refused(run, model, tmp_
         file.write_bytes(kept)
 
 
-@pytest.mark.slow  # the run above has the reference on its trainers too
-def test_colocated_with_lora(model, tmp_path):
-    two_steps(model, tmp_path, 2, (*COLOCATED, "--roles.num-trainers", "2"))
-    # at first the reference is the policy to the last bit: the same weights in the same forward
-    assert read_metrics(tmp_path / "run")[0]["kl"] == 0
-
-
-@pytest.mark.slow
-def test_sft_with_lora(model, tmp_path):
-    """Adapters of two layers learn, and lie beside the merged model."""
-    flags = ("--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 20, "--num-trainers", 1)
-    few = ("--trainer.lora-targets", "q_proj", "down_proj", "--trainer.learning-rate", 1e-2)
-    run_python("train_sft.py", "configs/toy_sft.py", *flags, *LORA, *few)
-    losses = [m["loss"] for m in read_metrics(tmp_path / "run")]
-    assert losses[-1] < losses[0] - 1
-    adapters = load_file(tmp_path / "run" / "model-adapter" / "adapter_model.safetensors")
-    assert len(adapters) == 2 * 2 * 2  # A and B of 2 layers in 2 blocks
-    base, merged = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "model"))
-    moved = {name.split(".")[-2] for name in base if not torch.equal(base[name], merged[name])}
-    assert moved == {"q_proj", "down_proj"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_with_lora(model, tmp_path, layout):
-    two_steps(model, tmp_path, *LAYOUTS[layout])
-
-
 @pytest.mark.slow
 def test_bfloat16_with_lora(model, tmp_path):
     """The base is held in bfloat16. vLLM has W + alpha / rank * B A rounded to it; the trainer adds in its forward."""
@@ -162,9 +127,3 @@ def test_bfloat16_with_lora(model, tmp_path):
     metrics = read_metrics(tmp_path / "run")
     assert len(metrics) == 2 and metrics[0]["kl"] == 0 < metrics[1]["kl"]
     assert all(m["mismatch/mean"] < 0.05 for m in metrics)  # half of what the sync check allows
-
-
-def two_steps(model, tmp_path, nproc, flags):
-    arguments = (TINY, *flags, *LORA, "--model.path", model, "--run-dir", tmp_path / "run")
-    torchrun("train_grpo.py", *arguments, nproc=nproc)
-    check_two_steps(tmp_path / "run", has_reference=True)

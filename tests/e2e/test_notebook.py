@@ -2,12 +2,9 @@
 
 import re
 
-import pytest
-
 from tests.torchrun import run_python
 
 
-@pytest.mark.usefixtures("cold_starts")
 def test_the_example_for_notebooks():
     output = run_python("-m", "configs.examples.notebook")
     assert "[1.0, 0.0]\n" in output
@@ -28,7 +25,6 @@ quiet_libraries()
 import train_grpo
 from configs.examples import toys
 from grpo.config.recipes import change, for_one_process
-from configs.examples import toys
 from grpo.watch.failures import BadInput
 from tests.tiny_models import SMALL
 

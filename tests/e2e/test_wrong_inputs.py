@@ -1,30 +1,39 @@
-"""What a stranger gets wrong, each as whole command: the last line on the screen says what, and no traceback of ours.
+"""What a stranger gets wrong is one clear error, before a model loads.
 
     python -m pytest -m slow tests/e2e/test_wrong_inputs.py
-    python -m tests.e2e.test_wrong_inputs > table.md
 
-Checks of the same inputs in one process are in test_bad_input.py and unit/test_malformed_*.py.
+By default a dry run in this process says it; the slow test starts each as whole command: the last line on the screen
+says what is wrong, and there is no traceback of ours. More inputs in one process: unit/test_malformed_*.py.
 """
 
 import json
+import os
 import pathlib
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import train_grpo
+import train_sft
 from configs.examples import toys
+from grpo import evaluate
+from grpo.config import GRPOConfig, SFTConfig, change
+from grpo.config.recipes import load
+from grpo.folder.run_folder import begin_run
+from grpo.run.command_line import checked_config
+from grpo.run.session import Session
+from grpo.run.start import read_grpo
+from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY
 from tests.tiny_models import SMALL
-from tests.torchrun import ROOT, finish, start_python
+from tests.torchrun import ROOT, finish, run_torchrun, start_python
 
-DEADLINE = 600.0  # seconds of a busy machine
+REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
 ALONE = "--roles.colocated --roles.num-trainers 1 --roles.num-references 0 --model.path {model} --run-dir {run}"
 GRPO, SFT = f"train_grpo.py {TINY} {ALONE}", "train_sft.py configs/toy_sft.py --num-trainers 1 --run-dir {run}"
 ROWS = f"{GRPO} --data.path {{here}}"
@@ -35,12 +44,15 @@ FILES = {
     "raises.py": "x = 1\nconfig = x / 0\n",
     "mine.py": """
 def no_metrics(inputs, config): return -inputs.logprobs_BT
+def mean(inputs, config): return inputs.logprobs_BT.mean(), {}
 def nan(completions, **columns): return [float("nan") for _ in completions]
 def raises(completions, **columns): return [completions[0][10_000] for _ in completions]
 def needs(completions, gold): return [1.0 for _ in completions]
 def row(row): return {"prompt": row["problem"]}
 """,
     "rows.jsonl": '{"question": "1+2", "answer": "3"}\n' * 8,
+    "lists.jsonl": '{"question": "1+2", "answer": ["3"], "number": 3}\n' * 64,
+    "asked.jsonl": '{"messages": [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]}\n',
     "other.jsonl": '{"problem": "1+2", "answer": "3"}\n' * 8,
     "empty.jsonl": "",
     "broken.jsonl": '{"question": "1+2", "answer": "3"}\n{"question": \n',
@@ -50,6 +62,8 @@ def row(row): return {"prompt": row["problem"]}
         {"question": [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}], "answer": "3"}
     )
     + "\n",
+    "bare.py": "class Bare:\n    def reset(self): return 'go'\n    def reply(self, text): return None\n",
+    "needs.py": "class Needs:\n    def reset(self, city): return city\n    def reply(self, text): return None\n",
     "file": "",
     "old/run.json": '{"script": "train_grpo.py", "config": {}}',
     "old/metrics.jsonl": "{}\n",
@@ -93,9 +107,13 @@ MODELS = {
     "shape": (set_config(hidden_size=128), "and by config.json 32 x 128"),
     "missing": (set_weights(lambda tensors: tensors.pop(TENSOR)), f"lack 1 tensors .* {TENSOR}"),
     "nan": (set_weights(lambda tensors: tensors[TENSOR].fill_(float("nan"))), f"{TENSOR} holds NaN"),
+    "short": (set_config(max_position_embeddings=20), "sequences of up to 28 tokens.* 20 positions"),
     "gpt2": (set_config(model_type="gpt2"), "is a gpt2 model; only qwen3"),
 }
 
+OVERLONG = f"{GRPO} --reward.functions overlong_penalty 1 --reward.options overlong_penalty"
+SFT_OF_CHATS = f"{SFT} --model.path {{model}} --data.path {{here}}/asked.jsonl --evaluation.interval 1"
+SFT_OF_CHATS += " --data.max-prompt-tokens 16 --generator.max-completion-tokens 32"
 # command: what the last line on the screen must say
 CASES = {
     # values
@@ -105,6 +123,7 @@ CASES = {
     f"{GRPO} --overlap-steps 1": "set --overlap-steps 0",
     f"{GRPO} --evaluation.interval 1 --checkpoint.interval 1 --checkpoint.keep-best acuracy": "did you mean accuracy",
     f"{GRPO} --generator.engine max_num_seq 4": "max_num_seqs",
+    f'{GRPO} --generator.engine speculative_config {{{{"method":"ngram"}}}}': "needs a GPU: vLLM's CPU backend samples",
     f"{GRPO} --trainer.lora-alpha 64": "lora_alpha=64.0 does nothing with",
     # flags
     f"{GRPO} --lr 1e-5": "write --trainer.learning-rate VALUE",
@@ -127,7 +146,10 @@ CASES = {
     f"{ROWS}/none.jsonl": "none.jsonl does not exist",
     f"{ROWS}/empty.jsonl": "has no rows",
     f"{ROWS}/broken.jsonl": "line 2: not JSON",
-    f"{ROWS}/other.jsonl": "--data.prompt-column",
+    f"{ROWS}/other.jsonl": "columns there: problem, answer; name one of them with --data.prompt-column",
+    f"{ROWS}/rows.jsonl:foo": "rows.jsonl:foo: a file has no splits; name the file alone",
+    f"{ROWS}/lists.jsonl --reward.functions math_reward 1": "is list .'3'., .*--data.answer-column answer.0",
+    f"{ROWS}/lists.jsonl --reward.functions code_reward 1 --data.columns tests number": "tests of type int",
     f"{ROWS}/holes.jsonl": "rows 2, 5, 8, 11: column 'answer' is missing; rows 3",
     f"{ROWS}/chats.jsonl": "question.:-1",
     f"{ROWS}/long.jsonl": "max_prompt_tokens",
@@ -135,20 +157,31 @@ CASES = {
     f"{GRPO} --data.path some/rows": "could not be loaded",
     f"{ROWS}/rows.jsonl --data.row {{here}}/mine.py:row": "KeyError",
     f"{SFT} --model.path {{model}} --data.path {{here}}/other.jsonl": "no row format",
+    f"{SFT} --model.path {{model}} --data.path {{here}}/holes.jsonl --completion-column answer": "8 of 12 rows",
+    SFT_OF_CHATS: "data.prompt_column=question.*column 'question' is missing.*columns there: messages",
+    f"{SFT_OF_CHATS} --data.prompt-column messages.:-1": "data.answer_column=answer.*column 'answer' is missing",
+    f"{SFT_OF_CHATS} --generator.max-completion-tokens 200": "up to 216 tokens.*128 positions",
     # models
     f"{GRPO} --model.path {{here}}/none": "none does not exist",
     f"{GRPO} --model.path some/model": "neither a local folder nor a hub model",
     **{f"{GRPO} --model.path {{here}}/{name}": said for name, (_, said) in MODELS.items()},
     f"{GRPO} --model.path {{here}}/narrow": "head_dim",
     f"{GRPO} --model.reference-path {{here}}/words --algorithm.kl-coef 0.1": "another vocabulary",
+    f"{GRPO} --model.path {{here}}/many --model.reference-path {{model}} --algorithm.kl-coef 0.1": "has 32 vocab",
     # rewards and losses
+    f"{GRPO} --reward.functions {{here}}/mine.py:f 1": "functions there: no_metrics, mean",
+    f"{GRPO} --reward.functions regex_match 1": "regex_match needs pattern; give it with --reward.options regex_match",
+    f'{OVERLONG} {{{{"tokens":13}}}}': "tokens is 13; .* = 12",
     f"{GRPO} --reward.functions {{here}}/mine.py:raises 1": "IndexError",
     f"{GRPO} --reward.functions {{here}}/mine.py:nan 1": "nan",
     f"{GRPO} --reward.functions {{here}}/mine.py:needs 1": "gold",
     f"{GRPO} --algorithm.loss {{here}}/mine.py:no_metrics": "return .loss_BT, dict of metrics.",
-    f"{GRPO} --algorithm.loss {{here}}/mine.py:needs": "mine.py:needs, line 5: TypeError",
+    f"{GRPO} --algorithm.loss {{here}}/mine.py:mean": "returned a loss .* one floating number per position",
+    f"{GRPO} --algorithm.loss {{here}}/mine.py:needs": "mine.py:needs, line 6: TypeError",
     "-m grpo.check_loss grop": "unknown",
     "-m grpo.check_reward math configs/toy_arithmetic.py": "unknown reward function 'math'",
+    f"{GRPO} --environment.name {{here}}/bare.py:Bare --reward.functions": "no get_reward",
+    f"{GRPO} --environment.name {{here}}/needs.py:Needs": "missing a required argument: 'city'",
     # folders and tools
     f"{GRPO} --run-dir {{here}}/old": "--overwrite",
     f"{GRPO} --run-dir {{here}}/file": "file",
@@ -169,7 +202,8 @@ def folder_of_inputs(folder: pathlib.Path) -> pathlib.Path:
     model = toys.make_model(folder / "model", toys.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 128})
     for name, (spoil, _) in MODELS.items():
         spoil(shutil.copytree(model, folder / name))
-    toys.make_model(folder / "narrow", toys.addition_tokenizer(), 0, SMALL | {"head_dim": 16})
+    for name, changes in {"narrow": {"head_dim": 16}, "many": {"vocab_size": 64}}.items():
+        toys.make_model(folder / name, toys.addition_tokenizer(), 0, SMALL | changes)
     return folder
 
 
@@ -179,7 +213,7 @@ def screen_of(command: str, here: pathlib.Path, run: pathlib.Path) -> subprocess
     words = words.format(here=here, model=here / "model", run=run).split(" ")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     words[0] = words[0].replace("train_", f"{ROOT}/train_")
-    return finish(start_python(*launch, *words), DEADLINE)
+    return finish(start_python(*launch, *words))
 
 
 def last_words(screen: str) -> str:
@@ -206,20 +240,109 @@ def test_the_last_line_says_what_is_wrong(command: str, here: pathlib.Path, tmp_
     assert re.search(CASES[command], last_words(result.stdout)), result.stdout
 
 
-def main() -> None:
-    """Print a table of all of them."""
-    chosen = [command for command in CASES if not sys.argv[1:] or any(word in command for word in sys.argv[1:])]
-    with tempfile.TemporaryDirectory() as folder:
-        here = folder_of_inputs(pathlib.Path(folder))
-        print("| Input | Last line on the screen | Verdict |\n| --- | --- | --- |")
-        for number, command in enumerate(chosen):
-            result = screen_of(command, here, here / f"run{number}")
-            last = last_words(result.stdout)
-            traced = own_traceback(result.stdout)
-            good = result.returncode and not traced and re.search(CASES[command], last)
-            verdict = "clear" if good else "traceback" if traced else f"unclear, exit code {result.returncode}"
-            print(f"| `{command.partition('{run}')[2] or command}` | {last.splitlines()[0]} | {verdict} |", flush=True)
+# Not by a dry run of this process: what is no script, another number of ranks, folders, what a reward does
+WHOLE = ("-m ", ": train_", "mine.py:raises", "mine.py:nan", "--run-dir {here}", "wandb")
+BY_DRY_RUN = [command for command in CASES if not any(part in command for part in WHOLE)]
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("command", BY_DRY_RUN)
+def test_a_dry_run_says_what_is_wrong(command: str, here: pathlib.Path, tmp_path: pathlib.Path):
+    script, *words = command.format(here=here, model=here / "model", run=tmp_path / "run").split(" ")
+    with pytest.raises((BadInput, ValueError)) as refused:
+        if script == "train_sft.py":
+            train_sft.main(change(checked_config(SFTConfig, words), {"dry_run": True}))
+        else:
+            train_grpo.main(change(checked_config(GRPOConfig, words), {"dry_run": True}))
+    message = " ".join(str(refused.value).split("\n"))
+    assert re.search(CASES[command], message), message
+    assert not (tmp_path / "run").exists()
+
+
+# ---- what a refused run leaves ---------------------------------------------------------------------------------------
+
+
+def start(*arguments: object) -> None:
+    """Begin a run and end it before its first step, as rank 0 does without the other ranks."""
+    config = load(GRPOConfig, TINY, [TINY, *map(str, arguments)])
+    session = Session(config, "train_grpo.py", read_grpo)
+    try:
+        session.read_on_driver()
+    finally:
+        session.held.close()
+
+
+def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib.Path):
+    run = tmp_path / "run"
+    os.close(begin_run(GRPOConfig(run_dir=str(run)), "train_grpo.py"))
+    (run / "checkpoints/step-00000001").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(BadInput):
+        start("--model.path", tmp_path / "no model", "--run-dir", run, "--overwrite")
+    assert (run / "checkpoints").is_dir() and (run / "metrics.jsonl").read_text() == "{}\n"
+    start("--model.path", model, "--run-dir", run, "--overwrite")
+    assert not (run / "checkpoints/step-00000001").exists() and not (run / "metrics.jsonl").exists()
+
+
+def test_a_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Path):
+    """What it left is not an earlier run that the corrected one must not overwrite."""
+    long = ("--data.max-prompt-tokens", 501, "--trainer.micro-batch-tokens", 600)  # the toy model has 512 positions
+    with pytest.raises(BadInput):
+        start("--model.path", "configs/examples/toys.py:addition_model", "--run-dir", tmp_path / "run", *long)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"initial_model"}
+    start("--model.path", model, "--run-dir", tmp_path / "run")
+
+
+def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_path: pathlib.Path):
+    def evaluate_into(name: str) -> None:
+        flags = ("--run-dir", tmp_path / name, "--data.answer-column", "answer", "--evaluation.num-prompts", 2)
+        config = evaluate.load_config(str(model), [TINY, *map(str, flags)], num_ranks=1)
+        session = Session(config, "grpo.evaluate", evaluate.read)
+        try:
+            session.read_on_driver()
+        finally:
+            session.held.close()
+
+    evaluate_into("alone")
+    (tmp_path / "alone/evaluation.jsonl").write_text("{}\n")
+    with pytest.raises(BadInput, match="alone holds an earlier run .evaluation.jsonl.*--overwrite"):
+        evaluate_into("alone")
+    start("--model.path", model, "--run-dir", tmp_path / "run")
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    with pytest.raises(BadInput, match="run holds an earlier run .metrics.jsonl"):
+        evaluate_into("run")
+
+
+# ---- under torchrun --------------------------------------------------------------------------------------------------
+
+# The first of these lines begins what torchrun itself says about a rank that failed.
+LAUNCHER = re.compile(r"^\S* ?E\d{4} .*|^Traceback \(most recent call last\):\n  File \"<frozen runpy>\"", re.MULTILINE)
+
+
+def error_of(*arguments: object, nproc: int) -> str:
+    """What our ranks wrote from the one error line on; torchrun repeats it as the root cause."""
+    result = run_torchrun("train_grpo.py", TINY, *arguments, nproc=nproc)
+    assert result.returncode != 0
+    launcher = LAUNCHER.search(result.stdout)
+    assert launcher, result.stdout  # else the cut would be at nothing
+    root_cause = result.stdout.partition("Root Cause")[2]  # torchrun's report, the last thing on the screen
+    assert "traceback : error: " in root_cause or "ended with the message above" in root_cause, result.stdout
+    output = result.stdout[: launcher.start()]
+    assert len(re.findall("^error:", output, re.MULTILINE)) == 1 and "Traceback" not in output
+    return output[output.index("error:") :]
+
+
+def test_another_number_of_processes_than_roles():
+    """Before any group exists."""
+    error = error_of(nproc=2)
+    for part in ("2 trainer + 1 reference + 1 generator", "needs 4", "started 2", "--roles.num-trainers 1"):
+        assert part in error
+
+
+def test_a_reward_that_always_fails(model: pathlib.Path, tmp_path: pathlib.Path):
+    """In the driver, when all ranks have their models; the completion is on the lines below."""
+    layout = ("--roles.num-trainers", 1, "--roles.num-references", 0, "--model.path", model)
+    flags = ("--run-dir", tmp_path / "run", "--reward.functions", f"{REWARDS}:always_raises", 1.0)
+    error = error_of(*layout, *flags, nproc=2)
+    assert error.startswith("error: reward function ")
+    for part in ("always_raises", "KeyError: 'no such thing'", "completion: '", "answer: '"):
+        assert part in error

@@ -53,6 +53,7 @@ ALGORITHMS = {name: AlgorithmConfig(loss=name) for name in PAPER_DEFAULTS} | {
     ),
 }
 EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.05, "old_logprobs": "generator"}
+PER_TOKEN = ("generator_logprobs_N", "ref_logprobs_N", "advantages_N")
 NOT_FINITE = 7  # of this sequence's sampling log-probs, the second
 # ranks: {micro-batches on each rank: the micro_batch_tokens that give this many}
 MICRO_BATCH_TOKENS = {1: {1: 512, 2: 192, 4: 80}, 2: {1: 256, 2: 128, 4: 42}}
@@ -84,11 +85,16 @@ def main() -> None:
         trainer.model.drop_copy()
         return full_gradients(trainer)
 
-    def gradients(config: GRPOConfig, count: int, order: list[int], wrong: bool = False) -> dict[str, torch.Tensor]:
-        """Gradients of a step in exactly `count` micro-batches on each rank."""
+    def gradients(
+        config: GRPOConfig, count: int, order: list[int], wrong: bool = False, outside: float | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Gradients of a step in exactly `count` micro-batches on each rank. outside: what stands outside the mask."""
         tokens = MICRO_BATCH_TOKENS[num_ranks][count]
         trainer.model.trainer = dataclasses.replace(options, micro_batch_tokens=tokens)
         batch = make_step(order)
+        if outside is not None:  # as behind what an environment wrote
+            values = {name: getattr(batch, name).where(batch.loss_mask_N, outside) for name in PER_TOKEN}
+            batch = dataclasses.replace(batch, **values)
         found = len(trainer.model.lay_out(batch).rows[0])
         assert found == count, f"{num_ranks} ranks, {tokens} tokens: {found} micro-batches"
         objective = objective_of(config, batch)
@@ -119,6 +125,10 @@ def main() -> None:
             assert error < TOLERANCE, f"{case}: {error}"
             largest = max(largest, error)
 
+        if name == "grpo":
+            spoiled = gradients(config, 2, IN_ORDER, outside=1e6)
+            exact = gradients(config, 2, IN_ORDER)
+            assert all(torch.equal(spoiled[key], exact[key]) for key in exact), "what is outside the loss mask counts"
         error = difference(gradients(config, 4, IN_ORDER, wrong=True), baseline)
         assert error > 1e-2, f"a mean of micro-batch means went unnoticed ({error}), so this test cannot fail"
         if roles.is_driver:
