@@ -29,7 +29,7 @@ def vllm_config(tmp_path_factory):
 
 @pytest.mark.parametrize("caches", [True, False])
 @pytest.mark.parametrize("is_ahead, is_v2", [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))  # the second one also hands out the ids that were kept
 def test_equals_vllms_own_scheduler(vllm_config, is_ahead, is_v2, caches, seed):
     """Every step's plan, every token and log-prob, and the free blocks in the end.
 

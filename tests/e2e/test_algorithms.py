@@ -1,4 +1,4 @@
-"""A loss and rewards of one's own, several updates and temperatures, verifiers that fail; evaluations change nothing."""
+"""A loss and rewards of one's own, several updates and temperatures, failing verifiers; evaluations change nothing."""
 
 import json
 import pathlib
