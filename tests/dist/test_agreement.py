@@ -46,13 +46,6 @@ def test_all_roles_agree_on_the_ids_that_were_kept(tmp_path, layout, option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", TRAINERS)
-@pytest.mark.parametrize("option", SAMPLING)
-def test_every_option_agrees_in_every_layout(tmp_path, layout, option):
-    agree(tmp_path, "llama3", *TRAINERS[layout], 2, 2, SAMPLING[option])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("generator_tp", [1, 2])
 @pytest.mark.parametrize("layout", TRAINERS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in {"qwen2-yarn", *WITH_STATES}])

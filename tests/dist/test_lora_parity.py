@@ -10,7 +10,6 @@ ATTENTION = "q_proj+k_proj+v_proj+o_proj"
 CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpointing, targets)
     2: [
         ("qwen3-tied", 1, 1, "selective", ALL),  # FSDP
-        ("qwen3-untied", 1, 1, "full", "q_proj+v_proj"),
         ("qwen2-tied", 2, 1, "selective", ALL),  # TP, the biases sharded
         ("moe", 2, 1, "full", ATTENTION),
     ],

@@ -21,8 +21,6 @@ CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpoin
     ],
     4: [
         ("llama3", 2, 1, "none", 1),  # FSDP x TP
-        ("llama3-tied", 2, 1, "selective", 1),
-        ("qwen2-tied", 2, 1, "selective", 1),
         ("qwen3-tied", 2, 2, "none", 1),  # replicas x TP
         ("qwen3-untied", 1, 2, "full", 0),  # replicas x FSDP
         ("qwen3_5-tied", 1, 2, "none", 0),

@@ -8,7 +8,6 @@ from tests.torchrun import torchrun
 
 KINDS = ("qwen3-tied", "qwen2-untied", "llama3", "smollm3", "gemma3", "olmo3")
 LAYOUTS = {  # (trainers, references)
-    "one rank": (1, 0),
     "sharded over the trainers": (2, 0),
     "two ranks of its own": (1, 2),
 }

@@ -39,7 +39,7 @@ TOLERANCE = 1e-4  # nats, in float32
 # The last one fills a block of vLLM's prefix cache (128 tokens on CPU), which must not outlive the weights.
 PROMPTS = [[5, 9, 12, 7], [13], [3 + i * i % 29 for i in range(140)]]
 GROUP_SIZE, TEMPERATURES = 4, (0.7, 1.0, 1.3)
-NUM_ROUNDS = 3
+NUM_ROUNDS = 2
 # Weights have a standard deviation of 0.2 and Adam moves each by about this much, so no update goes unnoticed. Scaling
 # them all would: Qwen3 normalizes queries and keys, so stale q_proj and k_proj would agree to 1e-5.
 LEARNING_RATE = 0.05
