@@ -204,15 +204,12 @@ def test_rows_hold_what_a_plain_writing_of_them_holds(seed: int):
 
 
 def test_a_row_by_hand():
-    batch = batch_of(([1, 2, 3], [2, 1]), ([7, 8], [1]))
-    micro = one_row(batch, multiple=12)
+    micro = one_row(batch_of(([1, 2, 3], [2, 1]), ([7, 8], [1])), multiple=12)
     #                             prompt  completions      other    padding
     assert micro.ids_BT.tolist() == [[1, 2, 3, 100, 101, 3, 200, 7, 8, 300, 0, 0]]
     assert micro.positions_BT.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0, 1]]
     assert micro.targets_BT.tolist() == [[2, 3, 100, 101, 0, 200, 0, 8, 300, 0, 0, 0]]
-    assert micro.loss_mask_BT.int().tolist() == [[0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0]]
     assert micro.shared.keys_K.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9, 10, 11]
-    assert micro.shared.reused_R.tolist() == [0, 1] and micro.shared.uses_RU.tolist() == [[0, 2, 7], [1, 3, 8]]
 
 
 # ---- Which sequences share a row -------------------------------------------------------------------------------------
@@ -234,6 +231,20 @@ def test_a_row_by_hand():
 )
 def test_rows_by_hand(lengths, num_ranks, max_tokens, rows):
     layout = plan(of_lengths(*lengths), num_ranks, max_tokens)
+    assert [[sequences_of(row) for row in of_rank] for of_rank in layout.rows] == rows
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_ranks", "max_tokens", "rows"),
+    [
+        # by length two rows of 16, with neighbours of one prompt; by group 17 and 15
+        ([([0, 0], [3, 6, 4]), ([1, 1], [4, 1, 4])], 1, 20, [[[1, 4, 5], [0, 2, 3]]]),
+        # two rows of 13 at most either way: by group, where no prompt is laid out twice
+        ([([0] * 5, [1]), ([1] * 5, [2, 5])], 2, 14, [[[2, 1]], [[0]]]),
+    ],
+)
+def test_rows_with_shared_prompts_by_hand(groups, num_ranks, max_tokens, rows):
+    layout = plan(batch_of(*groups), num_ranks, max_tokens)
     assert [[sequences_of(row) for row in of_rank] for of_rank in layout.rows] == rows
 
 
