@@ -103,7 +103,8 @@ def typed_turn(episode: Episode, such_as: str) -> str:
     try:
         return without_surrogates(input("> "))
     except EOFError:
-        raise SystemExit("left before the end of the episode") from None
+        print("\nleft before the end of the episode")
+        raise SystemExit(0) from None
 
 
 def show(episode: Episode) -> None:

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+from unittest import mock
 
 import pytest
 
@@ -67,6 +68,13 @@ def test_somebody_may_be_the_model(style, monkeypatch, capsys):
     limits = ["--environment.max-turns", "16", "--generator.max-completion-tokens", "2000"]
     assert main([f"{EXAMPLES}/guess.py:Guess", "--play", "--environment.calls", style, *limits]) == 0
     assert "reward 1.0" in capsys.readouterr().out
+
+
+def test_somebody_may_leave(monkeypatch, capsys):
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=EOFError))
+    with pytest.raises(SystemExit) as left:
+        main([f"{EXAMPLES}/guess.py:Guess", "--play"])
+    assert left.value.code == 0 and "left before the end" in capsys.readouterr().out
 
 
 def test_what_cannot_be_used_is_refused_and_what_is_lost_is_told(mine, capsys):
