@@ -30,12 +30,14 @@ def vllm_config(tmp_path_factory):
 @pytest.mark.parametrize("caches", [True, False])
 @pytest.mark.parametrize("is_ahead, is_v2", [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("seed", range(2))  # the second one also hands out the ids that were kept
-def test_equals_vllms_own_scheduler(vllm_config, is_ahead, is_v2, caches, seed):
+def test_equals_vllms_own_scheduler(vllm_config, is_ahead, is_v2, caches, seed, monkeypatch):
     """Every step's plan, every token and log-prob, and the free blocks in the end.
 
     Requests come and are aborted at any time, share prompts, end with a stop token, their limit or the model's, wait
-    for a slot, and are preempted because the cache is small.
+    for a slot, and are preempted because the cache is small. With the second seed and runner V1 vLLM sees each
+    token, as stop texts need.
     """
+    monkeypatch.setattr(shortcuts, "MOST_UNWRITTEN", 8)
     (plans, taken, preempted), short = (
         run(scheduler_of(vllm_config, is_ahead, is_v2, caches), seed, is_short) for is_short in (False, True)
     )
@@ -50,7 +52,8 @@ def test_equals_vllms_own_scheduler(vllm_config, is_ahead, is_v2, caches, seed):
         (128, {"attention_config": {"backend": "FLASH_ATTN"}}, (9, 0), {}),
         (128, {"attention_backend": "FLASH_ATTN"}, (9, 0), {}),
         (128, {"kv_cache_dtype": "fp8"}, (9, 0), {}),
-        (64, {}, (9, 0), {}),
+        (64, {}, (9, 0), {"attention_config": {"backend": "TRITON_ATTN"}}),
+        (96, {}, (9, 0), {}),
         (128, {}, (8, 0), {}),
     ],
 )
@@ -66,7 +69,7 @@ def test_the_ranks_of_an_engine_do_not_add_up_by_kernels_that_need_a_compiler_an
     from vllm import envs
     from vllm.config import CompilationConfig
 
-    hf = transformers.Qwen3Config(head_dim=64)
+    hf = transformers.Qwen3Config(head_dim=96)
     options = vllm_engine.options_of_model(hf, {}, torch.device("cuda"), tensor_parallel=2)
     assert CompilationConfig(**options["compilation_config"]).pass_config.fuse_allreduce_rms is False
     assert "compilation_config" not in vllm_engine.options_of_model(hf, {}, torch.device("cuda"))
@@ -131,6 +134,23 @@ def test_a_step_in_flight_when_an_evaluation_ends_has_no_kept_ids(vllm_config):
         scheduler.update_from_output(plan, output)
 
 
+def test_shorter_launches_keep_the_order_of_requests(monkeypatch):
+    """Requests are ordered as vLLM orders them, and new ones are added; also if done twice."""
+    from vllm.v1.worker.gpu import model_runner
+
+    sort, added = model_runner.sort_batch_req_ids, []
+    monkeypatch.setattr(model_runner, "sort_batch_req_ids", sort)
+    monkeypatch.setattr(model_runner.GPUModelRunner, "add_requests", lambda _, scheduled: added.append(scheduled))
+    for _ in range(2):
+        shortcuts.shorten_launches()
+    for num_tokens, drafts in (({"b": 1, "a": 1}, {}), ({"b": 3, "a": 1}, {}), ({"b": 1, "a": 1}, {"a": [5]})):
+        assert model_runner.sort_batch_req_ids(num_tokens, drafts, 1) == sort(num_tokens, drafts, 1)
+    plans = [SimpleNamespace(scheduled_new_reqs=new) for new in ([], ["request"])]
+    for plan in plans:
+        model_runner.GPUModelRunner.add_requests(None, plan)
+    assert added == plans[1:]
+
+
 def scheduler_of(vllm_config, is_ahead: bool, is_v2: bool, caches: bool):
     """A scheduler of vLLM's own; is_ahead: as on GPUs. is_v2: for the runner that GPUs have."""
     from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -160,7 +180,7 @@ def run(scheduler, seed: int, is_short: bool):
     with pytest.MonkeyPatch.context() as patch:
         if not is_short:
             patch.setattr(PlainSteps, "fit", lambda scheduler: False)
-        sampled = SampledTokens(SimpleNamespace(llm_engine=core), whole=True)
+        sampled = SampledTokens(SimpleNamespace(llm_engine=core), whole=seed == 0 or scheduler.use_v2_model_runner)
     sampled.sampler = SimpleNamespace()
     sampled.keep_ids(seed > 0)
     draw, depth = random.Random(seed), 1 + scheduler.scheduler_config.async_scheduling
@@ -180,7 +200,10 @@ def run(scheduler, seed: int, is_short: bool):
                 live.append(request.request_id)
                 number += 1
         if live and draw.random() < 0.05:
-            scheduler.finish_requests(draw.choice(live), RequestStatus.FINISHED_ABORTED)
+            live.remove(name := draw.choice(live))
+            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            own = sampled.take(name, version=0)
+            taken[name] = own.ids_T.tolist(), own.logprobs_T.tolist()
         if scheduler.has_requests():
             plan = scheduler.schedule()
             facts = facts_of(plan)
@@ -193,6 +216,8 @@ def run(scheduler, seed: int, is_short: bool):
         output = sample(scheduler, plan, computed, seed)
         for of_client in scheduler.update_from_output(plan, output).values():
             for ended in of_client.outputs:
+                if ended.finish_reason is None:
+                    continue
                 live.remove(ended.request_id)
                 own = sampled.take(ended.request_id, version=0)
                 ids = own.ids_T.tolist()

@@ -15,7 +15,13 @@ from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needs_texts
 from grpo.data.chat import load_tokenizer
 from grpo.models.families import has_experts, has_states, head_dim_of, windows_of
-from grpo.roles.engine.shortcuts import WIDE_HEAD_DIM, model_runner_of, widen_attention, widen_logprobs
+from grpo.roles.engine.shortcuts import (
+    WIDE_HEAD_DIMS,
+    model_runner_of,
+    shorten_launches,
+    widen_attention,
+    widen_logprobs,
+)
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
@@ -128,6 +134,7 @@ def start_engine(
         defaults["max_num_batched_tokens"] = max(8192, max_tokens)  # prompts are prefilled whole
     else:
         widen_logprobs()
+        shorten_launches()
         if "attention_config" in options:
             widen_attention()
     inductor_cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -190,7 +197,7 @@ def options_of_model(
     chosen = any(name in engine for name in CHOOSE_ATTENTION)
     if any(window is not None for window in windows_of(hf)):  # triton's attention was measured without windows, states
         return options
-    if not chosen and head_dim_of(hf) == WIDE_HEAD_DIM and torch.cuda.get_device_capability(device) == HOPPER:
+    if not chosen and head_dim_of(hf) in WIDE_HEAD_DIMS and torch.cuda.get_device_capability(device) == HOPPER:
         options["attention_config"] = {"backend": "TRITON_ATTN"}
     return options
 
