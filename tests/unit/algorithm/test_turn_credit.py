@@ -1,4 +1,4 @@
-"""Credit for each turn of an episode, against sums over plain lists, true gradients, and batches without the lost."""
+"""Credit for each turn of an episode, against sums over plain lists and batches without the lost."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""The ids that top_p, top_k and min_p kept stay with their tokens, from the engine's steps to the LM head."""
+"""The ids that top_p, top_k and min_p kept stay with their tokens, from the engine's steps to a mini-batch."""
 
 import dataclasses
 import random
