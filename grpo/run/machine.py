@@ -179,7 +179,10 @@ class Needs:
         models = dict(self.frozen)
         if not self.config.reference_has_model:  # as with adapters
             models.pop("reference", None)
-        return {name: self.weight * model.parameters / num_ranks for name, model in models.items()}
+        parts = {name: self.weight * model.parameters / num_ranks for name, model in models.items()}
+        if "reference" in parts and self.config.reference_moves:  # a mean of weights needs float32
+            parts["reference"] *= 4 / GIB / self.weight
+        return parts
 
     def forward(self, model: Sizes, num_ranks: int, trains: bool) -> dict[str, float]:
         """Return what a forward needs besides the weights, by part; with `trains` also what its backward needs."""
@@ -533,12 +536,15 @@ def check_disk(needs: Needs) -> Verdict:
     count = 1  # a run that is stopped saves, whatever the interval
     if options.interval:
         count = min(options.keep + bool(options.keep_best) + 1, math.ceil(config.num_steps / options.interval))
+    checkpoint = needs.states
+    if config.reference_moves:  # its weights are saved too, in float32
+        checkpoint += 4 * needs.policy.parameters / GIB
     export = needs.weight * needs.policy.parameters if options.export else 0.0
     run_dir = pathlib.Path(config.run_dir).absolute()
     place = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     # files there make room when the run resumes or overwrites
     there = [*(run_dir / CHECKPOINTS).rglob("*"), *(run_dir / "model").rglob("*")]
     free = (shutil.disk_usage(place).free + sum(path.stat().st_size for path in there)) / GIB
-    answer = "fits" if count * needs.states + export <= free else "PROBLEM"
-    found = f"{count} x {needs.states:.2f} GiB of checkpoint and {export:.2f} of export, free in {place}: {free:.1f}"
+    answer = "fits" if count * checkpoint + export <= free else "PROBLEM"
+    found = f"{count} x {checkpoint:.2f} GiB of checkpoint and {export:.2f} of export, free in {place}: {free:.1f}"
     return Verdict("disk", answer, found, "another --run-dir, a lower --checkpoint.keep, or --checkpoint.no-export")

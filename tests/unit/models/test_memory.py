@@ -83,6 +83,13 @@ PUBLISHED = {  # number of parameters as the hub counts them
 }
 
 
+def test_a_reference_that_moves_is_held_in_float32():
+    config = config_of("--algorithm.kl-coef", 0.1)
+    moving = config_of("--algorithm.kl-coef", 0.1, "--algorithm.reference-interval", 5)
+    held = [needs(QWEN3_1_7B, one).beside(num_ranks=1)["reference"] for one in (config, moving)]
+    assert held[1] == pytest.approx(2 * held[0])
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_number_of_parameters_is_the_published_one(name):
     raw, expected = PUBLISHED[name]
