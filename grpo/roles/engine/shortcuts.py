@@ -239,6 +239,7 @@ class PlainSteps:
         by_request: gets what is sampled, when it is written back.
         """
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.request import RequestStatus
 
         (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._scheduler = scheduler
@@ -249,6 +250,7 @@ class PlainSteps:
         self._blocks_of = manager.req_to_blocks
         # AsyncScheduler schedules a token before the one before it is known, and counts a placeholder for it
         self._ahead = int(type(scheduler) is AsyncScheduler)
+        self._running = RequestStatus.RUNNING
         self._schedule = scheduler.schedule
         self._finish_requests = scheduler.finish_requests
         scheduler.schedule = self.schedule
@@ -310,9 +312,8 @@ class PlainSteps:
         names, rows_S = self._requests_of_step()
         if not names:
             self.write_back()
-            step = self._schedule(throttle_prefills)
-            self.read_rows()
-            return step
+            self._row_of.clear()
+            return self._schedule(throttle_prefills)
         running = scheduler.running
         max_running = scheduler.max_num_active_reqs
         scheduler.running = []  # vLLM schedules an empty step, to which the requests are added
@@ -346,12 +347,16 @@ class PlainSteps:
         scheduler = self._scheduler
         num_running = len(scheduler.running)
         is_waiting = scheduler.waiting or scheduler.kv_holding_waiting
-        if (
-            len(self._row_of) != num_running
-            or (is_waiting and num_running < scheduler.max_num_active_reqs)
-            or self._pool.get_num_free_blocks() < num_running
-        ):
-            return [], np.empty(0, np.int64)
+        none = [], np.empty(0, np.int64)
+        if is_waiting and num_running < scheduler.max_num_active_reqs:
+            return none
+        if self._pool.get_num_free_blocks() < num_running:
+            return none
+        if len(self._row_of) != num_running:
+            self.write_back()
+            self.read_rows()
+        if len(self._row_of) != num_running:
+            return none
         rows_S = np.fromiter(self._row_of.values(), np.int64, num_running)
         num_tokens_S = self._num_tokens_R[rows_S]
         num_computed_S = self._num_computed_R[rows_S]
@@ -367,7 +372,7 @@ class PlainSteps:
         """
         num_scheduled = scheduled.num_scheduled_tokens
         if not self._row_of:
-            return scheduled
+            return self._take_singly(scheduled, model_output, logprobs_P)
         names = list(num_scheduled)
         num_scheduled_S = np.fromiter(num_scheduled.values(), np.int64, len(names))
         rows_S = np.fromiter(map(self._row_of.get, names, itertools.repeat(-1)), np.int64, len(names))
@@ -391,6 +396,44 @@ class PlainSteps:
         scheduled = copy.copy(scheduled)
         scheduled.num_scheduled_tokens = {name: num_scheduled[name] for name in rest}
         return scheduled
+
+    def _take_singly(self, scheduled: Any, model_output: Any, logprobs_P: np.ndarray) -> Any:
+        """Do what `take` does without rows, while most steps are vLLM's own: rows would not last."""
+        rest = {}
+        for name, num_scheduled in scheduled.num_scheduled_tokens.items():
+            place = model_output.req_id_to_index[name]
+            sampled = model_output.sampled_token_ids[place]
+            request = self._scheduler.requests.get(name)
+            if request is None or not sampled or self._may_end(request, sampled[0]):
+                rest[name] = num_scheduled
+                continue
+            request.num_in_flight_tokens -= num_scheduled
+            request.num_output_placeholders -= self._ahead
+            request._output_token_ids += sampled
+            request._all_token_ids += sampled
+            tokens = self._by_request[name]
+            tokens.ids += sampled
+            tokens.logprobs.append(logprobs_P.item(place))
+            num_cachable = request.num_computed_tokens - request.num_output_placeholders
+            if request.num_tokens % self._block_size == 0:
+                request.update_block_hashes()
+            if num_cachable % self._block_size == 0:
+                self._cache.cache_blocks(request, num_cachable)
+        scheduled = copy.copy(scheduled)
+        scheduled.num_scheduled_tokens = rest
+        return scheduled
+
+    def _may_end(self, request: Any, token: int) -> bool:
+        """Return whether the token may be the last, or vLLM must see it, or the request does not run."""
+        params = request.sampling_params
+        most_tokens = min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len)
+        return (
+            request.status is not self._running
+            or token in params.all_stop_token_ids
+            or request.num_tokens + 1 >= most_tokens
+            or request.structured_output_request is not None
+            or params.repetition_detection is not None
+        )
 
     def finish_requests(self, *arguments: Any) -> Any:
         """End requests as vLLM does, which looks at its own objects."""
