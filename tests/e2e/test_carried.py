@@ -51,7 +51,7 @@ def test_log_probs_of_all_pieces_are_the_policys(run: tuple[pathlib.Path, list[o
     """
     steps = read_metrics(run[0])
     compared = [line for line in read_completions(run[0]) if "<pad>" not in line["completion"]]
-    assert sum("earlier" in line for line in compared) > 5
+    assert sum("earlier" in line for line in compared) > 1
     assert max(line["mismatch"] for line in compared) < 1e-4
     for m in steps:
         assert m["mismatch/nonfinite_frac"] == 0
