@@ -14,3 +14,9 @@ def test_no_folder_of_tests_is_left_out():
     assert {"tests/dist", "tests/e2e", "tests/unit"} <= {str(folder) for folder in folders}
     for folder in folders:
         assert not [part for part in folder.parts for pattern in passed_over if fnmatch.fnmatch(part, pattern)], folder
+
+
+def test_every_test_file_stands_in_the_list_of_promises():
+    page = (ROOT / "tests/README.md").read_text()
+    names = [str(path.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("test_*.py")]
+    assert [name for name in names if f"]({name}) |" not in page] == []
