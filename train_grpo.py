@@ -12,8 +12,9 @@ completion's tokens, then over completions,
 Here ratio is the token's probability under the policy divided by that under the policy at the start of the step; beta
 is the KL coefficient. `algorithm.loss`, `.advantages` and `.aggregation` name other formulas.
 
-A suffix on a tensor's name spells its dimensions: P prompts, G completions of a group, F reward functions, S sequences
-(prompt with completion), N tokens of all sequences end to end, B rows and T positions of a micro-batch (grpo/types.py).
+A suffix on a tensor's name spells its dimensions: P prompts, G completions of a group, R = P * G rollouts, F reward
+functions, S sequences (prompt with completion), N tokens of all sequences end to end, B rows and T positions of a
+micro-batch (grpo/types.py).
 """
 
 from dataclasses import replace
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from grpo.algorithm.advantages import AdvantageInputs, group_mean_std, named_advantages, teacher_advantages
 from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
-from grpo.algorithm.importance import correct_importance, mismatch, sequence_kl, token_kl
+from grpo.algorithm.importance import correct_importance, mismatch, rollout_kl, token_kl
 from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
@@ -101,15 +102,14 @@ def train(config: GRPOConfig, session: Session) -> None:
 
         timer.enter("reward")
         rollouts = driver.collect_rewards()
-        rewards = comm.broadcast_tensors(driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
+        batch = comm.add_rewards(batch, driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
         if config.record:
-            driver.record(rollouts, batch, rewards)  # a file, for grpo/replay.py
+            driver.record(rollouts, batch)  # a file, for grpo/replay.py
 
         timer.enter("train")
         metrics = StepMetrics(batch.num_sequences if trainer else 0)  # rank 0 can record means of `rollouts` here
         if trainer:
-            rewards_S, has_reward_S, parts_FS = rewards
-            batch = add_advantages(config, batch, rewards_S, has_reward_S, parts_FS, kl_coef, metrics)
+            batch = add_advantages(config, batch, kl_coef, metrics)
             update(config, trainer, batch, kl_coef, metrics)
 
         timer.enter("generate")
@@ -146,28 +146,21 @@ def sample(
 # the inputs of a formula. `metrics.record` takes numbers; for values per token it logs their mean over the loss tokens.
 
 
-def add_advantages(
-    config: GRPOConfig,
-    batch: TrainBatch,
-    rewards_S: Tensor,
-    has_reward_S: Tensor,
-    parts_FS: Tensor,
-    kl_coef: float,
-    metrics: StepMetrics,
-) -> TrainBatch:
-    """Compare each reward with its group's. Every token gets its completion's advantage, plus its teacher's, if any.
+def add_advantages(config: GRPOConfig, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> TrainBatch:
+    """Compare each reward with its group's. Every token gets its rollout's advantage, plus its teacher's, if any.
 
-    `parts_FS` has the values of F reward functions, NaN for None; `rewards_S` are their weighted sums. The loss mask is
-    True for tokens that the policy sampled with a finite log-prob. It becomes False for sequences with neither reward
-    nor teacher and, with `mask_truncated`, for truncated ones, whose rewards still count in their group.
+    `batch.parts_FR` has the values of F reward functions, NaN for None; `rewards_R` are their weighted sums. The loss
+    mask is True for tokens that the policy sampled with a finite log-prob. It becomes False for rollouts with neither
+    reward nor teacher and, with `mask_truncated`, for truncated ones, whose rewards still count in their group.
     """
     algorithm = config.algorithm.resolved  # with the values that follow from the loss
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
-        penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # by the generator's log-probs
-        metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
-        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # not finite: trainer.py will skip the update
+        penalty_R = kl_coef * rollout_kl(batch, algorithm.kl_estimator)  # by the generator's log-probs
+        metrics.record(**{"reward/kl_penalty": penalty_R[batch.has_reward_R].mean().item()})
+        penalty_R = penalty_R.where(penalty_R.isfinite(), 0)  # not finite: trainer.py will skip the update
+        batch = replace(batch, rewards_R=batch.rewards_R - penalty_R)
 
-    x = AdvantageInputs.of(batch, rewards_S, has_reward_S, parts_FS, config)
+    x = AdvantageInputs.of(batch, config)
     if algorithm.advantages == "group_std":
         mean_P1, std_P1 = group_mean_std(x.rewards_PG, x.has_PG)
         advantages = (x.rewards_PG - mean_P1) / (std_P1 + 1e-4)
@@ -175,15 +168,15 @@ def add_advantages(
         advantages = named_advantages(algorithm.advantages)(x)
     advantages_N = x.per_token(advantages)  # from [P, G], or from [N] already; 0 without a reward
 
-    trained_S = has_reward_S
+    trained_N = batch.has_reward_R[batch.rollout_N]
     if algorithm.distill_coef:  # on-policy distillation: the reference is a teacher, who judges every token
-        trained_S = torch.ones_like(has_reward_S)
+        trained_N = torch.ones_like(trained_N)
         teacher_N = teacher_advantages(batch)
         metrics.record(**{"distill/reverse_kl": -teacher_N[batch.loss_mask_N].mean().item()})
         advantages_N = advantages_N + algorithm.distill_coef * teacher_N
     if algorithm.mask_truncated:
-        trained_S = trained_S & ~batch.truncated_S
-    return replace(batch, advantages_N=advantages_N, loss_mask_N=batch.loss_mask_N & trained_S[batch.owner_N])
+        trained_N = trained_N & ~batch.truncated_S[batch.owner_N]
+    return replace(batch, advantages_N=advantages_N, loss_mask_N=batch.loss_mask_N & trained_N)
 
 
 def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> None:

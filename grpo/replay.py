@@ -177,9 +177,6 @@ def train_on(
     batch = add_advantages(
         config,
         recorded_step.batch,
-        recorded_step.rewards_S,
-        recorded_step.has_reward_S,
-        recorded_step.parts_FS,
         config.algorithm.kl_coef,
         metrics,
     )

@@ -1,10 +1,10 @@
 """What moves between the parts, and the legend of shape suffixes.
 
 A suffix on a tensor's name spells its dimensions: B rows of a micro-batch, T positions of a row or tokens of one
-sequence, S sequences of a step, N tokens of all sequences laid end to end, P prompts, G completions of a group,
-V vocabulary, D hidden size, E experts that a token takes, K keys that documents attend to, R of them
-in several documents, U uses of these, C token ids that tokens were chosen from. A field of a sample or a batch is laid
-out by its first letter.
+sequence, S sequences of a step, N tokens of all sequences laid end to end, P prompts, G completions of a group, R
+rollouts of a step, F parts of a reward, V vocabulary, D hidden size, E experts that a token takes, K keys that
+documents attend to, Q of them in several documents, U uses of these, C token ids that tokens were chosen from. A field
+of a batch is laid out by its last letter.
 Unless a field says otherwise, token ids are int64, masks bool and advantages float32.
 What is known of a token stays aligned with it from `Sample` over the wire (`TrainBatch`) to the loss (`MicroBatch`).
 """
@@ -280,6 +280,8 @@ class TrainBatch:
     """int64: tokens of each sequence."""
     sequence_S: Tensor
     """int64: index of each sequence in the step."""
+    rollout_S: Tensor
+    """int64: index in the step of the rollout that each sequence belongs to; sequences of a rollout are neighbours."""
     temperatures_S: Tensor
     """float32: what each sequence was sampled with."""
     versions_S: Tensor
@@ -301,10 +303,20 @@ class TrainBatch:
     advantages_N: Tensor | None = None
     kept_C: Tensor | None = None
     """int32: as in `Completion`; None if all ids were kept for every token."""
+    rewards_R: Tensor | None = None
+    """float32: weighted sum of each rollout's reward, 0 for None. The rewards are not known before scoring."""
+    has_reward_R: Tensor | None = None
+    """bool: the rollout has a reward."""
+    parts_FR: Tensor | None = None
+    """float32: unweighted value of each part of the reward, NaN for None."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.lengths_S)
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self.rollout_S.unique())
 
     @property
     def num_tokens(self) -> int:
@@ -326,6 +338,11 @@ class TrainBatch:
     def owner_N(self) -> Tensor:
         """Number of the sequence that each token belongs to, int64."""
         return torch.arange(self.num_sequences).repeat_interleave(self.lengths_S)
+
+    @cached_property
+    def rollout_N(self) -> Tensor:
+        """Index in the step of the rollout that each token belongs to, int64."""
+        return self.rollout_S.repeat_interleave(self.lengths_S)
 
     @cached_property
     def token_C(self) -> Tensor:

@@ -23,6 +23,8 @@ from grpo.rewards.builtin import math_reward
 print(math_reward(["<answer>42</answer>", "<answer>41</answer>"], answer=["42", "42"]))  # [1.0, 0.0]
 
 # %% Two completions of one prompt as a batch, and their advantages
+from dataclasses import replace
+
 import torch
 
 from grpo.data.batches import make_batch
@@ -37,13 +39,12 @@ sampled_T = torch.tensor([0.0, 0.0, -1.0, -2.0, -0.5])  # the generator's log-pr
 batch = make_batch([Sample(torch.tensor(prompt + completion), is_completion_T, sampled_T) for _ in range(2)])
 pair = change(grpo_config, {"group_size": 2})
 by_function = torch.tensor([[1.0, 0.0], [0.0, 0.0]])  # of which the rewards are the weighted sums
-rewards = torch.tensor([1.0, 0.0]), torch.tensor([True, True]), by_function
-batch = add_advantages(pair, batch, *rewards, 0.0, StepMetrics(2))
+has_reward = torch.tensor([True, True])
+batch = replace(batch, rewards_R=torch.tensor([1.0, 0.0]), has_reward_R=has_reward, parts_FR=by_function)
+batch = add_advantages(pair, batch, 0.0, StepMetrics(2))
 print(batch.advantages_N[batch.starts_S])  # +-0.7070: (1 - 0.5) / (standard deviation 0.7071 + 1e-4)
 
 # %% A loss sees [B, T] tensors: here both sequences in one row, under a policy that likes every token more by 0.5 nats
-from dataclasses import replace
-
 from grpo.algorithm.inputs import LossInputs
 
 batch = replace(batch, old_logprobs_N=batch.generator_logprobs_N)

@@ -39,41 +39,35 @@ class AdvantageInputs:
     weights_F: Tensor
     """float64: weight of each function in the sum."""
     batch: TrainBatch
-    """The step's N tokens and S = P * G sequences, group after group; `batch.owner_N` is each token's sequence."""
+    """The step's N tokens and P * G rollouts, group after group; `batch.rollout_N` is each token's rollout."""
 
     @classmethod
-    def of(
-        cls,
-        batch: TrainBatch,
-        rewards_S: Tensor,
-        has_reward_S: Tensor,
-        parts_FS: Tensor,
-        config: GRPOConfig,
-    ) -> "AdvantageInputs":
-        """Return a step's rewards by group. NaN in `parts_FS` stands for a missing value.
+    def of(cls, batch: TrainBatch, config: GRPOConfig) -> "AdvantageInputs":
+        """Return the rewards of a step's batch by group.
 
         Raises ValueError for a reward that is not finite, and if the config has another number of reward functions.
         """
         weights = config.reward_weights
-        if len(parts_FS) != len(weights):
+        parts_FR = batch.parts_FR
+        if len(parts_FR) != len(weights):
             raise ValueError(
-                f"the step has values of {len(parts_FS)} reward functions, and the config has {len(weights)} "
+                f"the step has values of {len(parts_FR)} reward functions, and the config has {len(weights)} "
                 f"({', '.join(weights)}); name those that scored it"
             )
-        rewards_PG, has_PG = by_group(rewards_S, has_reward_S, config.group_size)
-        has_FS = ~parts_FS.isnan() & has_reward_S
-        parts_FPG = parts_FS.double().where(has_FS, 0.0).view(-1, *has_PG.shape)
+        rewards_PG, has_PG = by_group(batch.rewards_R, batch.has_reward_R, config.group_size)
+        has_FR = ~parts_FR.isnan() & batch.has_reward_R
+        parts_FPG = parts_FR.double().where(has_FR, 0.0).view(-1, *has_PG.shape)
         weights_F = torch.tensor(list(weights.values()), dtype=torch.float64)
-        return cls(rewards_PG, has_PG, parts_FPG, has_FS.view(parts_FPG.shape), weights_F, batch)
+        return cls(rewards_PG, has_PG, parts_FPG, has_FR.view(parts_FPG.shape), weights_F, batch)
 
     def per_token(self, advantages: Tensor) -> Tensor:
         """Return each token's advantage, float32 [N], from those of completions [P, G] or of tokens [N].
 
         It is 0 for a completion without a reward.
         """
-        owner_N = self.batch.owner_N
-        advantages_N = advantages.flatten()[owner_N] if advantages.ndim == 2 else advantages
-        return advantages_N.where(self.has_PG.flatten()[owner_N], 0).float()
+        rollout_N = self.batch.rollout_N
+        advantages_N = advantages.flatten()[rollout_N] if advantages.ndim == 2 else advantages
+        return advantages_N.where(self.has_PG.flatten()[rollout_N], 0).float()
 
 
 def group_mean_std(rewards_PG: Tensor, has_PG: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,8 +121,8 @@ def return_to_go(x: AdvantageInputs) -> Tensor:
     batch = x.batch
     if batch.turn_N is None:
         raise ValueError("algorithm.advantages=return_to_go needs episodes, whose turns have rewards; use rloo")
-    shape = int(batch.turn_N.max()) + 1, batch.num_sequences  # [turn, S]; no turn is 0
-    place = batch.turn_N, batch.owner_N
+    shape = int(batch.turn_N.max()) + 1, batch.num_rollouts  # [turn, R]; no turn is 0
+    place = batch.turn_N, batch.rollout_N
     earned = torch.zeros(shape).index_put(place, batch.earned_N).double()
     reached = torch.zeros(shape, dtype=torch.bool).index_put(place, batch.turn_N > 0)
     returns = x.rewards_PG.flatten() - earned
@@ -162,10 +156,10 @@ def named_advantages(name: str) -> Callable[[AdvantageInputs], Tensor]:
     def checked(x: AdvantageInputs) -> Tensor:
         advantages = function(x)
         shape = getattr(advantages, "shape", type(advantages).__name__)
-        if shape not in (x.has_PG.shape, x.batch.owner_N.shape) or not x.per_token(advantages).isfinite().all():
+        if shape not in (x.has_PG.shape, x.batch.rollout_N.shape) or not x.per_token(advantages).isfinite().all():
             raise ValueError(
                 f"advantages {name} returned {shape}; return finite numbers, of shape {tuple(x.has_PG.shape)} for "
-                f"completions or {tuple(x.batch.owner_N.shape)} for tokens"
+                f"completions or {tuple(x.batch.rollout_N.shape)} for tokens"
             )
         return advantages
 

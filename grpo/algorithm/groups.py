@@ -1,6 +1,6 @@
 """What the rewards of a step's groups say: whether comparing them teaches anything, and how many completions passed.
 
-Rewards become tensors here. S completions lie group after group, P groups of G; F parts of the reward.
+Rewards become tensors here. R rollouts lie group after group, P groups of G; F parts of the reward.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,31 +13,31 @@ from grpo.types import Rollout
 
 
 def reward_tensors(rollouts: Sequence[Rollout], parts: Iterable[str] = ()) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rewards (float32 [S], 0 for None), which there are (bool [S]), and values of parts of the reward.
+    """Return the rewards (float32 [R], 0 for None), which there are (bool [R]), and values of parts of the reward.
 
-    The values are float32 [F, S], unweighted, and NaN for None.
+    The values are float32 [F, R], unweighted, and NaN for None.
     """
-    rewards_S = torch.tensor([r.reward or 0.0 for r in rollouts])
-    has_reward_S = torch.tensor([r.reward is not None for r in rollouts])
+    rewards_R = torch.tensor([r.reward or 0.0 for r in rollouts])
+    has_reward_R = torch.tensor([r.reward is not None for r in rollouts])
     values = []
     for part in parts:
         values.append([r.rewards[part] for r in rollouts])
     values_FS = np.array(values, dtype=np.float32)  # numpy makes NaN of None
     values_FS = values_FS.reshape(-1, len(rollouts))
-    return rewards_S, has_reward_S, torch.from_numpy(values_FS)
+    return rewards_R, has_reward_R, torch.from_numpy(values_FS)
 
 
-def by_group(rewards_S: Tensor, has_reward_S: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+def by_group(rewards_R: Tensor, has_reward_R: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Return the rewards as float64 [P, G], 0 where a completion has none, and bool [P, G]: it has one.
 
     float64, so that rewards far from 0 keep their differences. Raises ValueError if a reward is not finite.
     """
-    rewards_S = rewards_S.double().where(has_reward_S, 0.0)
-    broken_S = ~rewards_S.isfinite()
-    if broken_S.any():
-        first = int(broken_S.int().argmax())
-        raise ValueError(f"reward of sequence {first} is {rewards_S[first].item()}; rewards must be finite")
-    return rewards_S.view(-1, group_size), has_reward_S.view(-1, group_size)
+    rewards_R = rewards_R.double().where(has_reward_R, 0.0)
+    broken_R = ~rewards_R.isfinite()
+    if broken_R.any():
+        first = int(broken_R.int().argmax())
+        raise ValueError(f"reward of rollout {first} is {rewards_R[first].item()}; rewards must be finite")
+    return rewards_R.view(-1, group_size), has_reward_R.view(-1, group_size)
 
 
 def equal_rewards(rewards_PG: Tensor, has_PG: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def equal_rewards(rewards_PG: Tensor, has_PG: Tensor) -> Tensor:
 
 def are_equal(rollouts: Sequence[Rollout], group_size: int) -> Tensor:
     """Return bool [P]: the rewards of the group are all equal or missing."""
-    rewards_S, has_reward_S, _ = reward_tensors(rollouts)
-    rewards_PG, has_PG = by_group(rewards_S, has_reward_S, group_size)
+    rewards_R, has_reward_R, _ = reward_tensors(rollouts)
+    rewards_PG, has_PG = by_group(rewards_R, has_reward_R, group_size)
     return equal_rewards(rewards_PG, has_PG)
 
 
@@ -65,10 +65,10 @@ def are_informative(rollouts: Sequence[Rollout], group_size: int, judging_parts:
 
     judging_parts: the parts of the reward that count and look at more than length. If there are some, one must differ.
     """
-    _, has_reward_S, parts_FS = reward_tensors(rollouts, judging_parts)
+    _, has_reward_R, parts_FS = reward_tensors(rollouts, judging_parts)
     informative_P = ~are_equal(rollouts, group_size)
     if judging_parts:
-        has_PG = has_reward_S.view(-1, group_size)
+        has_PG = has_reward_R.view(-1, group_size)
         parts_FS = parts_FS.masked_fill(parts_FS.isnan(), torch.inf)  # None differs from any value
         parts_FPG = parts_FS.view(-1, *has_PG.shape)
         informative_P &= ~equal_rewards(parts_FPG, has_PG).all(dim=0)
@@ -76,7 +76,7 @@ def are_informative(rollouts: Sequence[Rollout], group_size: int, judging_parts:
 
 
 def pass_values(rollouts: Sequence[Rollout], functions: Sequence[str]) -> Tensor:
-    """Return float64 [S]: the value of the first of `functions` that gave one, by which a completion passes.
+    """Return float64 [R]: the value of the first of `functions` that gave one, by which a completion passes.
 
     NaN if none did, or if one before it failed.
     """
@@ -87,9 +87,9 @@ def pass_values(rollouts: Sequence[Rollout], functions: Sequence[str]) -> Tensor
     return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
-def pass_rate(values_S: Tensor, pass_value: float) -> float | None:
+def pass_rate(values_R: Tensor, pass_value: float) -> float | None:
     """Return the share of `pass_values` that are at least `pass_value`, without NaN; None if all are NaN."""
-    known_S = values_S[~values_S.isnan()]
-    if not len(known_S):
+    known_R = values_R[~values_R.isnan()]
+    if not len(known_R):
         return None
-    return (known_S >= pass_value).double().mean().item()
+    return (known_R >= pass_value).double().mean().item()

@@ -152,8 +152,8 @@ def kl(log_ratio: Tensor, estimator: str) -> Tensor:
     return (k2 - k2.detach()) + k3.detach()
 
 
-def sequence_kl(batch: TrainBatch, estimator: str) -> Tensor:
-    """Return KL(generator || reference) of each sequence, summed over its loss tokens: float32 [S], nats."""
+def rollout_kl(batch: TrainBatch, estimator: str) -> Tensor:
+    """Return KL(generator || reference) of each rollout, summed over its loss tokens: float32 [R], nats."""
     log_ratio_N = (batch.generator_logprobs_N - batch.ref_logprobs_N).where(batch.loss_mask_N, 0)
     kl_N = kl(clamped(log_ratio_N), estimator)
-    return torch.zeros(batch.num_sequences).index_add(0, batch.owner_N, kl_N)
+    return torch.zeros(batch.num_rollouts).index_add(0, batch.rollout_N, kl_N)

@@ -3,7 +3,6 @@
 Fields travel by their suffix: `x_T` of the samples is `x_N` of a batch and `x_BT` of a micro-batch, whatever x is.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -32,6 +31,7 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
         **per_token,
         lengths_S=torch.tensor(lengths),
         sequence_S=torch.arange(len(samples)),
+        rollout_S=torch.arange(len(samples)),
         temperatures_S=torch.tensor(temperatures, dtype=torch.float32),
         versions_S=torch.tensor([sample.version for sample in samples]),
         truncated_S=torch.tensor([sample.truncated for sample in samples]),
@@ -97,27 +97,26 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
 
     Fewer than `num_parts` if there are fewer groups. Raises ValueError if the batch is not whole groups.
     """
-    num_groups, rest = divmod(batch.num_sequences, group_size)
+    num_groups, rest = divmod(batch.num_rollouts, group_size)
     if rest:
-        raise ValueError(f"{batch.num_sequences} sequences are not whole groups of {group_size}")
+        raise ValueError(f"{batch.num_rollouts} rollouts are not whole groups of {group_size}")
     num_parts = min(num_parts, num_groups)
-    edges = [part * num_groups // num_parts * group_size for part in range(num_parts + 1)]
-    starts = [*batch.starts_S.tolist(), batch.num_tokens]
+    edges_R = torch.arange(num_parts + 1) * num_groups // num_parts * group_size
+    # the last letter of a field's name says what it is laid out by
+    edges = {
+        "R": edges_R,
+        "S": torch.searchsorted(batch.rollout_S, edges_R),
+        "N": torch.searchsorted(batch.rollout_N, edges_R),
+    }
+    if batch.kept_C is not None:
+        edges["C"] = torch.searchsorted(batch.token_C, edges["N"])
     parts = []
-    for start, end in itertools.pairwise(edges):
-        # the last letter of a field's name says what it is laid out by
-        slices = {
-            "S": slice(start, end),
-            "N": slice(starts[start], starts[end]),
-        }
-        if batch.kept_C is not None:
-            edges_N = torch.tensor([starts[start], starts[end]])
-            slices["C"] = slice(*torch.searchsorted(batch.token_C, edges_N))
+    for number in range(num_parts):
         part = {}
         for field in fields(batch):
             values = getattr(batch, field.name)
             if values is not None:
-                places = slices[field.name[-1]]
-                part[field.name] = values[places]
+                start, end = edges[field.name[-1]][number : number + 2]
+                part[field.name] = values[..., start:end]
         parts.append(TrainBatch(**part))
     return parts

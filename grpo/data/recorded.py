@@ -12,13 +12,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 
 from grpo.text import naming
 from grpo.types import TrainBatch
 
 BATCHES = "batches"
-REWARDS = ("rewards_S", "has_reward_S", "parts_FS")
+REWARDS = ("rewards_R", "has_reward_R", "parts_FR")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,13 +25,7 @@ class RecordedStep:
     """The input of the trainers in one step: everything that its updates depend on, except weights and config."""
 
     batch: TrainBatch
-    """The batch before the advantages were added; with the reference's log-probs, if there was a reference."""
-    rewards_S: Tensor
-    """float32."""
-    has_reward_S: Tensor
-    """bool."""
-    parts_FS: Tensor
-    """float32: each reward function's unweighted values; NaN for None."""
+    """The batch with its rewards and, if there was a reference, its log-probs; before the advantages were added."""
     group_size: int
     metrics: dict[str, float]
     """Metrics of the sampling: rewards, lengths, groups."""
@@ -57,7 +50,7 @@ def drop_batches_after(run_dir: str | Path, step: int) -> None:
 def save_step(run_dir: str | Path, step: int, recorded: RecordedStep) -> None:
     """Write the batch of a step, for `read_step`; the file appears when it is complete."""
     path = batch_path(run_dir, step)
-    tensors = {name: getattr(recorded, name).contiguous() for name in REWARDS}
+    tensors = {}
     for field in fields(recorded.batch):
         values = getattr(recorded.batch, field.name)
         if values is not None:
@@ -83,10 +76,11 @@ def read_step(run_dir: str, step: int, vocab_size: int | None = None) -> Recorde
         with safe_open(path, "pt") as file:
             facts = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
-        rewards = {name: tensors.pop(name) for name in REWARDS}
+        lacking = [name for name in REWARDS if name not in tensors]
+        if lacking:
+            raise ValueError(f"it lacks {', '.join(lacking)}")
         recorded = RecordedStep(
             batch=TrainBatch(**tensors),
-            **rewards,
             group_size=int(facts["group_size"]),
             metrics=json.loads(facts["metrics"]),
         )

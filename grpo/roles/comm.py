@@ -194,6 +194,21 @@ def add_ref_logprobs(
     return replace(batch, ref_logprobs_N=total_N)
 
 
+def add_rewards(
+    batch: TrainBatch | None,
+    rewards: tuple[Tensor, Tensor, Tensor] | None,
+    roles: Roles,
+) -> TrainBatch | None:
+    """Join the driver's rewards, as `reward_tensors` returns them, into every learner's batch.
+
+    Collective over `roles.learners`.
+    """
+    if not roles.learns:
+        return batch
+    rewards_R, has_reward_R, parts_FR = broadcast_tensors(rewards, roles)
+    return replace(batch, rewards_R=rewards_R, has_reward_R=has_reward_R, parts_FR=parts_FR)
+
+
 def broadcast_tensors(tensors: Sequence[Tensor | None] | None, roles: Roles) -> Sequence[Tensor | None] | None:
     """Give every learner the driver's flat CPU tensors (and its Nones); returns None on the other ranks.
 

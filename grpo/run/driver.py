@@ -35,9 +35,6 @@ from grpo.run.steps import Steps
 from grpo.types import Completion, Prompt, Requests, Rollout, Scalars, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
-RewardTensors = tuple[Tensor, Tensor, Tensor]
-"""Rewards, which there are, and the values of each reward function."""
-
 
 class Driver(Steps):
     """Prompts, rewards, decisions and the log."""
@@ -198,27 +195,15 @@ class Driver(Steps):
         return self.buffer.rollouts()
 
     @on_driver_for_learners
-    def reward_tensors(self, rollouts: list[Rollout]) -> RewardTensors:
-        """Return rewards (float32 [S]), which there are (bool [S]), and each function's values (float32 [F, S])."""
+    def reward_tensors(self, rollouts: list[Rollout]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rewards (float32 [R]), which there are (bool [R]), and values of its parts (float32 [F, R])."""
         return reward_tensors(rollouts, self.config.reward_weights)
 
     @on_driver_for_learners
-    def record(
-        self,
-        rollouts: list[Rollout],
-        batch: TrainBatch,
-        rewards: RewardTensors,
-    ) -> None:
-        """Write what the trainers get in this step, for a replay; `rewards` as `reward_tensors` returns them."""
-        rewards_S, has_reward_S, parts_FS = rewards
-        recorded_step = RecordedStep(
-            batch,
-            rewards_S,
-            has_reward_S,
-            parts_FS,
-            self.config.group_size,
-            metrics=self._sampling_metrics(rollouts, batch),
-        )
+    def record(self, rollouts: list[Rollout], batch: TrainBatch) -> None:
+        """Write what the trainers get in this step, for a replay."""
+        metrics = self._sampling_metrics(rollouts, batch)
+        recorded_step = RecordedStep(batch, self.config.group_size, metrics)
         save_step(self.config.run_dir, self.step + 1, recorded_step)
 
     def state(self) -> dict[str, Any]:

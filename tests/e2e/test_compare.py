@@ -13,6 +13,7 @@ from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.types import Sample
 from tests.e2e.runs import TINY, read_metrics
+from tests.rollouts import rewarded
 from tests.torchrun import finish, run_python, start_python
 
 GENTLE = "configs/examples/my_method.py:gentle"
@@ -40,7 +41,7 @@ def recording(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
         rewards_S = torch.rand(8, generator=draw)
         if step == NUM_STEPS:  # has no gradient, but for a method without a baseline
             rewards_S = torch.ones(8)
-        recorded = RecordedStep(make_batch(samples), rewards_S, rewards_S >= 0, rewards_S[None].clone(), GROUP_SIZE, {})
+        recorded = RecordedStep(rewarded(make_batch(samples), rewards_S), GROUP_SIZE, {})
         save_step(str(run_dir), step, recorded)
     return run_dir
 

@@ -31,8 +31,8 @@ def test_every_method_takes_two_steps(model, tmp_path):
         0,
     )
     torchrun("train_grpo.py", *words, *method, "--overlap-steps", 1, nproc=2)
-    parts_FS = read_step(str(tmp_path / "live"), 1).parts_FS
-    assert parts_FS.shape == (2, 16) and (parts_FS > 0).any(1).all()  # the environment's, and a reward function's
+    parts_FR = read_step(str(tmp_path / "live"), 1).batch.parts_FR
+    assert parts_FR.shape == (2, 16) and (parts_FR > 0).any(1).all()  # the environment's, and a reward function's
 
     run_python("-m", "tests.e2e.each_method", tmp_path / "live", tmp_path)
     first = {}

@@ -26,7 +26,7 @@ def clip_cov(x):
     mean_P1, std_P1 = group_mean_std(x.rewards_PG, x.has_PG)
     advantages_N = x.per_token((x.rewards_PG - mean_P1) / (std_P1 + 1e-4))
     batch = x.batch
-    counts_N = batch.loss_mask_N & x.has_PG.flatten()[batch.owner_N]
+    counts_N = batch.loss_mask_N & x.has_PG.flatten()[batch.rollout_N]
     if not counts_N.any():
         return advantages_N
     logprobs_N = batch.generator_logprobs_N.where(counts_N, 0)

@@ -11,6 +11,7 @@ from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.run.trial import try_algorithm
 from grpo.types import Sample
+from tests.rollouts import rewarded
 from train_grpo import add_advantages
 
 NONE = math.nan  # in this file: no reward, or no advantage; a number that would show if it were used
@@ -24,8 +25,8 @@ def compare(rewards_S, group_size, kind):
     sample = Sample(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))
     reward, algorithm = RewardConfig(functions={"math_reward": 1.0}), AlgorithmConfig(advantages=kind)
     config = GRPOConfig(group_size=group_size, algorithm=algorithm, reward=reward)
-    rewards = rewards_S, has_reward_S, rewards_S[None]  # of one function
-    batch = add_advantages(config, make_batch([sample] * len(rewards_S)), *rewards, 0.0, StepMetrics(1))
+    batch = rewarded(make_batch([sample] * len(rewards_S)), rewards_S)
+    batch = add_advantages(config, batch, 0.0, StepMetrics(1))
     advantages_S = batch.advantages_N  # of sequences of one token
     assert (advantages_S[~has_reward_S] == 0).all() and torch.equal(batch.loss_mask_N, has_reward_S)
     return advantages_S.masked_fill(~has_reward_S, NONE)
@@ -84,7 +85,8 @@ def decoupled(parts, group_size, has=None):
     rewards_S = torch.tensor([1.0, 0.5]) @ parts_FS.nan_to_num(0.0)
     has_S = torch.tensor(has or [True] * parts_FS.shape[1])
     batch = make_batch([Sample(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))] * len(rewards_S))
-    return add_advantages(config, batch, rewards_S, has_S, parts_FS, 0.0, StepMetrics(1)).advantages_N.tolist()
+    batch = rewarded(batch, rewards_S, parts_FS, has_S)
+    return add_advantages(config, batch, 0.0, StepMetrics(1)).advantages_N.tolist()
 
 
 def test_gdpo_by_hand():
@@ -189,8 +191,8 @@ def test_equal_rewards():
         ("rewards_PG / rewards_PG", "finite"),  # 0 / 0 of one of three
         ("rewards_PG[:, :1]", "of shape"),
         ("None", "NoneType"),
-        ("x.batch.owner_N - 0.25", ""),  # of each token
-        ("x.batch.owner_N[1:]", r"\[3\]\); return finite numbers, of shape \(2, 2\) for completions or \(4,\) for"),
+        ("x.batch.rollout_N - 0.25", ""),  # of each token
+        ("x.batch.rollout_N[1:]", r"\[3\]\); return finite numbers, of shape \(2, 2\) for completions or \(4,\) for"),
     ],
 )
 def test_advantages_of_ones_own(body, refused, tmp_path):

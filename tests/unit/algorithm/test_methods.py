@@ -17,6 +17,7 @@ from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.types import Sample
 from tests.methods import methods
+from tests.rollouts import rewarded
 from tests.rows import rows_of
 from train_grpo import add_advantages, grpo_objective
 
@@ -39,9 +40,8 @@ def gradients(algorithm, rewards):
     for sampled in SAMPLER:  # behind a prompt of one token
         mask_T = torch.arange(len(sampled) + 1) > 0
         samples.append(Sample(mask_T.long(), mask_T, torch.tensor([0.0, *sampled])))
-    rewards_S = torch.tensor(rewards)
-    has_S = torch.ones(3, dtype=torch.bool)
-    batch = add_advantages(config, make_batch(samples), rewards_S, has_S, rewards_S[None], 0.0, StepMetrics(3))
+    batch = rewarded(make_batch(samples), torch.tensor(rewards))
+    batch = add_advantages(config, batch, 0.0, StepMetrics(3))
     batch = dataclasses.replace(batch, old_logprobs_N=batch.generator_logprobs_N)
     policy_N = torch.tensor([x for sequence in POLICY for x in (0.0, *sequence)]).double().requires_grad_()
     objective = grpo_objective(config, batch, 0.0, first_update=True)
@@ -208,8 +208,7 @@ def test_clip_cov(monkeypatch):
     logprobs_T = torch.tensor([0.0, -0.1, -1.0, -2.9])
     batch = make_batch([Sample(torch.arange(4), torch.arange(4) > 0, logprobs_T)] * 2)
     config = GRPOConfig(group_size=2, reward=RewardConfig(functions={"a": 1.0}))
-    rewards_S = torch.tensor([1.0, 0.0])
-    x = AdvantageInputs.of(batch, rewards_S, torch.ones(2).bool(), rewards_S[None], config)
+    x = AdvantageInputs.of(rewarded(batch, torch.tensor([1.0, 0.0])), config)
     for bounds, share, cut in (((0.5, 1.0), 0.0, {1}), ((0.5, 2.0), 0.5, {1, 7}), ((1.2, 2.0), 0.5, set())):
         monkeypatch.setitem(clip_cov.__globals__, "COVARIANCES", bounds)
         monkeypatch.setitem(clip_cov.__globals__, "CLIPPED_FRAC", share)  # of 6 tokens, at least one

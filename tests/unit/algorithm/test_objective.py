@@ -11,6 +11,7 @@ from grpo.config import AlgorithmConfig, GRPOConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.types import Sample, TrainBatch
+from tests.rollouts import rewarded
 from tests.rows import one_row
 from train_grpo import add_advantages, grpo_objective
 
@@ -145,14 +146,16 @@ def test_a_later_update_does_not_take_training_for_a_mismatch():
 
 # ---- Advantages
 
-REWARDS = torch.tensor([1.0, 0.0, 3.0, 5.0]), torch.tensor([True, True, True, False]), torch.zeros(2, 4)
+REWARDS = torch.tensor([1.0, 0.0, 3.0, 5.0])
+HAS_REWARD = torch.tensor([True, True, True, False])
 
 
 def advantages(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
     """Two groups of two; the last completion has no reward."""
     metrics = StepMetrics(4)
     config = GRPOConfig(algorithm=algorithm, group_size=2)
-    return add_advantages(config, batch, *REWARDS, algorithm.kl_coef, metrics), metrics.means()
+    batch = rewarded(batch, REWARDS, torch.zeros(2, 4), HAS_REWARD)
+    return add_advantages(config, batch, algorithm.kl_coef, metrics), metrics.means()
 
 
 def test_truncated_completions_compare_but_do_not_count_if_so_configured():
@@ -197,8 +200,8 @@ def distilled(algorithm: AlgorithmConfig, teacher: list[float], has_reward: list
     batch = make_batch(samples(2))
     batch = dataclasses.replace(batch, ref_logprobs_N=torch.tensor([math.nan, *teacher] * 2))
     config, metrics = GRPOConfig(algorithm=algorithm, group_size=2), StepMetrics(2)
-    rewards = torch.tensor([1.0, 0.0]), torch.tensor(has_reward), torch.zeros(2, 2)
-    return add_advantages(config, batch, *rewards, algorithm.kl_coef, metrics), metrics.means()
+    batch = rewarded(batch, torch.tensor([1.0, 0.0]), torch.zeros(2, 2), torch.tensor(has_reward))
+    return add_advantages(config, batch, algorithm.kl_coef, metrics), metrics.means()
 
 
 def test_a_teacher_judges_every_token_and_joins_the_rewards():

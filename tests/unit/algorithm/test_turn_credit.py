@@ -13,6 +13,7 @@ from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import alone_frac
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.types import Completion, Piece, Prompt, Rollout, TrainBatch
+from tests.rollouts import rewarded
 from tests.rows import one_row
 from train_grpo import add_advantages, grpo_objective
 
@@ -66,11 +67,11 @@ def batch_of(group_size: int, episodes: list[Played], kind: str, loss: str = "gr
     samples = [
         sample_of(Prompt(0, [1, 2]), episode.completion(random.Random(repr(episode))), weight) for episode in episodes
     ]
-    rewards_S = torch.tensor([episode.reward or 0.0 for episode in episodes])
-    has_S = torch.tensor([episode.reward is not None for episode in episodes])
-    parts_FS = rewards_S.expand(3, -1)  # of the environment and two functions; nobody reads them
-    batch = add_advantages(config, make_batch(samples), rewards_S, has_S, parts_FS, 0.0, StepMetrics(len(samples)))
-    return config, batch
+    rewards = [math.nan if episode.reward is None else episode.reward for episode in episodes]
+    rewards_R = torch.tensor(rewards)
+    parts_FR = rewards_R.expand(3, -1)  # of the environment and two functions; nobody reads them
+    batch = rewarded(make_batch(samples), rewards_R, parts_FR)
+    return config, add_advantages(config, batch, 0.0, StepMetrics(len(samples)))
 
 
 def by_turn(batch: TrainBatch) -> list[list[float]]:
@@ -164,12 +165,11 @@ def test_the_loss_with_lost_rollouts_is_that_of_a_batch_without_them(kind, loss)
 def test_a_recorded_step_has_its_turns_and_one_without_them_is_refused(tmp_path):
     draw = random.Random(3)
     _, batch = batch_of(4, [played(draw) for _ in range(16)], "return_to_go")
-    rewards = torch.zeros(16), torch.ones(16).bool(), torch.zeros(3, 16)
-    save_step(str(tmp_path), 1, RecordedStep(batch, *rewards, 4, {}))
+    save_step(str(tmp_path), 1, RecordedStep(batch, 4, {}))
     found = read_step(str(tmp_path), 1).batch
     assert torch.equal(found.turn_N, batch.turn_N) and torch.equal(found.earned_N, batch.earned_N)
     check_recorded(str(tmp_path), [1], 4, needs_turns=True)
     bare = dataclasses.replace(batch, turn_N=None, earned_N=None)
-    save_step(str(tmp_path), 1, RecordedStep(bare, *rewards, 4, {}))
+    save_step(str(tmp_path), 1, RecordedStep(bare, 4, {}))
     with pytest.raises(ValueError, match="does not say what turns earned"):
         check_recorded(str(tmp_path), [1], 4, needs_turns=True)

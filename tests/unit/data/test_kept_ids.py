@@ -13,6 +13,7 @@ from grpo.data.recorded import RecordedStep, read_step, save_step
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.run.groups import join
 from grpo.types import Completion, Piece, Prompt
+from tests.rollouts import rewarded
 
 GROUP_SIZE = 3
 
@@ -59,8 +60,8 @@ def test_every_token_keeps_its_own_ids_from_the_engine_to_a_mini_batch(tmp_path,
     completions = unflatten_completions(flatten_completions(completions))
     samples = [sample_of(prompts[index // GROUP_SIZE], completion) for index, completion in enumerate(completions)]
     batch = make_batch(samples)
-    none_S = torch.zeros(batch.num_sequences)
-    save_step(tmp_path, 1, RecordedStep(batch, none_S, none_S > 0, none_S[None].clone(), GROUP_SIZE, {}))
+    batch = rewarded(batch, torch.zeros(batch.num_rollouts))
+    save_step(tmp_path, 1, RecordedStep(batch, GROUP_SIZE, {}))
     for mini_batch in split_groups(read_step(str(tmp_path), 1).batch, GROUP_SIZE, 2):
         found = [[] for _ in range(mini_batch.num_tokens)]
         for token, kept in zip(mini_batch.token_C.tolist(), mini_batch.kept_C.tolist(), strict=True):

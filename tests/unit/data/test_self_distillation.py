@@ -16,6 +16,7 @@ from grpo.roles.comm import add_ref_logprobs
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.types import Completion, Piece, Prompt
+from tests.rollouts import rewarded
 from tests.tiny_models import make_tiny
 from tests.unit.data.test_data import config_of, ids_of, prompts_of, word_tokenizer, write_rows
 from train_grpo import add_advantages, grpo_objective
@@ -146,8 +147,9 @@ def test_log_probs_and_gradient_of_three_sequences(folders, teacher):
             batch.ref_logprobs_N[batch.loss_mask_N], torch.cat(expected)[sampled_N], rtol=0, atol=1e-5
         )
         config = GRPOConfig(algorithm=algorithm, group_size=1, reward=RewardConfig(functions={}))
-        metrics, no_reward = StepMetrics(3), (torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.zeros(0, 3))
-        batch = add_advantages(config, batch, *no_reward, 0.0, metrics)
+        metrics = StepMetrics(3)
+        batch = rewarded(batch, torch.full((3,), torch.nan), torch.zeros(0, 3))
+        batch = add_advantages(config, batch, 0.0, metrics)
         trainer.forward_backward(batch, grpo_objective(config, batch, 0.0, True), metrics)
         assert metrics.means()["loss"] == pytest.approx(wanted_loss.item(), abs=1e-5)
         found = {name: p.grad for name, p in trainer.model.module.named_parameters()}

@@ -19,6 +19,7 @@ from grpo.report.page import speller
 from grpo.types import Sample
 from grpo.watch.failures import BadInput
 from tests.browser import Page, open_browser
+from tests.rollouts import rewarded
 
 HOSTILE = (
     '</script><script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'"> \u202e\x1b[2J &lt;'
@@ -58,9 +59,7 @@ def recorded_run(tmp_path) -> pathlib.Path:
     batch = make_batch([sample, sample])
     batch = replace(batch, ref_logprobs_N=batch.generator_logprobs_N - 1)
     batch.ref_logprobs_N[[len(prompt) + 1, len(ids) + len(prompt) + 1]] = torch.nan  # of a reference that is not finite
-    save_step(
-        str(tmp_path), 2, RecordedStep(batch, torch.ones(2), torch.ones(2, dtype=torch.bool), torch.ones(1, 2), 2, {})
-    )
+    save_step(str(tmp_path), 2, RecordedStep(rewarded(batch, torch.ones(2)), 2, {}))
     both = {"row": 7, "completion": "12345", "num_tokens": len(ids) - len(prompt) - len(answer)}
     records = [both | {"step": step, "reward": 1.0, "advantage": 0.5} for step in (1, 2)]
     records.append(both | {"step": 2, "reward": None, "advantage": None})
