@@ -90,8 +90,8 @@ def train(config: GRPOConfig, session: Session) -> None:
         check_sync(plan.probe, trainer, generator, config.model.dtype, roles)  # every sync_check_interval steps
 
         timer.enter("generate")
-        rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
-        ahead = comm.start_sampling_ahead(driver.request_ahead(), config.group_size, generator)  # with overlap_steps
+        rollouts = sample(plan, generator, driver, roles)  # generators -> driver; scoring begins
+        ahead = comm.start_sampling_ahead(driver.request_ahead(), generator)  # with overlap_steps
         batch = comm.send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
         teacher_batch = batch
         if config.algorithm.teacher_template:  # the same completions behind other prompts
@@ -129,14 +129,12 @@ def train(config: GRPOConfig, session: Session) -> None:
     session.end()
 
 
-def sample(
-    config: GRPOConfig, plan: StepPlan, generator: Generator | None, driver: Driver, roles: Roles
-) -> list[Rollout] | None:
-    """Complete groups of `config.group_size` until the step is full. Returns the rollouts on the driver, else None."""
-    requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
+def sample(plan: StepPlan, generator: Generator | None, driver: Driver, roles: Roles) -> list[Rollout] | None:
+    """Complete groups of rollouts until the step is full. Returns the rollouts on the driver, else None."""
+    requests = plan.requests  # for all generators, which share them out; None if enough was sampled ahead
     while requests:  # once; with sampling.dynamic until enough groups differ, or max_rounds
-        completions = generator.generate(requests, config.group_size) if generator else None
-        requests = driver.receive(comm.gather_completions(completions, roles))
+        rollouts = generator.generate(requests) if generator else None
+        requests = driver.receive(comm.gather_rollouts(rollouts, requests, roles))
     if generator:
         generator.sleep()  # does nothing unless config.generator.sleep; the next sync wakes it
     return driver.rollouts()
@@ -149,9 +147,9 @@ def sample(
 def add_advantages(config: GRPOConfig, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> TrainBatch:
     """Compare each reward with its group's. Every token gets its rollout's advantage, plus its teacher's, if any.
 
-    `batch.parts_FR` has the values of F reward functions, NaN for None; `rewards_R` are their weighted sums. The loss
-    mask is True for tokens that the policy sampled with a finite log-prob. It becomes False for rollouts with neither
-    reward nor teacher and, with `mask_truncated`, for truncated ones, whose rewards still count in their group.
+    `rewards_R` of the batch are weighted sums of the values of F reward functions, which it has too. The loss mask is
+    True for tokens that the policy sampled with a finite log-prob. It becomes False for rollouts with neither reward
+    nor teacher and, with `mask_truncated`, for truncated ones, whose rewards still count in their group.
     """
     algorithm = config.algorithm.resolved  # with the values that follow from the loss
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:

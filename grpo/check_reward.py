@@ -18,8 +18,6 @@ import itertools
 import sys
 import time
 
-import torch
-
 from grpo import features
 from grpo.config.user_files import optional_arguments
 from grpo.data.prepare import load_sources
@@ -30,7 +28,7 @@ from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
 from grpo.run.command_line import subject_of, tool_config
 from grpo.text import one_line, shorten
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Piece, Prompt, Rollout
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_ROWS = 3
@@ -102,8 +100,9 @@ def score(pool: RewardPool, example: Example, completions: dict[str, str]) -> li
     prompt = Prompt(0, [], example.columns, content=example.prompt)
     rollouts = []
     for text in completions.values():
-        zeros_T = torch.zeros(len(text.split()))
-        rollouts.append(Rollout(prompt, Completion.of(zeros_T.long(), zeros_T, truncated=False), text))
+        zeros = [0] * len(text.split())
+        pieces = (Piece.written([]), Piece.sampled(zeros, zeros))
+        rollouts.append(Rollout(prompt, 0, sequences=(pieces,), text=text))
     pool.submit(rollouts, len(rollouts), step=1)
     return pool.collect()
 

@@ -6,13 +6,14 @@ rollouts of a step, F parts of a reward, V vocabulary, D hidden size, E experts 
 documents attend to, Q of them in several documents, U uses of these, C token ids that tokens were chosen from. A field
 of a batch is laid out by its last letter.
 Unless a field says otherwise, token ids are int64, masks bool and advantages float32.
-What is known of a token stays aligned with it from `Sample` over the wire (`TrainBatch`) to the loss (`MicroBatch`).
+What is known of a token stays aligned with it from `Piece` over the wire (`TrainBatch`) to the loss (`MicroBatch`).
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -41,9 +42,54 @@ class Prompt:
     """Token ids of the teacher's own prompt (`algorithm.teacher_template`); empty if it reads the same one."""
 
 
+@dataclass(frozen=True)
+class Request:
+    """A completion to sample: a prompt, and the tokens that it has from earlier steps.
+
+    >>> prompt = Prompt(index=5, ids=[3, 4])
+    >>> Request(prompt, index=8 * 5 + 3, begun=[12, 7]).index  # the fourth of a group of 8 goes on behind two tokens
+    43
+    """
+
+    prompt: Prompt
+    index: int
+    """`Prompt.index` x group size + place in the group."""
+    begun: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Completions that the generators are asked for, group after group."""
+
+    requests: list[Request]
+    group_size: int
+    num_left: int = 0
+    """Number of groups that may be incomplete when sampling ends (`sampling.carry_over`)."""
+
+    @classmethod
+    def of(cls, prompts: Iterable[Prompt], group_size: int) -> "Requests":
+        """Ask for `group_size` completions of each prompt."""
+        requests = []
+        for prompt in prompts:
+            first = prompt.index * group_size
+            requests += [Request(prompt, index) for index in range(first, first + group_size)]
+        return cls(requests, group_size)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """List of the prompts, each once."""
+        return list({request.prompt.index: request.prompt for request in self.requests}.values())
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """T tokens in a row that one version of the weights sampled, or that an environment wrote."""
+    """T tokens in a row from one hand: written (prompt, label, a tool's answer), or sampled by one version of weights.
+
+    >>> Piece.written([5, 6, 7]).is_sampled  # a prompt
+    False
+    >>> Piece.sampled([8, 9], [-0.1, -2.0], version=3, ended_by="stop").loss_mask_T
+    tensor([True, True])
+    """
 
     ids_T: Tensor
     loss_mask_T: Tensor
@@ -59,11 +105,18 @@ class Piece:
     written."""
 
     @classmethod
+    def written(cls, ids: Sequence[int], labels: Sequence[bool] | None = None) -> "Piece":
+        """Return tokens that nobody sampled. Those that are `labels` (SFT) count in the loss."""
+        ids_T = torch.as_tensor(ids, dtype=torch.int64)
+        labels_T = torch.zeros(len(ids)) if labels is None else torch.as_tensor(labels)
+        return cls(ids_T, labels_T.bool())
+
+    @classmethod
     def sampled(
         cls,
         ids: Sequence[int] | Tensor,
         logprobs: Sequence[float] | Tensor,
-        version: int,
+        version: int = 0,
         kept: Sequence[np.ndarray] = (),
         ended_by: str = "",
     ) -> "Piece":
@@ -76,139 +129,70 @@ class Piece:
         kept_C = torch.from_numpy(np.concatenate([NO_IDS, *kept]))
         return cls(ids_T, logprobs_T.isfinite(), logprobs_T, version, kept_C, ended_by)
 
-    @classmethod
-    def nothing(cls) -> "Piece":
-        """Return a piece without tokens."""
-        empty_T = torch.empty(0)
-        return cls.sampled(empty_T.long(), empty_T, version=0)
-
     def then(self, further: "Piece") -> "Piece":
         """Join two pieces that the same version of the weights sampled."""
         ids_T = torch.cat([self.ids_T, further.ids_T])
         logprobs_T = torch.cat([self.logprobs_T, further.logprobs_T])
         kept = (self.kept_C.numpy(), further.kept_C.numpy())
-        return Piece.sampled(ids_T, logprobs_T, self.version, kept)
+        return Piece.sampled(ids_T, logprobs_T, self.version, kept, further.ended_by)
 
     @property
     def num_tokens(self) -> int:
         return len(self.ids_T)
 
+    @property
+    def num_kept(self) -> int:
+        return len(self.kept_C)
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.logprobs_T is not None
+
+
+Pieces = tuple[Piece, ...]
+LIMITS = ("tokens", "turns", "seconds")
+
+
+class EpisodeFacts(TypedDict):
+    """What the driver learns of an episode besides its tokens, as JSON values. See `Episode` in play.py."""
+
+    turns: list[dict[str, Any]]
+    opening: str | None
+    ended_by: str
+    reward: float | None
+    info: dict[str, Any]
+    failure: str
+    waited: float
+    counts: dict[str, int]
+
 
 @dataclass(frozen=True, eq=False)
-class Completion:
-    """T tokens that follow a prompt, in pieces. There are several if newer weights went on with it, or it has turns."""
-
-    pieces: tuple[Piece, ...]
-    """At least one."""
-    truncated: bool
-    """It did not end by itself. It ran out of tokens, or as a conversation of turns or seconds, or vLLM cut it off
-    (`repetition_detection`)."""
-    temperature: float = 1.0
-    """What it was sampled with; 0 is greedy."""
-    index: int = 0
-    """Its place in the run: `Prompt.index` x group size + its place in the group."""
-    ended: bool = True
-    """False if it is not complete and will go on in the next step."""
-    episode: dict[str, Any] | None = None
-    """A conversation's turns, reward, counts and end, as JSON has them; None without an environment."""
-
-    @classmethod
-    def of(
-        cls,
-        ids_T: Tensor,
-        logprobs_T: Tensor,
-        truncated: bool,
-        version: int = 0,
-        kept: Sequence[np.ndarray] = (),
-        **others,
-    ):
-        """Return a completion of one sampled piece. kept: as in `Piece.sampled`."""
-        piece = Piece.sampled(ids_T, logprobs_T, version, kept)
-        return cls((piece,), truncated, **others)
-
-    @cached_property
-    def ids_T(self) -> Tensor:
-        """Token ids, int64, with the EOS that ended it."""
-        return torch.cat([piece.ids_T for piece in self.pieces])
-
-    @property
-    def limit(self) -> str:
-        """What it ran out of: tokens, turns or seconds. Empty if it ended by itself."""
-        if not self.truncated:
-            return ""
-        return self.episode["ended_by"] if self.episode else "tokens"
-
-    @cached_property
-    def loss_mask_T(self) -> Tensor:
-        """Mask of the loss, bool: True where the token counts."""
-        return torch.cat([piece.loss_mask_T for piece in self.pieces])
-
-    @cached_property
-    def logprobs_T(self) -> Tensor:
-        """Sampling log-probs, float32; 0 for tokens that were written."""
-        logprobs = []
-        for piece in self.pieces:
-            is_written = piece.logprobs_T is None
-            logprobs.append(torch.zeros(piece.num_tokens) if is_written else piece.logprobs_T)
-        return torch.cat(logprobs)
-
-    @cached_property
-    def kept_C(self) -> Tensor:
-        """List of the ids that were kept, as in `Piece`; only the -1 for tokens written, or chosen from all ids."""
-        kept = []
-        for piece in self.pieces:
-            kept_C = piece.kept_C
-            if not len(kept_C):
-                kept_C = torch.full_like(piece.ids_T, -1).int()
-            kept.append(kept_C)
-        return torch.cat(kept)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that were sampled."""
-        return sum(piece.num_tokens for piece in self.sampled)
-
-    @property
-    def sampled(self) -> tuple[Piece, ...]:
-        """Tuple of the pieces that were sampled."""
-        return tuple(piece for piece in self.pieces if piece.logprobs_T is not None)
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that sampled its last piece."""
-        return (self.sampled or self.pieces)[-1].version
-
-    @property
-    def oldest_version(self) -> int:
-        """Version of the weights that sampled its first piece."""
-        return (self.sampled or self.pieces)[0].version
-
-    def behind(self, prompt: Prompt) -> tuple[Tensor, tuple[Piece, ...]]:
-        """Return the prompt's ids, int64, and the pieces behind it. An environment's prompt is the first piece."""
-        if self.pieces[0].logprobs_T is None:
-            return self.pieces[0].ids_T, self.pieces[1:]
-        return torch.tensor(prompt.ids, dtype=torch.int64), self.pieces
-
-
-@dataclass(frozen=True)
-class Requests:
-    """Groups of completions that the generators are asked to complete."""
-
-    prompts: list[Prompt]
-    begun: dict[int, list[int] | None] = field(default_factory=dict)
-    """Tokens so far of completions that were begun before, by `Completion.index`; None for one that has ended."""
-    num_left: int = 0
-    """Number of groups that may be incomplete when sampling ends (`sampling.carry_over`)."""
-
-
-@dataclass(frozen=True)
 class Rollout:
-    """A prompt with one completion and what it earned."""
+    """What followed one prompt: sequences of pieces, how it ended, and what it earned.
+
+    A completion is one sequence of two pieces: the prompt and what was sampled. One that newer weights went on with has
+    three. A conversation has prompt, turn, answer, turn; then an environment may have written the prompt.
+
+    >>> prompt = Prompt(index=5, ids=[3, 4])
+    >>> pieces = (Piece.written(prompt.ids), Piece.sampled([8, 9], [-0.1, -2.0]))
+    >>> Rollout(prompt, index=43, sequences=(pieces,)).num_tokens
+    2
+    """
 
     prompt: Prompt
-    completion: Completion
-    text: str
-    """The completion, or the whole episode, decoded with its special tokens except a final EOS."""
+    index: int
+    """As in `Request`; the order of everything."""
+    sequences: tuple[Pieces, ...]
+    """Each of its prompt and what followed. A sequence of one piece has no prompt (SFT)."""
+    temperature: float = 1.0
+    """What it was sampled with; 0 is greedy."""
+    ended_by: str = "stop"
+    """stop, done: by itself. tokens, turns, seconds: at a limit. hung, lost: by its environment. Empty: it goes on in
+    the next step."""
+    episode: EpisodeFacts | None = None
+    """None without an environment."""
+    text: str = ""
+    """What followed the prompt, decoded with its special tokens except a final EOS."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Each reward function's unweighted value; None if it gives no reward here."""
     reward: float | None = None
@@ -221,49 +205,87 @@ class Rollout:
     mismatch: float | None = None
     """Mean over its tokens of |policy's - generator's log-prob|; None as for the advantage."""
 
+    @classmethod
+    def alone(cls, piece: Piece, ended_by: str = "stop") -> "Rollout":
+        """Return one piece without a prompt, as SFT has it."""
+        return cls(Prompt(index=-1, ids=[]), -1, ((piece,),), ended_by=ended_by)
+
+    @classmethod
+    def begin(cls, prompt: Prompt, index: int) -> "Rollout":
+        """Return the prompt alone, behind which nothing was sampled yet."""
+        nothing = Piece.sampled([], [])
+        return cls(prompt, index, ((Piece.written(prompt.ids), nothing),), ended_by="")
+
+    def go_on(self, further: "Rollout") -> "Rollout":
+        """Append what was sampled in a later step. Pieces of one version become one."""
+        if not (further.num_tokens or further.ended_by):
+            return self
+        if not self.num_tokens:
+            return further
+        ((*earlier, last),) = self.sequences
+        ((_, piece),) = further.sequences
+        joined: Pieces = (last, piece)
+        if last.version == piece.version:  # no sync in between
+            joined = (last.then(piece),)
+        return replace(further, sequences=((*earlier, *joined),))
+
+    @property
+    def truncated(self) -> bool:
+        """True if it ran out of tokens, or as a conversation of turns or seconds."""
+        return self.ended_by in LIMITS
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of pieces of each sequence."""
+        return list(map(len, self.sequences))
+
+    @property
+    def pieces(self) -> Pieces:
+        """Pieces of all sequences."""
+        return tuple(itertools.chain(*self.sequences))
+
     @property
     def prompt_ids_T(self) -> Tensor:
         """Token ids of the prompt, int64; an environment may have written them."""
-        return self.completion.behind(self.prompt)[0]
+        return self.sequences[0][0].ids_T
 
     @property
+    def behind(self) -> Pieces:
+        """Pieces that follow a prompt."""
+        return tuple(piece for _, *behind in self.sequences for piece in behind)
+
+    @cached_property
+    def sampled(self) -> Pieces:
+        """Pieces that were sampled."""
+        return tuple(piece for piece in self.behind if piece.is_sampled)
+
+    @cached_property
+    def ids_T(self) -> Tensor:
+        """Token ids of all that follows the prompt, int64, with the EOS that ended it."""
+        return torch.cat([piece.ids_T for piece in self.behind])
+
+    @cached_property
     def num_tokens(self) -> int:
-        """Number of all its tokens: prompt, sampled, written."""
-        prompt_ids_T, pieces = self.completion.behind(self.prompt)
-        return len(prompt_ids_T) + sum(piece.num_tokens for piece in pieces)
+        """Number of tokens that were sampled."""
+        return sum(piece.num_tokens for piece in self.sampled)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sampled its last token."""
+        return self.sampled[-1].version
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the weights that sampled its first token."""
+        return min((piece.version for piece in self.sampled), default=0)
 
     @property
     def answer(self) -> str:
         """Text that reward functions judge: what the model wrote, or its last turn in an episode."""
-        if self.completion.episode is None:
+        if self.episode is None:
             return self.text
-        turns = self.completion.episode["turns"]
+        turns = self.episode["turns"]
         return turns[-1]["text"] if turns else ""
-
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """One sequence of T tokens to train on, with everything known about it before training."""
-
-    ids_T: Tensor
-    loss_mask_T: Tensor
-    """bool: the token counts in the loss and its denominator."""
-    generator_logprobs_T: Tensor | None = None
-    """float32: log-probs at sampling time, anything for tokens that were not sampled; None for SFT."""
-    turn_T: Tensor | None = None
-    """int64: the turn of an episode that sampled the token, from 1; 0 if no turn did. None if turns have no credit."""
-    earned_T: Tensor | None = None
-    """float32: the environment's weighted reward when that turn began."""
-    kept_C: Tensor | None = None
-    """int32: as in `Completion`; None for SFT."""
-    prompt_tokens: int = 0
-    """Number of first tokens that are the prompt; none of them counts. 0 for SFT."""
-    temperature: float = 1.0
-    """What it was sampled with."""
-    version: int = 0
-    """Version of the weights that sampled its first token."""
-    truncated: bool = False
-    """It ran out of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,12 +319,12 @@ class TrainBatch:
     ref_logprobs_N: Tensor | None = None
     """float32: by the frozen reference."""
     turn_N: Tensor | None = None
-    """int64: as in `Sample`."""
+    """int64: the turn of an episode that sampled the token, from 1; 0 if no turn did. None if turns have no credit."""
     earned_N: Tensor | None = None
-    """float32: as in `Sample`."""
+    """float32: the environment's weighted reward when that turn began."""
     advantages_N: Tensor | None = None
     kept_C: Tensor | None = None
-    """int32: as in `Completion`; None if all ids were kept for every token."""
+    """int32: as in `Piece`, with at least the -1 of each token; None if all ids were kept for every token."""
     rewards_R: Tensor | None = None
     """float32: weighted sum of each rollout's reward, 0 for None. The rewards are not known before scoring."""
     has_reward_R: Tensor | None = None
@@ -377,9 +399,9 @@ class SharedPrompts(NamedTuple):
     """Largest number of keys of a document."""
     own_T: Tensor
     """int64 [B * T]: which of the K keys a place is for its own document."""
-    reused_R: Tensor
+    reused_Q: Tensor
     """int64: places that are keys of several documents."""
-    uses_RU: Tensor
+    uses_QU: Tensor
     """int64: all of the K keys that each of these places is, then -1."""
 
 

@@ -30,13 +30,13 @@ import torch
 from grpo.data.batches import make_batch
 from grpo.data.layout import plan
 from grpo.metrics import StepMetrics
-from grpo.types import Sample
+from grpo.types import Piece, Prompt, Rollout
 from train_grpo import add_advantages, policy_loss
 
-prompt, completion = [5, 6], [7, 8, 9]
-is_completion_T = torch.tensor([False] * len(prompt) + [True] * len(completion))
-sampled_T = torch.tensor([0.0, 0.0, -1.0, -2.0, -0.5])  # the generator's log-probs; prompts have none
-batch = make_batch([Sample(torch.tensor(prompt + completion), is_completion_T, sampled_T) for _ in range(2)])
+prompt = Prompt(index=0, ids=[5, 6])
+completion = Piece.sampled([7, 8, 9], logprobs=[-1.0, -2.0, -0.5])  # by the generator
+pieces = (Piece.written(prompt.ids), completion)
+batch = make_batch([Rollout(prompt, index, sequences=(pieces,)) for index in range(2)])
 pair = change(grpo_config, {"group_size": 2})
 by_function = torch.tensor([[1.0, 0.0], [0.0, 0.0]])  # of which the rewards are the weighted sums
 has_reward = torch.tensor([True, True])

@@ -1,95 +1,78 @@
-"""Samples -> the batch of a step -> its mini-batches. layout.py makes micro-batches of these.
+"""Rollouts -> the batch of a step -> its mini-batches. layout.py makes micro-batches of these.
 
-Fields travel by their suffix: `x_T` of the samples is `x_N` of a batch and `x_BT` of a micro-batch, whatever x is.
+Fields travel by their suffix: `x_T` of a piece is `x_N` of a batch and `x_BT` of a micro-batch, whatever x is.
 """
 
 from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
-from torch import Tensor
 
-from grpo.types import Completion, Prompt, Sample, TrainBatch
-
-
-def make_batch(samples: Sequence[Sample]) -> TrainBatch:
-    """Lay the S sequences of a step end to end. A field that is None in any sample is None in the batch."""
-    per_token = {}
-    for field in fields(Sample):
-        if field.name[-2:] not in ("_T", "_C"):
-            continue
-        values = [getattr(sample, field.name) for sample in samples]
-        is_known = all(value is not None for value in values)
-        name = field.name.replace("_T", "_N")
-        per_token[name] = torch.cat(values) if is_known else None
-    # -1 ends each token's kept ids: here there is nothing else
-    if per_token["kept_C"] is not None and per_token["kept_C"].max() < 0:
-        per_token["kept_C"] = None
-    lengths = [len(sample.ids_T) for sample in samples]
-    temperatures = [sample.temperature for sample in samples]
-    return TrainBatch(
-        **per_token,
-        lengths_S=torch.tensor(lengths),
-        sequence_S=torch.arange(len(samples)),
-        rollout_S=torch.arange(len(samples)),
-        temperatures_S=torch.tensor(temperatures, dtype=torch.float32),
-        versions_S=torch.tensor([sample.version for sample in samples]),
-        truncated_S=torch.tensor([sample.truncated for sample in samples]),
-        prompt_lengths_S=torch.tensor([sample.prompt_tokens for sample in samples]),
-    )
+from grpo.types import Piece, Rollout, TrainBatch
 
 
-def sample_of(
-    prompt: Prompt,
-    completion: Completion,
+def make_batch(
+    rollouts: Sequence[Rollout],
     turn_weight: float | None = None,
-) -> Sample:
-    """Make one sequence of a prompt and its completion, which says which tokens count in the loss.
+    teacher: bool = False,
+) -> TrainBatch:
+    """Lay all sequences of a step end to end.
 
-    turn_weight: weight of the environment's reward, if turns have credit of their own; else None.
+    turn_weight: weight of the environment's reward, if turns have credit of their own. teacher: lay each behind the
+    prompt that a teacher reads. Without log-probs if a token counts that nobody sampled, as in SFT.
     """
-    prompt_ids_T, pieces = completion.behind(prompt)
-    before = []
-    if pieces is completion.pieces:  # else the prompt is among the completion's own pieces
-        before = [prompt_ids_T]
-    zeros_T = torch.zeros(sum(map(len, before)))
-    none_kept_C = torch.full_like(zeros_T, -1).int()
-    turn_T = None
-    earned_T = None
-    if turn_weight is not None:
-        turn_T = torch.cat([zeros_T.long(), _turns_of(completion)])
-        earned_by_turn = _earned_by_turn(completion, turn_weight)
-        earned_T = earned_by_turn[turn_T]
-    return Sample(
-        ids_T=torch.cat([*before, completion.ids_T]),
-        loss_mask_T=torch.cat([zeros_T.bool(), completion.loss_mask_T]),
-        generator_logprobs_T=torch.cat([zeros_T, completion.logprobs_T]),
-        turn_T=turn_T,
-        earned_T=earned_T,
-        kept_C=torch.cat([none_kept_C, completion.kept_C]),
-        prompt_tokens=len(prompt_ids_T),
-        temperature=completion.temperature,
-        version=completion.oldest_version,
-        truncated=completion.truncated,
+    by_token = {name: [] for name in ("ids", "loss_mask", "logprobs", "kept", "turn", "earned")}
+    by_sequence = {name: [] for name in ("lengths", "rollout", "temperatures", "versions", "truncated", "prompts")}
+    for number, rollout in enumerate(rollouts):
+        for prompt, *behind in rollout.sequences:
+            if teacher:
+                prompt = Piece.written(rollout.prompt.teacher_ids)
+            turn = 0
+            length = 0
+            for piece in (prompt, *behind):
+                zeros_T = torch.zeros(piece.num_tokens)
+                no_ids_C = zeros_T.int() - 1  # -1 ends each token's kept ids: here there is nothing else
+                by_token["ids"].append(piece.ids_T)
+                by_token["loss_mask"].append(piece.loss_mask_T)
+                by_token["logprobs"].append(piece.logprobs_T if piece.is_sampled else zeros_T)
+                by_token["kept"].append(piece.kept_C if len(piece.kept_C) else no_ids_C)
+                if turn_weight is not None:
+                    turn += piece.is_sampled
+                    earned = _earned_before(rollout, turn) * turn_weight
+                    by_token["turn"].append(zeros_T.long() + turn * piece.is_sampled)
+                    by_token["earned"].append(zeros_T + earned * piece.is_sampled)
+                length += piece.num_tokens
+            by_sequence["lengths"].append(length)
+            by_sequence["rollout"].append(number)
+            by_sequence["temperatures"].append(rollout.temperature)
+            by_sequence["versions"].append(rollout.oldest_version)
+            by_sequence["truncated"].append(rollout.truncated)
+            by_sequence["prompts"].append(prompt.num_tokens if behind else 0)
+    laid = {name: torch.cat(values) for name, values in by_token.items() if values}
+    facts_S = {name: torch.tensor(values) for name, values in by_sequence.items()}
+    is_labelled = any(piece.loss_mask_T.any() and not piece.is_sampled for r in rollouts for piece in r.pieces)
+    return TrainBatch(
+        ids_N=laid["ids"],
+        loss_mask_N=laid["loss_mask"],
+        lengths_S=facts_S["lengths"],
+        sequence_S=torch.arange(len(facts_S["lengths"])),
+        rollout_S=facts_S["rollout"],
+        temperatures_S=facts_S["temperatures"].float(),
+        versions_S=facts_S["versions"],
+        truncated_S=facts_S["truncated"],
+        prompt_lengths_S=facts_S["prompts"],
+        generator_logprobs_N=None if is_labelled else laid["logprobs"],
+        turn_N=laid.get("turn"),
+        earned_N=laid.get("earned"),
+        kept_C=laid["kept"] if (laid["kept"] >= 0).any() else None,
     )
 
 
-def _turns_of(completion: Completion) -> Tensor:
-    """Number the turns of an episode: for each token the turn that sampled it, from 1, or 0."""
-    pieces = completion.pieces
-    is_sampled = torch.tensor([piece.logprobs_T is not None for piece in pieces])
-    lengths = torch.tensor([piece.num_tokens for piece in pieces])
-    turns = is_sampled.cumsum(0) * is_sampled
-    return turns.repeat_interleave(lengths)
-
-
-def _earned_by_turn(completion: Completion, weight: float) -> Tensor:
-    """Return the weighted reward at the beginning of each turn, 0 for turn 0; all 0 if there was no reward."""
-    episode = completion.episode
-    if episode["reward"] is None:
-        weight = 0.0
-    earned = [turn.get("earned", 0.0) * weight for turn in episode["turns"]]  # at its end, when the next one begins
-    return torch.tensor([0.0, 0.0, *earned])
+def _earned_before(rollout: Rollout, turn: int) -> float:
+    """Return the reward of an episode when a turn, counted from 1, began; 0 if it got none."""
+    if turn < 2 or rollout.episode["reward"] is None:
+        return 0.0
+    return rollout.episode["turns"][turn - 2].get("earned", 0.0)
 
 
 def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[TrainBatch]:

@@ -453,20 +453,20 @@ def _shared_keys(documents: Sequence[Document]) -> SharedPrompts:
     num_uses_T = keys_K.bincount()
     first_T = num_uses_T.cumsum(0) - num_uses_T
 
-    reused_R = (num_uses_T > 1).nonzero().flatten()
-    if len(reused_R) < 2:  # never of size 0 or 1, for which torch.compile would make code of its own
+    reused_Q = (num_uses_T > 1).nonzero().flatten()
+    if len(reused_Q) < 2:  # never of size 0 or 1, for which torch.compile would make code of its own
         most_used_T = num_uses_T.argsort(descending=True, stable=True)
-        reused_R = most_used_T[:2].sort().values
+        reused_Q = most_used_T[:2].sort().values
     uses_U = torch.arange(max(2, int(num_uses_T.max())))
-    is_use_RU = uses_U < num_uses_T[reused_R, None]
-    place_RU = first_T[reused_R, None] + uses_U
-    uses_RU = by_place_K[place_RU.where(is_use_RU, 0)]
+    is_use_QU = uses_U < num_uses_T[reused_Q, None]
+    place_QU = first_T[reused_Q, None] + uses_U
+    uses_QU = by_place_K[place_QU.where(is_use_QU, 0)]
     key_starts = torch.tensor(starts, dtype=torch.int32)
     return SharedPrompts(
         keys_K=keys_K,
         key_starts=key_starts,
         longest=int(key_starts.diff().max()),
         own_T=by_place_K[first_T],
-        reused_R=reused_R,
-        uses_RU=uses_RU.where(is_use_RU, -1),
+        reused_Q=reused_Q,
+        uses_QU=uses_QU.where(is_use_QU, -1),
     )

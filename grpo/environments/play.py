@@ -17,21 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import EnvironmentConfig
 from grpo.data.rows import as_messages
 from grpo.environments.host import EnvironmentHost, Values
 from grpo.environments.suffix import Turns
-from grpo.types import Piece, Prompt
+from grpo.types import EpisodeFacts, Piece, Prompt
 
 # Deadline of `finish`, which may compute the reward
 FINISH_SECONDS = 60.0
 # Longest wait for replies before looking again; the supervisor keeps the deadlines.
 POLL_SECONDS = 1.0
-# What the driver learns of an episode besides the tokens
-NOTED = ("turns", "opening", "ended_by", "reward", "info", "failure", "waited", "counts")
 
 
 @dataclass
@@ -65,6 +62,7 @@ class Episode:
     ids: list[int] = field(default_factory=list)
     """The prompt and all that followed. Only appended to."""
     pieces: list[Piece] = field(default_factory=list)
+    """The same tokens; none before the environment has said how it begins."""
     turns: list[Values] = field(default_factory=list)
     """`text`, `tokens` and `answers` of each turn of the model. Where there are some: its `calls` by `name` and
     `arguments`; None for one that could not be read. `role`: who answered, if it was not a tool. `earned`: the reward
@@ -95,18 +93,17 @@ class Episode:
     def write(self, ids: list[int]) -> None:
         """Append tokens that were not sampled."""
         self.ids += ids
-        ids_T = torch.tensor(ids, dtype=torch.int64)
-        mask_T = torch.zeros(len(ids), dtype=torch.bool)
-        self.pieces.append(Piece(ids_T, mask_T, version=self.version))
+        self.pieces.append(Piece.written(ids))
 
     def end(self, ended_by: str) -> None:
         """Let no further turn begin."""
         self.ended_by = ended_by
         self.decision = Decision(self.number)
 
-    def note(self) -> Values:
-        """Return what the driver learns besides the tokens, as JSON values."""
-        return {name: getattr(self, name) for name in NOTED} | {"counts": dict(self.counts)}
+    def note(self) -> EpisodeFacts:
+        """Return what the driver learns besides the tokens."""
+        facts = {name: getattr(self, name) for name in EpisodeFacts.__annotations__}
+        return EpisodeFacts(**facts | {"counts": dict(self.counts)})
 
 
 @dataclass(eq=False)
@@ -223,9 +220,8 @@ class Player:
 
     def _open(self, episode: Episode, text: str | None) -> None:
         """Begin the first turn. text: what `reset` adds to the end of the prompt."""
-        if text is None:
-            episode.ids = list(episode.prompt.ids)
-        else:
+        ids = episode.prompt.ids
+        if text is not None:
             *earlier, last = as_messages(episode.prompt.content)
             opening = last["content"] + text
             messages = [*earlier, last | {"content": opening}]
@@ -237,7 +233,7 @@ class Player:
                 )
                 return self._fail(episode, reason, "lost")
             episode.opening = opening
-            episode.write(ids)
+        episode.write(ids)
         episode.num_prompt_tokens = len(episode.ids)
         self._next_turn(episode, episode.ids)
 

@@ -154,8 +154,8 @@ class FlashAttention(DocumentAttention):
             attention_masks.max_k,
             shared and shared.keys_K,
             shared and shared.own_T,
-            shared and shared.reused_R,
-            shared and shared.uses_RU,
+            shared and shared.reused_Q,
+            shared and shared.uses_QU,
             attention_masks.window,
             scale,
         )
@@ -248,10 +248,10 @@ def for_compiler(masks: DocumentMasks) -> DocumentMasks:
             masks.cu_seq_k,
             shared.keys_K,
             shared.own_T,
-            shared.reused_R,
-            shared.uses_RU,
+            shared.reused_Q,
+            shared.uses_QU,
         ]
-        torch._dynamo.maybe_mark_dynamic(shared.uses_RU, 1)
+        torch._dynamo.maybe_mark_dynamic(shared.uses_QU, 1)
     for tensor in resized:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     # numbers would be compiled in
@@ -301,15 +301,15 @@ def flash_attention(
     longest_keys: Tensor,
     keys_K: Tensor | None,
     own_T: Tensor | None,
-    reused_R: Tensor | None,
-    uses_RU: Tensor | None,
+    reused_Q: Tensor | None,
+    uses_QU: Tensor | None,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention within documents: (output [T, N, H], logsumexp [N, T] in float32).
 
     bounds_S: int32, the documents' first places and T. longest: their largest length, int64 on the CPU. key_bounds_S,
-    longest_keys: the same for their keys. A document's own keys come last. keys_K, own_T, reused_R, uses_RU: as in
+    longest_keys: the same for their keys. A document's own keys come last. keys_K, own_T, reused_Q, uses_QU: as in
     SharedPrompts; None where documents share no keys. window: as in DocumentMasks.
     """
     forward, _ = kernels()
@@ -426,15 +426,15 @@ def _repeated(values_TKH: Tensor, keys_K: Tensor | None) -> Tensor:
 def _added_up(
     gradient_KKH: Tensor,
     own_T: Tensor,
-    reused_R: Tensor,
-    uses_RU: Tensor,
+    reused_Q: Tensor,
+    uses_QU: Tensor,
 ) -> Tensor:
     """Return the gradient of the input of `_repeated`. Repeated keys' are always added in one order, in float32."""
-    is_unused_RU11 = (uses_RU < 0)[..., None, None]
-    gradient_RUKH = gradient_KKH[uses_RU.clamp(min=0)].masked_fill(is_unused_RU11, 0)
-    sums_RKH = gradient_RUKH.sum(1, dtype=torch.float32)
+    is_unused_QU11 = (uses_QU < 0)[..., None, None]
+    gradient_QUKH = gradient_KKH[uses_QU.clamp(min=0)].masked_fill(is_unused_QU11, 0)
+    sums_QKH = gradient_QUKH.sum(1, dtype=torch.float32)
     own_TKH = gradient_KKH.index_select(0, own_T)
-    return own_TKH.index_copy(0, reused_R, sums_RKH.to(gradient_KKH.dtype))
+    return own_TKH.index_copy(0, reused_Q, sums_QKH.to(gradient_KKH.dtype))
 
 
 def _keep(ctx, inputs, output):
@@ -443,7 +443,7 @@ def _keep(ctx, inputs, output):
 
 
 def _backward(ctx, grad_TNH, _):
-    *tensors, own_T, reused_R, uses_RU = ctx.saved_tensors
+    *tensors, own_T, reused_Q, uses_QU = ctx.saved_tensors
     grad_q, grad_k, grad_v = flash_attention_backward(
         grad_TNH.contiguous(),
         *tensors,
@@ -451,8 +451,8 @@ def _backward(ctx, grad_TNH, _):
         ctx.scale,
     )
     if own_T is not None:  # here and not in the kernels' operator, so that it is compiled
-        grad_k = _added_up(grad_k, own_T, reused_R, uses_RU)
-        grad_v = _added_up(grad_v, own_T, reused_R, uses_RU)
+        grad_k = _added_up(grad_k, own_T, reused_Q, uses_QU)
+        grad_v = _added_up(grad_v, own_T, reused_Q, uses_QU)
     return grad_q, grad_k, grad_v, *[None] * 10
 
 

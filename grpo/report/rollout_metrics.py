@@ -17,7 +17,7 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.metrics import StepMetrics, peak_bytes
 from grpo.report.samples import finite_or_none
 from grpo.rewards.answers import extract_answer
-from grpo.types import Completion, Piece, Prompt, Rollout, Scalars, TrainBatch
+from grpo.types import Prompt, Rollout, Scalars, TrainBatch
 
 # What is counted in an episode, and how it can end
 EVENTS = (
@@ -45,7 +45,7 @@ def rollout_metrics(
     """
     rewards = [r.reward for r in rollouts if r.reward is not None]
     num_failed = sum(bool(r.failures) for r in rollouts)
-    lengths = [r.completion.num_tokens for r in rollouts]
+    lengths = [r.num_tokens for r in rollouts]
     prompt_lengths = [len(r.prompt_ids_T) for r in rollouts]
     metrics = {
         "reward/mean": _mean(rewards),
@@ -67,7 +67,7 @@ def rollout_metrics(
         metrics[f"reward/{name}"] = _mean(values)
     if answer_format:
         metrics["completion/has_answer_frac"] = has_answer_frac(rollouts, answer_format)
-    if rollouts[0].completion.episode is not None:
+    if rollouts[0].episode is not None:
         metrics |= episode_metrics(rollouts)
 
     for source, from_source in by_source(rollouts).items():
@@ -84,12 +84,12 @@ def reward_mean(rollouts: list[Rollout]) -> float:
 
 def truncated_frac(rollouts: list[Rollout]) -> float:
     """Return the share of completions that ran out of tokens, or as conversations of turns or seconds."""
-    return _mean(r.completion.truncated for r in rollouts)
+    return _mean(r.truncated for r in rollouts)
 
 
 def episode_metrics(rollouts: list[Rollout]) -> Scalars:
     """Return means per episode of the conversations of a step, and how many were lost and so have no reward."""
-    episodes = [r.completion.episode for r in rollouts]
+    episodes = [r.episode for r in rollouts]
     num_turns = [len(e["turns"]) for e in episodes]
     is_lost = [bool(e["failure"]) for e in episodes]
     seconds = [e["waited"] for e in episodes]
@@ -118,7 +118,7 @@ def alone_frac(rollouts: list[Rollout], group_size: int) -> float:
         lengths = [0, 0]
         for rollout in rollouts[first : first + group_size]:
             if rollout.reward is not None:
-                turns = rollout.completion.episode["turns"]
+                turns = rollout.episode["turns"]
                 lengths.append(len(turns))
         second, longest = sorted(lengths)[-2:]
         num_turns += sum(lengths)
@@ -186,7 +186,7 @@ def evaluation_metrics(
         has_passed_S = pass_values(rollouts, functions) >= pass_value
         accuracy = has_passed_S.sum().item() / len(rollouts)
         variance = accuracy * (1 - accuracy) / len(rollouts)
-        lengths = [r.completion.num_tokens for r in rollouts]
+        lengths = [r.num_tokens for r in rollouts]
         of_set = {
             "eval/accuracy": accuracy,
             "eval/accuracy_stderr": math.sqrt(variance),
@@ -205,7 +205,7 @@ def evaluation_metrics(
             for k in passes(num_samples):
                 estimates_P = [pass_at_k(num_samples, count, k) for count in num_passed_P.tolist()]
                 of_set[f"eval/pass_at_{k}"] = statistics.fmean(estimates_P)
-            lengths = [r.completion.num_tokens for r in sampled]
+            lengths = [r.num_tokens for r in sampled]
             of_set["eval/sample_reward_mean"] = reward_mean(sampled)
             of_set["eval/sample_length_mean"] = _mean(lengths)
 
@@ -228,9 +228,7 @@ def evaluation_names(
     answer_format: str | None,
 ) -> list[str]:
     """Return the names of the metrics that held-out prompts will have, without `eval/`."""
-    pieces = (Piece.nothing(),)
-    nothing = Completion(pieces, truncated=False)
-    greedy = [Rollout(prompt, nothing, "") for prompt in prompts]
+    greedy = [Rollout(prompt, prompt.index, sequences=()) for prompt in prompts]
     samples = [rollout for rollout in greedy for _ in range(num_samples)]
     metrics = evaluation_metrics(
         greedy,
@@ -275,22 +273,22 @@ def sequence_advantages(batch: TrainBatch) -> list[float | None]:
     return [finite_or_none(mean) for mean in means_S.tolist()]
 
 
-def stale_frac(completions: Sequence[Completion], version: int) -> float:
+def stale_frac(rollouts: Sequence[Rollout], version: int) -> float:
     """Return the share of sampled tokens by weights older than `version`."""
     num_tokens = 0
     num_stale = 0
-    for completion in completions:
-        for piece in completion.sampled:
+    for rollout in rollouts:
+        for piece in rollout.sampled:
             num_tokens += piece.num_tokens
             if piece.version < version:
                 num_stale += piece.num_tokens
     return num_stale / max(num_tokens, 1)
 
 
-def nonfinite_frac(completions: Sequence[Completion]) -> float:
+def nonfinite_frac(rollouts: Sequence[Rollout]) -> float:
     """Return the share of sampled tokens that are excluded from the loss because their log-prob is not finite."""
     masks = []
-    for completion in completions:
-        masks += [piece.loss_mask_T for piece in completion.sampled]
+    for rollout in rollouts:
+        masks += [piece.loss_mask_T for piece in rollout.sampled]
     is_finite_N = torch.cat(masks).float()
     return 1 - is_finite_N.mean().item()

@@ -42,7 +42,6 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
     """
     records = []
     for rollout, prompt in zip(rollouts, prompts, strict=True):
-        completion = rollout.completion
         failures = {name: without_surrogates(reason) for name, reason in rollout.failures.items()}
         record = {
             "row": rollout.prompt.row,
@@ -53,17 +52,17 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
             "reward": rollout.reward,
             "advantage": rollout.advantage,
             "mismatch": rollout.mismatch,
-            "finish_reason": "length" if completion.truncated else "stop",
-            "num_tokens": completion.num_tokens,
-            "version": completion.version,
+            "finish_reason": "length" if rollout.truncated else "stop",
+            "num_tokens": rollout.num_tokens,
+            "version": rollout.version,
             "failures": failures,
         }
 
         if rollout.prompt.source:
             record["source"] = rollout.prompt.source
-        earlier = completion.pieces[:-1]
-        if completion.episode:
-            record["episode"] = {name: fact for name, fact in completion.episode.items() if name != "waited"}
+        earlier = rollout.sampled[:-1]
+        if rollout.episode:
+            record["episode"] = {name: fact for name, fact in rollout.episode.items() if name != "waited"}
         elif earlier:
             record["earlier"] = [(piece.version, piece.num_tokens) for piece in earlier]
         records.append(_strict_json(record))
@@ -164,7 +163,7 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     for form, count in counts.items():
         if count:
             line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})"
-    limits = collections.Counter(r.completion.limit for r in rollouts if r.completion.truncated)
+    limits = collections.Counter(r.ended_by for r in rollouts if r.truncated)
     for limit, count in limits.items():
         line += f"; {count} run out of {limit}"
     return line
@@ -174,7 +173,7 @@ def broken_line(rollouts: list[Rollout]) -> str:
     """Return a warning if environments failed as the policy may have caused it: how many, and the first reason."""
     reasons = []
     for rollout in rollouts:
-        episode = rollout.completion.episode
+        episode = rollout.episode
         if episode and episode["ended_by"] == "hung" and not episode["failure"]:
             reasons.append(episode["turns"][-1]["failed"])
     if not reasons:
@@ -190,7 +189,7 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
 
     Another style is proposed only if it reads more turns than calls are read now.
     """
-    episodes = [rollout.completion.episode for rollout in rollouts if rollout.completion.episode]
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode]
     turns = list(itertools.chain(*(episode["turns"] for episode in episodes)))
     unread = [turn for turn in turns if "unread" in turn]
     if not unread:

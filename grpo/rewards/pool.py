@@ -153,7 +153,7 @@ def counting_parts(weights: Mapping[str, float]) -> list[str]:
 
 def is_lost(rollout: Rollout) -> bool:
     """Return whether this is an episode that failed and gets no reward."""
-    episode = rollout.completion.episode
+    episode = rollout.episode
     return episode is not None and bool(episode["failure"])
 
 
@@ -167,14 +167,14 @@ def call_columns(
     columns = {}
     for name in rollouts[0].prompt.columns:
         columns[name] = [rollout.prompt.columns[name] for rollout in rollouts]
-    columns["num_tokens"] = [rollout.completion.num_tokens for rollout in rollouts]
-    columns["truncated"] = [rollout.completion.truncated for rollout in rollouts]
+    columns["num_tokens"] = [rollout.num_tokens for rollout in rollouts]
+    columns["truncated"] = [rollout.truncated for rollout in rollouts]
     columns["prompts"] = [rollout.prompt.content for rollout in rollouts]
     columns["step"] = [step] * len(rollouts)
-    if rollouts[0].completion.episode is not None:
+    if rollouts[0].episode is not None:
         columns |= episode_columns(rollouts, opening)
     if needs_ids:
-        columns["completion_ids"] = [rollout.completion.ids_T.tolist() for rollout in rollouts]
+        columns["completion_ids"] = [rollout.ids_T.tolist() for rollout in rollouts]
     return columns
 
 
@@ -185,7 +185,7 @@ def episode_columns(rollouts: list[Rollout], opening: str = "") -> Columns:
     """
     columns = {name: [] for name in EPISODE_COLUMNS}
     for rollout in rollouts:
-        episode = rollout.completion.episode
+        episode = rollout.episode
         messages = list(as_messages(rollout.prompt.content))
         if episode["opening"] is not None:
             messages[-1] = messages[-1] | {"content": episode["opening"]}

@@ -8,6 +8,7 @@ without padding. With `overlap_steps=1` nothing passes over `control` between `s
 
 import contextlib
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -20,15 +21,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from grpo.roles.process_groups import Roles
-from grpo.types import Completion, Piece, Requests, TrainBatch, check_saved
+from grpo.types import Piece, Requests, Rollout, TrainBatch, check_saved
 
 if TYPE_CHECKING:  # these load torchtitan
     from grpo.roles.engine.generator import Generator
     from grpo.roles.reference import Reference
 
 Method = TypeVar("Method", bound=Callable)
-# What `flatten_completions` writes of each piece
-PIECE_FACTS = ("num_tokens", "version", "is_sampled", "num_kept")
+# What `flatten_rollouts` writes of each rollout and of each piece besides tokens
+ROLLOUT_FACTS = ("index", "lengths", "temperature", "ended_by", "episode")
+PIECE_FACTS = ("num_tokens", "is_sampled", "num_kept", "version", "ended_by")
 
 
 def broadcast(value: Any, group: ProcessGroup) -> Any:
@@ -98,52 +100,49 @@ def gather_to_driver(value: Any, roles: Roles) -> list[Any] | None:
     return values
 
 
-def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Completion] | None:
-    """Return every replica's completions on the driver, in the order of their `index`; None elsewhere.
+def gather_rollouts(local: list[Rollout] | None, requests: Requests, roles: Roles) -> list[Rollout] | None:
+    """Return what every replica sampled for `requests` on the driver, in the order of `index`; None elsewhere.
 
     Collective over `roles.control`; ranks that are not the head of a replica pass None.
     """
-    parts = gather_to_driver(flatten_completions(local or []), roles)
+    parts = gather_to_driver(flatten_rollouts(local or []), roles)
     if parts is None:
         return None
-    completions = [completion for tensors in parts for completion in unflatten_completions(tensors)]
-    return sorted(completions, key=lambda completion: completion.index)
+    rollouts = [rollout for tensors in parts for rollout in unflatten_rollouts(tensors, requests)]
+    return sorted(rollouts, key=lambda rollout: rollout.index)
 
 
 @dataclass(frozen=True, eq=False)
 class SampledAhead:
     """One rank's part of what is sampled ahead, and when, in seconds of the wall clock, which hosts have in common."""
 
-    completions: list[Completion] | None
+    requests: Requests
+    rollouts: list[Rollout] | None
     """On the head of a replica."""
     began: float
     ended: float
     """When it had sampled; on the learners, which do not wait, when it began."""
 
 
-def start_sampling_ahead(
-    requests: Requests | None,
-    group_size: int,
-    generator: "Generator | None",
-) -> SampledAhead | None:
+def start_sampling_ahead(requests: Requests | None, generator: "Generator | None") -> SampledAhead | None:
     """Sample ahead on the generators, while the learners go on at once. Returns None without requests."""
     if requests is None:
         return None
     began = time.time()
-    completions = generator.generate(requests, group_size) if generator else None
-    return SampledAhead(completions, began, time.time())
+    rollouts = generator.generate(requests) if generator else None
+    return SampledAhead(requests, rollouts, began, time.time())
 
 
 def finish_sampling_ahead(ahead: SampledAhead | None, driver: Any, roles: Roles) -> None:
     """Bring what was sampled ahead to the driver, once it and the generators are done.
 
-    `driver` has a method `receive_ahead(completions, seconds, overlap_seconds)` that runs on rank 0. Collective over
+    `driver` has a method `receive_ahead(rollouts, seconds, overlap_seconds)` that runs on rank 0. Collective over
     `roles.control`, if anything was sampled ahead.
     """
     if ahead is None:
         return
     arrived = time.time()
-    completions = gather_completions(ahead.completions, roles)
+    rollouts = gather_rollouts(ahead.rollouts, ahead.requests, roles)
     times = gather_to_driver((ahead.began, ahead.ended), roles)
     seconds = overlap_seconds = 0.0
     if times:
@@ -153,7 +152,7 @@ def finish_sampling_ahead(ahead: SampledAhead | None, driver: Any, roles: Roles)
         overlap_began = max(began, ahead.began)
         overlap_ended = min(ended, arrived)
         overlap_seconds = max(0.0, overlap_ended - overlap_began)
-    driver.receive_ahead(completions, seconds, overlap_seconds)
+    driver.receive_ahead(rollouts, seconds, overlap_seconds)
 
 
 def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
@@ -229,50 +228,51 @@ def broadcast_tensors(tensors: Sequence[Tensor | None] | None, roles: Roles) -> 
     return tensors
 
 
-def flatten_completions(completions: list[Completion]) -> dict[str, Tensor]:
-    """Return completions as flat tensors: facts as bytes of JSON, ids, loss mask, log-probs, kept ids.
+def flatten_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """Return rollouts that are not scored yet as flat tensors: facts as bytes of JSON, ids, loss mask, log-probs, kept.
 
-    So they go over the wire quickly, and into a checkpoint without pickles.
+    So they go over the wire quickly, and into a checkpoint without pickles. Prompts are left out.
     """
-    facts = []
-    pieces = []
-    for completion in completions:
-        record = {field.name: getattr(completion, field.name) for field in fields(completion)}
-        record["pieces"] = []
-        for piece in completion.pieces:
-            piece_facts = (piece.num_tokens, piece.version, piece.logprobs_T is not None, len(piece.kept_C))
-            record["pieces"].append(dict(zip(PIECE_FACTS, piece_facts, strict=True)))
-        facts.append(record)
-        pieces += completion.pieces
+    pieces = [piece for rollout in rollouts for piece in rollout.pieces]
+    by_rollout = {name: [getattr(rollout, name) for rollout in rollouts] for name in ROLLOUT_FACTS}
+    by_piece = {name: [getattr(piece, name) for piece in pieces] for name in PIECE_FACTS}
+    facts = json.dumps([by_rollout, by_piece])
     empty = torch.empty(0)
     return {
-        "facts": torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8),
+        "facts": torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8),
         "ids": torch.cat([empty.long(), *(piece.ids_T for piece in pieces)]),
         "loss_mask": torch.cat([empty.bool(), *(piece.loss_mask_T for piece in pieces)]),
-        "logprobs": torch.cat([empty, *(completion.logprobs_T for completion in completions)]),
+        "logprobs": torch.cat([empty, *(piece.logprobs_T for piece in pieces if piece.is_sampled)]),
         "kept": torch.cat([empty.int(), *(piece.kept_C for piece in pieces)]),
     }
 
 
-def unflatten_completions(tensors: dict[str, Tensor]) -> list[Completion]:
-    """Undo `flatten_completions`. Raises ValueError if that of another version has made them."""
-    check_saved("completions", tensors, flatten_completions([]))
-    records = json.loads(tensors["facts"].numpy().tobytes())
-    for record in records:
-        check_saved("a completion", record, (field.name for field in fields(Completion)))
-        for facts in record["pieces"]:
-            check_saved("a piece of a completion", facts, PIECE_FACTS)
-    lengths = [facts["num_tokens"] for record in records for facts in record["pieces"]]
-    by_token = (tensors[name].split(lengths) for name in ("ids", "loss_mask", "logprobs"))
-    tokens = zip(*by_token, strict=True)
-    kept = tensors["kept"]
-    completions = []
-    for record in records:
-        pieces = []
-        for facts in record["pieces"]:
-            ids_T, mask_T, logprobs_T = next(tokens)
-            kept_C, kept = kept.tensor_split([facts["num_kept"]])
-            pieces.append(Piece(ids_T, mask_T, logprobs_T if facts["is_sampled"] else None, facts["version"], kept_C))
-        record["pieces"] = tuple(pieces)
-        completions.append(Completion(**record))
-    return completions
+def unflatten_rollouts(tensors: dict[str, Tensor], requests: Requests) -> list[Rollout]:
+    """Undo `flatten_rollouts` of what was sampled for `requests`, which have the prompts.
+
+    Raises ValueError if `flatten_rollouts` of another version has made them.
+    """
+    check_saved("rollouts", tensors, flatten_rollouts([]))
+    by_rollout, by_piece = json.loads(tensors["facts"].numpy().tobytes())
+    check_saved("a rollout", by_rollout, ROLLOUT_FACTS)
+    check_saved("a piece of a rollout", by_piece, PIECE_FACTS)
+    facts = list(zip(*(by_piece[name] for name in PIECE_FACTS), strict=True))
+    lengths = by_piece["num_tokens"]
+    tokens = zip(
+        tensors["ids"].split(lengths),
+        tensors["loss_mask"].split(lengths),
+        tensors["logprobs"].split([num_tokens * is_sampled for num_tokens, is_sampled, *_ in facts]),
+        tensors["kept"].split(by_piece["num_kept"]),
+        strict=True,
+    )
+    pieces = []
+    for (ids_T, mask_T, logprobs_T, kept_C), (_, is_sampled, _, version, ended_by) in zip(tokens, facts, strict=True):
+        pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version, kept_C, ended_by))
+
+    prompts = {request.index: request.prompt for request in requests.requests}
+    remaining = iter(pieces)
+    rollouts = []
+    for index, lengths, *others in zip(*(by_rollout[name] for name in ROLLOUT_FACTS), strict=True):
+        sequences = tuple(tuple(itertools.islice(remaining, length)) for length in lengths)
+        rollouts.append(Rollout(prompts[index], index, sequences, *others))
+    return rollouts

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from grpo.data.batches import make_batch, sample_of
+from grpo.data.batches import make_batch
 from grpo.models.experts import by_expert
 from grpo.models.export import hf_tensors, stacked_shapes, stacked_tensors
-from grpo.roles.comm import broadcast, gather_completions, send_batch, wait_for_all
+from grpo.roles.comm import broadcast, gather_rollouts, send_batch, wait_for_all
 from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Trainer
@@ -82,15 +82,13 @@ def check_sync(
     """
     if not prompts:
         return
-    completions = None
+    requests = Requests.of(prompts, group_size=1)
+    rollouts = None
     if generator:
-        completions = generator.generate(Requests(prompts), 1, max_tokens=PROBE_TOKENS)
+        rollouts = generator.generate(requests, max_tokens=PROBE_TOKENS)
         generator.forget_prefixes()
-    completions = gather_completions(completions, roles)
-    batch = None
-    if roles.is_driver:
-        by_index = {completion.index: completion for completion in completions}  # prompts come in any order
-        batch = make_batch([sample_of(prompt, by_index[prompt.index]) for prompt in prompts])
+    rollouts = gather_rollouts(rollouts, requests, roles)
+    batch = make_batch(rollouts) if roles.is_driver else None
     batch = send_batch(batch, roles)
     if trainer:  # forward only, so that torch compiles no backward for rows of this length
         difference_N = (trainer.logprobs(batch) - batch.generator_logprobs_N)[batch.loss_mask_N].abs()

@@ -5,7 +5,6 @@ for its decisions (`comm.on_driver`, `comm.from_driver`). What was sampled is in
 out: everything that several ranks do together.
 """
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo.algorithm.groups import pass_rate, pass_values, reward_tensors
-from grpo.data.batches import make_batch, sample_of
+from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import (
@@ -28,11 +27,11 @@ from grpo.report.rollout_metrics import (
 from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.weight_sync import PROBE_PROMPTS
-from grpo.run.groups import GroupBuffer
+from grpo.run.groups import GroupBuffer, rollouts_of
 from grpo.run.scorer import check_lost, check_version
 from grpo.run.session import Session
 from grpo.run.steps import Steps
-from grpo.types import Completion, Prompt, Requests, Rollout, Scalars, StepPlan, TrainBatch
+from grpo.types import Prompt, Requests, Rollout, Scalars, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
 
@@ -92,9 +91,9 @@ class Driver(Steps):
         )
 
     @partial(from_driver, scores=True)
-    def receive(self, completions: list[Completion]) -> Requests | None:
-        """Add completions to the buffer and begin to score them. Returns what the step still needs, None if nothing."""
-        self._add(completions)
+    def receive(self, rollouts: list[Rollout]) -> Requests | None:
+        """Add rollouts to the buffer and begin to score them. Returns what the step still needs, None if nothing."""
+        self._add(rollouts)
         return self._fill()
 
     @from_driver
@@ -110,7 +109,7 @@ class Driver(Steps):
     @on_driver
     def receive_ahead(
         self,
-        completions: list[Completion],
+        rollouts: list[Rollout],
         seconds: float,
         overlap_seconds: float,
     ) -> None:
@@ -118,18 +117,18 @@ class Driver(Steps):
 
         seconds: how long that took. overlap_seconds: how long the driver was scoring and training meanwhile.
         """
-        self._add(completions)
+        self._add(rollouts)
         self.times_ahead = {"time/ahead": seconds, "time/overlap": overlap_seconds}
 
-    def _add(self, completions: list[Completion]) -> None:
-        check_version(completions, self.step)
-        self.buffer.add(completions)
+    def _add(self, rollouts: list[Rollout]) -> None:
+        check_version(rollouts, self.step)
+        self.buffer.add(rollouts)
 
     def _fill(self) -> Requests | None:
         """Take complete groups into the step. Returns what must be sampled before it is full, None if it is."""
         buffer = self.buffer
         requests = buffer.fill(self.stream.draw, self._score)
-        num_informative = buffer.num_informative
+        num_informative = len(buffer.informative)
         is_full = num_informative >= self.config.prompts_per_step
         is_one_round = buffer.num_rounds == 1 and num_informative  # no further round was asked for
         if requests is None and not (is_full or is_one_round):
@@ -140,9 +139,9 @@ class Driver(Steps):
             )
         return requests
 
-    def _score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
+    def _score(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Begin to score. Only dynamic sampling waits for it, because it trains on groups whose rewards differ."""
-        rollouts = self.scorer.submit(prompts, completions, self.step + 1)
+        rollouts = self.scorer.submit(rollouts, self.config.group_size, self.step + 1)
         if self.config.sampling.dynamic:
             with self.timer.phase("reward"):
                 rollouts = self.scorer.collect()
@@ -157,41 +156,33 @@ class Driver(Steps):
     @on_driver_for_learners
     def make_batch(self, rollouts: list[Rollout]) -> TrainBatch:
         """Lay the step's rollouts end to end."""
-        return self._batch_of(rollouts)
+        turn_weight = None
+        if self.config.turns_earn:
+            turn_weight = self.config.environment.weight
+        batch = make_batch(rollouts, turn_weight)
+        if not batch.loss_mask_N.any():
+            check_lost(rollouts)
+            raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
+        return batch
 
     @on_driver_for_learners
     def make_teacher_batch(self, rollouts: list[Rollout]) -> TrainBatch:
         """Lay the same completions end to end, each after the prompt that the teacher reads."""
-        as_read = []
-        for rollout in rollouts:
-            prompt = replace(rollout.prompt, ids=rollout.prompt.teacher_ids)
-            as_read.append(replace(rollout, prompt=prompt))
-        return self._batch_of(as_read)
-
-    def _batch_of(self, rollouts: list[Rollout]) -> TrainBatch:
-        masks = [rollout.completion.loss_mask_T for rollout in rollouts]
-        if not any(mask_T.any() for mask_T in masks):
-            check_lost(rollouts)
-            raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
-        turn_weight = None
-        if self.config.turns_earn:
-            turn_weight = self.config.environment.weight
-        samples = [sample_of(r.prompt, r.completion, turn_weight) for r in rollouts]
-        return make_batch(samples)
+        return make_batch(rollouts, teacher=True)
 
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:
         """Wait for the rewards that workers compute, ask the reward model, and return the step's rollouts with them."""
+        buffer = self.buffer
         if not self.config.sampling.dynamic:
-            self.buffer.everything = self.scorer.collect()
+            buffer.set_rollouts(buffer.taken, self.scorer.collect())
         with refuse_bad_input():
-            check_all_failed(self.buffer.everything)
-        pass_value = self.config.reward.pass_value
-        for prompt, rollouts in self.buffer.finished():
-            values_S = pass_values(rollouts, self.scorer.pass_functions)
-            rate = pass_rate(values_S, pass_value)
+            check_all_failed(rollouts_of(buffer.taken))
+        for group in buffer.finished():
+            values_R = pass_values(group.rollouts, self.scorer.pass_functions)
+            rate = pass_rate(values_R, self.config.reward.pass_value)
             if rate is not None:
-                self.stream.remember(prompt, rate, self.step + 1)
+                self.stream.remember(group.prompt, rate, self.step + 1)
         return self.buffer.rollouts()
 
     @on_driver_for_learners
@@ -224,7 +215,7 @@ class Driver(Steps):
         measured: StepMetrics,
     ) -> Scalars:
         """Log step number `step`. Returns its metrics by name."""
-        num_tokens = sum(rollout.num_tokens for rollout in self._finished())
+        num_tokens = sum(piece.num_tokens for rollout in self._finished() for piece in rollout.pieces)
         times = self.timer.close_step() | self.times_ahead
         metrics = self._sampling_metrics(rollouts, batch)
         metrics |= measured_metrics(measured, times, num_tokens)
@@ -242,18 +233,16 @@ class Driver(Steps):
 
     def _finished(self) -> list[Rollout]:
         """Return what the step took, except groups that go back, which the step that trains on them counts."""
-        groups = [rollouts for _, rollouts in self.buffer.finished()]
-        return list(itertools.chain(*groups))
+        return rollouts_of(self.buffer.finished())
 
     def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
         config = self.config
-        completions = [rollout.completion for rollout in rollouts]
         metrics = rollout_metrics(
             self._finished(),
             config.group_size,
             self.scorer.answer_format,
         )
-        metrics["mismatch/nonfinite_frac"] = nonfinite_frac(completions)
+        metrics["mismatch/nonfinite_frac"] = nonfinite_frac(rollouts)
         if config.turns_earn:
             metrics["environment/alone_frac"] = alone_frac(rollouts, config.group_size)
         if config.has_lag:
@@ -261,5 +250,5 @@ class Driver(Steps):
             metrics["lag/mean"] = lag_S.mean().item()
             metrics["lag/max"] = lag_S.max().item()
         if config.sampling.carry_over:
-            metrics["lag/stale_frac"] = stale_frac(completions, self.step)
+            metrics["lag/stale_frac"] = stale_frac(rollouts, self.step)
         return metrics | self.buffer.metrics()

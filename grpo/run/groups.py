@@ -1,45 +1,84 @@
-"""Groups in flight, on the driver: prompts with their completions, from when they are drawn until a step takes them.
+"""Groups in flight, on the driver: prompts with their rollouts, from when they are drawn until a step takes them.
 
 A step takes the oldest complete groups until it is full, and asks for what it lacks. `sampling.dynamic` decides what is
 full, `sampling.carry_over` what may be left for the next step, and `overlap_steps` when sampling begins. See GROUPS.md.
 """
 
-import itertools
+import enum
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from grpo.algorithm.groups import are_informative
 from grpo.config import SamplingConfig
-from grpo.environments.play import NOTED
-from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.types import Completion, Piece, Prompt, Requests, Rollout, check_saved
+from grpo.roles.comm import flatten_rollouts, unflatten_rollouts
+from grpo.types import EpisodeFacts, Prompt, Request, Requests, Rollout, check_saved
 
 # A round asks for as many groups as the share of informative ones so far calls for, but expects at least this share.
 LEAST_INFORMATIVE_FRAC = 1 / 8
 Draw = Callable[[int], list[Prompt]]
 """Number of prompts -> fresh prompts."""
-Score = Callable[[list[Prompt], list[Completion]], list[Rollout]]
-"""Prompts and their completions -> rollouts. With dynamic sampling they have their rewards already."""
+Score = Callable[[list[Rollout]], list[Rollout]]
+"""Rollouts -> the same ones, which are scored. With dynamic sampling they have their rewards already."""
 
 
-@dataclass(frozen=True, eq=False)
+class Life(enum.Enum):
+    """Where a group is, from the draw to the update."""
+
+    DRAWN = "nothing of it was sampled yet"
+    BEGUN = "some of its rollouts go on"
+    COMPLETE = "all of its rollouts have ended; a step takes the oldest such groups"
+    TAKEN = "it belongs to the current step and is scored"
+    DULL = "taken, and comparing its rewards teaches nothing (dynamic sampling); counted, and not trained on"
+    SPARE = "taken, and the step was full (dynamic sampling with carry_over); complete again in the next step"
+
+
+@dataclass(eq=False)
 class Group:
-    """A prompt in flight with its completions. It has none before anything was sampled."""
+    """A prompt in flight with its rollouts."""
 
     prompt: Prompt
-    completions: tuple[Completion, ...] = ()
+    rollouts: list[Rollout]
+    life: Life = Life.DRAWN
 
-    @property
-    def is_complete(self) -> bool:
-        """True if every completion has ended."""
-        has_ended = [completion.ended for completion in self.completions]
-        return bool(has_ended) and all(has_ended)
+    def add(self, sampled: Mapping[int, Rollout]) -> None:
+        """Join what was sampled, by `Rollout.index`, to the group's rollouts."""
+        for place, rollout in enumerate(self.rollouts):
+            if rollout.index in sampled:
+                self.rollouts[place] = rollout.go_on(sampled[rollout.index])
+        has_ended = all(rollout.ended_by for rollout in self.rollouts)
+        self.life = Life.COMPLETE if has_ended else Life.BEGUN
 
 
 class GroupBuffer:
-    """The groups in flight, and those that the current step took."""
+    """The groups in flight, and those that the current step took.
+
+    With groups of 2, of which a step takes 2 and 1 may be left, 3 are drawn for the first step:
+
+    >>> import itertools
+    >>> from dataclasses import replace
+    >>> prompts = map(Prompt, itertools.count(), itertools.repeat([5]))
+    >>> draw = lambda number: list(itertools.islice(prompts, number))
+    >>> buffer = GroupBuffer(SamplingConfig(carry_over=1), prompts_per_step=2, group_size=2)
+    >>> first, *others = buffer.fill(draw, score=list).requests
+    >>> lives = lambda groups: [f"{group.prompt.index} {group.life.name}" for group in groups]
+    >>> lives(buffer.groups)
+    ['0 DRAWN', '1 DRAWN', '2 DRAWN']
+
+    The engine stops when two groups are complete. The step takes these, and the other one goes on in the next step:
+
+    >>> end = lambda request: replace(Rollout.begin(request.prompt, request.index), ended_by="stop")
+    >>> buffer.add([end(request) for request in others])
+    >>> lives(buffer.groups)
+    ['0 BEGUN', '1 COMPLETE', '2 COMPLETE']
+    >>> buffer.fill(draw, score=list)  # None, because the step is full
+    >>> lives(buffer.taken), lives(buffer.groups)
+    (['1 TAKEN', '2 TAKEN'], ['0 BEGUN'])
+    >>> buffer.begin_step()
+    >>> [request.index for request in buffer.fill(draw, score=list).requests]  # 1 of group 0, those of 3 and 4
+    [0, 6, 7, 8, 9]
+    """
 
     def __init__(
         self,
@@ -67,9 +106,10 @@ class GroupBuffer:
                 return requests
             self.take(num_groups, score)
         if self.sampling.carry_over:
-            informative = list(itertools.compress(self.taken, self.is_informative))
-            too_many = informative[self.prompts_per_step :]
-            self.groups = too_many + self.groups  # the next step scores them again
+            spare = self.informative[self.prompts_per_step :]
+            for group in spare:
+                group.life = Life.SPARE
+            self.groups = spare + self.groups  # the next step scores them again
         self.num_carried = len(self.groups)
         return None
 
@@ -77,94 +117,88 @@ class GroupBuffer:
         """Return what must be sampled until `num_groups` groups are complete, None if they are. Draws fresh prompts."""
         num_fresh = num_groups + self.sampling.carry_over - len(self.groups)
         if num_fresh > 0:
-            self.groups += [Group(prompt) for prompt in draw(num_fresh)]
-        unfinished = [group for group in self.groups if not group.is_complete]
-        num_complete = len(self.groups) - len(unfinished)
-        if num_complete >= num_groups:
+            for prompt in draw(num_fresh):
+                requests = Requests.of([prompt], self.group_size).requests
+                self.groups.append(Group(prompt, [Rollout.begin(prompt, request.index) for request in requests]))
+        unfinished = self.unfinished
+        if len(self.groups) - len(unfinished) >= num_groups:
             return None
-        begun = {}
-        for completion in completions_of(unfinished):
-            begun[completion.index] = None
-            if not completion.ended:
-                begun[completion.index] = completion.ids_T.tolist()
-        return Requests(
-            prompts=[group.prompt for group in unfinished],
-            begun=begun,
-            num_left=len(self.groups) - num_groups,
-        )
+        requests = []
+        for rollout in rollouts_of(unfinished):
+            if not rollout.ended_by:
+                requests.append(Request(rollout.prompt, rollout.index, rollout.ids_T.tolist()))
+        return Requests(requests, self.group_size, num_left=len(self.groups) - num_groups)
 
-    def add(self, completions: Sequence[Completion]) -> None:
-        """Add what was sampled for `ask`: new completions, and further tokens of those that were begun."""
-        sampled = {completion.index: completion for completion in completions}
-        for place, group in enumerate(self.groups):
-            first_index = group.prompt.index * self.group_size
-            begun = group.completions or [None] * self.group_size
-            joined = []
-            for index, completion in enumerate(begun, start=first_index):
-                joined.append(join(completion, sampled.get(index), index))
-            self.groups[place] = Group(group.prompt, tuple(joined))
+    def add(self, sampled: Sequence[Rollout]) -> None:
+        """Add what was sampled for `ask`: whole rollouts, and further tokens of those that were begun."""
+        by_index = {rollout.index: rollout for rollout in sampled}
+        for group in self.unfinished:
+            group.add(by_index)
+
+    @property
+    def unfinished(self) -> list[Group]:
+        """Groups in flight some of whose rollouts have not ended."""
+        return [group for group in self.groups if group.life in (Life.DRAWN, Life.BEGUN)]
 
     # ---- what a step trains on ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Forget what the step before took."""
+        for group in self.groups:
+            if group.life is Life.SPARE:
+                group.life = Life.COMPLETE
         self.taken: list[Group] = []
-        self.everything: list[Rollout] = []  # of the groups taken, group after group
-        self.is_informative: list[bool] = []  # for each group taken: may a step train on it?
         self.num_rounds = 0
         self.num_carried = 0
 
     @property
-    def num_informative(self) -> int:
-        """Number of groups taken that a step may train on."""
-        return sum(self.is_informative)
+    def informative(self) -> list[Group]:
+        """Groups taken that a step may train on."""
+        return [group for group in self.taken if group.life is not Life.DULL]
 
     @property
     def num_groups_to_take(self) -> int:
         """Number of groups that the step is expected to need still. 0 if it is full or had its last round."""
-        num_lacking = self.prompts_per_step - self.num_informative
+        num_informative = len(self.informative)
+        num_lacking = self.prompts_per_step - num_informative
         if num_lacking <= 0 or self.num_rounds >= self.sampling.max_rounds:
             return 0
         informative_frac = 1.0
         if self.taken:
-            informative_frac = self.num_informative / len(self.taken)
+            informative_frac = num_informative / len(self.taken)
         informative_frac = max(informative_frac, LEAST_INFORMATIVE_FRAC)
         num_groups = math.ceil(num_lacking / informative_frac)
         return min(num_groups, self.prompts_per_step)
 
     def take(self, num_groups: int, score: Score) -> None:
         """Move the oldest `num_groups` complete groups into the step, and begin to score them."""
-        complete = [group for group in self.groups if group.is_complete]
+        complete = [group for group in self.groups if group.life is Life.COMPLETE]
         taken = complete[:num_groups]
         self.groups = [group for group in self.groups if group not in taken]
         self.taken += taken
         self.num_rounds += 1
-        prompts = [group.prompt for group in taken]
-        rollouts = score(prompts, completions_of(taken))
-        self.everything += rollouts
+        rollouts = score(rollouts_of(taken))
+        self.set_rollouts(taken, rollouts)
+        informative = [True] * len(taken)
         if self.sampling.dynamic:
-            self.is_informative += are_informative(rollouts, self.group_size, self.judging_parts).tolist()
-        else:
-            self.is_informative += [True] * len(taken)
+            informative = are_informative(rollouts, self.group_size, self.judging_parts).tolist()
+        for group, is_informative in zip(taken, informative, strict=True):
+            group.life = Life.TAKEN if is_informative else Life.DULL
 
-    def finished(self) -> Iterator[tuple[Prompt, list[Rollout]]]:
-        """Yield the prompt and the rollouts of each group taken, except those that go back."""
-        in_flight = {group.prompt.index for group in self.groups}
-        for place, group in enumerate(self.taken):
-            if group.prompt.index not in in_flight:
-                yield group.prompt, self._rollouts_of(place)
+    def set_rollouts(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
+        """Give groups their rollouts, which lie group after group: with texts, or with rewards."""
+        for place, group in enumerate(groups):
+            first = place * self.group_size
+            group.rollouts = list(rollouts[first : first + self.group_size])
+
+    def finished(self) -> list[Group]:
+        """Return the groups taken, except those that go back."""
+        return [group for group in self.taken if group.life is not Life.SPARE]
 
     def rollouts(self) -> list[Rollout]:
         """Return what the step trains on, group after group: informative groups, or any if there are none."""
-        places = range(len(self.taken))
-        informative = list(itertools.compress(places, self.is_informative))
-        places = informative or places
-        groups = map(self._rollouts_of, places[: self.prompts_per_step])
-        return list(itertools.chain(*groups))
-
-    def _rollouts_of(self, place: int) -> list[Rollout]:
-        start = place * self.group_size
-        return self.everything[start : start + self.group_size]
+        groups = self.informative or self.taken
+        return rollouts_of(groups[: self.prompts_per_step])
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step's sampling by name."""
@@ -173,57 +207,43 @@ class GroupBuffer:
             metrics["sampling/carried"] = self.num_carried
         if self.sampling.dynamic:
             metrics["sampling/rounds"] = self.num_rounds
-            metrics["sampling/informative_frac"] = self.num_informative / len(self.taken)
-            metrics["sampling/full_frac"] = min(1.0, self.num_informative / self.prompts_per_step)
+            num_informative = len(self.informative)
+            metrics["sampling/informative_frac"] = num_informative / len(self.taken)
+            metrics["sampling/full_frac"] = min(1.0, num_informative / self.prompts_per_step)
         return metrics
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: prompts, how many completions each has, and these as tensors."""
+        """Return what a checkpoint holds: the prompts, and their rollouts as tensors."""
         return {
             "prompts": [asdict(group.prompt) for group in self.groups],
-            "counts": [len(group.completions) for group in self.groups],
-            "completions": flatten_completions(completions_of(self.groups)),
+            "group_size": self.group_size,
+            "rollouts": flatten_rollouts(rollouts_of(self.groups)),
         }
 
 
 def saved_groups(state: Mapping[str, Any]) -> list[Group]:
     """Return the groups of what `GroupBuffer.state` returned. Raises ValueError if another version saved them."""
-    check_saved("groups in flight", state, ("prompts", "counts", "completions"))
-    completions = iter(unflatten_completions(state["completions"]))
-    groups = []
-    for facts, count in zip(state["prompts"], state["counts"], strict=True):
+    check_saved("groups in flight", state, ("prompts", "group_size", "rollouts"))
+    prompts = []
+    for facts in state["prompts"]:
         check_saved("a prompt", facts, (field.name for field in fields(Prompt)))
-        own_completions = tuple(itertools.islice(completions, count))
-        for completion in own_completions:
-            if completion.episode is not None:
-                check_saved("an episode", completion.episode, NOTED)
-        groups.append(Group(Prompt(**facts), own_completions))
+        prompts.append(Prompt(**facts))
+    requests = Requests.of(prompts, state["group_size"])
+    rollouts = unflatten_rollouts(state["rollouts"], requests)
+    for rollout in rollouts:
+        if rollout.episode is not None:
+            check_saved("an episode", rollout.episode, EpisodeFacts.__annotations__)
+    groups = []
+    for place, prompt in enumerate(prompts):
+        first = place * requests.group_size
+        group = Group(prompt, rollouts[first : first + requests.group_size])
+        group.add({})
+        groups.append(group)
     return groups
 
 
-def completions_of(groups: Iterable[Group]) -> list[Completion]:
-    """Return the completions of the groups, group after group."""
-    return [completion for group in groups for completion in group.completions]
-
-
-def join(
-    begun: Completion | None,
-    further: Completion | None,
-    index: int,
-) -> Completion:
-    """Append the tokens that were sampled now to a completion. Either part may be missing or without tokens."""
-    if further is None or not (further.num_tokens or further.ended):
-        if begun or further:
-            return begun or further
-        nothing = (Piece.nothing(),)
-        return Completion(nothing, truncated=False, index=index, ended=False)
-    if begun is None or not begun.num_tokens:
-        return further
-    *earlier, last = begun.pieces
-    first, *later = further.pieces
-    joined = (last, first)
-    if last.version == first.version:  # no sync in between, so it is one piece
-        joined = (last.then(first),)
-    return replace(further, pieces=(*earlier, *joined, *later))
+def rollouts_of(groups: Iterable[Group]) -> list[Rollout]:
+    """Return the rollouts of the groups, group after group."""
+    return [rollout for group in groups for rollout in group.rollouts]

@@ -20,7 +20,7 @@ from grpo.roles.engine.episodes import call_style, turns_of
 from grpo.roles.engine.vllm_engine import check_engine
 from grpo.run.policy import PolicyFiles, describe_ends
 from grpo.text import printable
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt, Rollout
 
 # By what name an episode is lost that has functions as tools and no class
 TOOLS = "environment.tools"
@@ -28,9 +28,9 @@ TOOLS = "environment.tools"
 EPISODE_LINES = (unread_calls_line, broken_line)
 
 
-def check_version(completions: list[Completion], version: int) -> None:
-    """Raise RuntimeError if a completion was sampled with other weights than those after `version` steps."""
-    other_versions = {completion.version for completion in completions} - {version}
+def check_version(rollouts: list[Rollout], version: int) -> None:
+    """Raise RuntimeError if a rollout was just sampled with other weights than those after `version` steps."""
+    other_versions = {rollout.version for rollout in rollouts} - {version}
     if other_versions:
         raise RuntimeError(
             f"completions of version {version} were sampled with weights of versions {sorted(other_versions)}: a "
@@ -40,7 +40,7 @@ def check_version(completions: list[Completion], version: int) -> None:
 
 def check_lost(rollouts: list[Rollout]) -> None:
     """Raise RewardError if more than half of the episodes were lost: something is wrong with their environment."""
-    episodes = [rollout.completion.episode for rollout in rollouts]
+    episodes = [rollout.episode for rollout in rollouts]
     episodes = list(filter(None, episodes))
     failures = [episode["failure"] for episode in episodes if episode["failure"]]
     if 2 * len(failures) > len(episodes):
@@ -52,7 +52,7 @@ class EnvironmentPart:
 
     def values(self, rollouts: Sequence[Rollout], opening: str) -> list[tuple[float | None, str]]:
         """Return for each episode its value or None, and why it was lost, if it was."""
-        episodes = [rollout.completion.episode for rollout in rollouts]
+        episodes = [rollout.episode for rollout in rollouts]
         return [(episode["reward"], episode["failure"]) for episode in episodes]
 
 
@@ -123,19 +123,17 @@ class Scorer:
 
     def submit(
         self,
-        prompts: Sequence[Prompt],
-        completions: list[Completion],
+        rollouts: list[Rollout],
+        group_size: int,
         step: int,
     ) -> list[Rollout]:
-        """Join prompts and their completions, group after group, decode, begin to score; returns at once.
+        """Decode rollouts, which lie group after group, and begin to score them. Returns them with texts, at once.
 
         step: the number of the step that reward functions get, as the log counts it.
         """
-        group_size = len(completions) // len(prompts)
-        prompts = [prompt for prompt in prompts for _ in range(group_size)]
-        ids = list(map(self._ids_to_show, prompts, completions))
+        ids = list(map(self._ids_to_show, rollouts))
         texts = detokenize(self.policy.tokenizer, ids)
-        self.submitted = list(map(Rollout, prompts, completions, texts))
+        self.submitted = [replace(rollout, text=text) for rollout, text in zip(rollouts, texts, strict=True)]
         self.pool.submit(self.submitted, group_size, step)
         return self.submitted
 
@@ -171,12 +169,9 @@ class Scorer:
         ids = [rollout.prompt_ids_T.tolist() for rollout in rollouts]
         return detokenize(self.policy.tokenizer, ids)
 
-    def _ids_to_show(self, prompt: Prompt, completion: Completion) -> list[int]:
+    def _ids_to_show(self, rollout: Rollout) -> list[int]:
         """Return the ids of a completion without the stop token at the end."""
-        _, pieces = completion.behind(prompt)
-        ids = []
-        for piece in pieces:
-            ids += piece.ids_T.tolist()
+        ids = rollout.ids_T.tolist()
         if ids and ids[-1] in self.policy.stop_token_ids:
             ids.pop()
         return ids

@@ -30,7 +30,7 @@ from grpo.models.export import export_hf
 from grpo.models.hf_folder import ChatForm, fetch_folder
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics
-from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
+from grpo.roles.comm import from_driver, gather_rollouts, on_driver, wait_for_all
 from grpo.roles.engine.episodes import Episodes
 from grpo.roles.engine.generator import Generator
 from grpo.roles.engine.vllm_engine import import_vllm
@@ -43,7 +43,7 @@ from grpo.run.saved import Saved
 from grpo.run.scorer import check_version
 from grpo.run.start import Start
 from grpo.run.step_timer import StepTimer, profile_step
-from grpo.types import Completion, Prompt
+from grpo.types import Prompt, Requests, Rollout
 from grpo.watch.failures import here, refuse_bad_input, set_place, show_lines_at_once
 from grpo.watch.stopping import (
     forget_old_stop,
@@ -406,37 +406,40 @@ class Session:
 
         Collective over `roles.control`.
         """
-        greedy = None
-        sampled = None
+        evaluation = self.config.evaluation
+        gathered = []
+        for num_samples, temperature in ((1, 0.0), (evaluation.num_samples, evaluation.temperature)):
+            requests = Requests.of(self.shared.held_out, num_samples)
+            rollouts = None
+            if generator:
+                rollouts = generator.generate(requests, temperatures=(temperature,), held_out=True)
+            gathered.append(gather_rollouts(rollouts, requests, self.roles))
         if generator:
-            greedy, sampled = generator.evaluate(self.shared.held_out, self.config.evaluation)
-        completions_by_kind = {
-            "greedy": gather_completions(greedy, self.roles),
-            "sample": gather_completions(sampled, self.roles),
-        }
-        self._log_evaluation(completions_by_kind, step)
+            generator.forget_prefixes()
+        greedy, sampled = gathered
+        self._log_evaluation(greedy, sampled, step)
 
     @partial(on_driver, scores=True)
     def _log_evaluation(
         self,
-        completions_by_kind: dict[str, list[Completion]],
+        greedy: list[Rollout],
+        sampled: list[Rollout],
         step: int,
     ) -> None:
         """Score and write the completions of the held-out prompts by the weights after `step` steps."""
         scorer = self.start.scorer
-        rollouts = {"sample": []}
-        for kind, completions in completions_by_kind.items():
-            if not completions:  # no samples were asked for
+        scored = {"sample": []}
+        for kind, rollouts in {"greedy": greedy, "sample": sampled}.items():
+            if not rollouts:  # no samples were asked for
                 continue
-            check_version(completions, step)
-            scorer.submit(self.shared.held_out, completions, step)
-            scored = scorer.collect("evaluation: ")
-            prompts = scorer.prompt_texts(scored)
-            self.run_log.completions(step, scored, prompts, held_out=kind)
-            rollouts[kind] = scored
+            check_version(rollouts, step)
+            scorer.submit(rollouts, len(rollouts) // len(greedy), step)
+            scored[kind] = scorer.collect("evaluation: ")
+            prompts = scorer.prompt_texts(scored[kind])
+            self.run_log.completions(step, scored[kind], prompts, held_out=kind)
         metrics = evaluation_metrics(
-            rollouts["greedy"],
-            rollouts["sample"],
+            scored["greedy"],
+            scored["sample"],
             self.config.evaluation.num_samples,
             scorer.pass_functions,
             scorer.answer_format,

@@ -4,8 +4,6 @@ import collections
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from grpo.data.batches import make_batch
 from grpo.data.encode import Encoded
 from grpo.metrics import StepMetrics
@@ -13,7 +11,7 @@ from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
 from grpo.run.session import Session
 from grpo.run.steps import Steps
-from grpo.types import Sample, Scalars, TrainBatch
+from grpo.types import Piece, Rollout, Scalars, TrainBatch
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
 
@@ -107,12 +105,9 @@ class SFTDriver(Steps):
 
 def batch_of(examples: list[Encoded]) -> TrainBatch:
     """Lay examples end to end."""
-    samples = []
+    rollouts = []
     for example in examples:
-        sample = Sample(
-            ids_T=torch.tensor(example.ids),
-            loss_mask_T=torch.tensor(example.mask),
-            truncated=example.truncated,
-        )
-        samples.append(sample)
-    return make_batch(samples)
+        piece = Piece.written(example.ids, example.mask)
+        ended_by = "tokens" if example.truncated else "stop"
+        rollouts.append(Rollout.alone(piece, ended_by))
+    return make_batch(rollouts)

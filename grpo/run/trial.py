@@ -15,7 +15,7 @@ from grpo.config import AlgorithmConfig
 from grpo.config.user_files import cause_and_line
 from grpo.data.batches import make_batch
 from grpo.data.layout import plan
-from grpo.types import MicroBatch, Sample, TrainBatch
+from grpo.types import MicroBatch, Piece, Rollout, TrainBatch
 
 # Loss tokens of each sequence, between a prompt token and a last one that is excluded
 LENGTHS = (5, 1, 3, 4, 2, 2)
@@ -54,13 +54,13 @@ def try_algorithm(config: AlgorithmConfig) -> None:
 def trial_batch() -> TrainBatch:
     """Return six sequences, two groups of three. `old_logprobs_N` are the policy's, up to 0.5 from the generator's."""
     generator = torch.Generator().manual_seed(0)
-    samples = []
+    rollouts = []
     for length in LENGTHS:
         position_T = torch.arange(length + 2)
         loss_mask_T = (position_T > 0) & (position_T <= length)
         logprobs_T = -2 * torch.rand(length + 2, generator=generator) - 0.6
-        samples.append(Sample(position_T, loss_mask_T, logprobs_T))
-    batch = make_batch(samples)
+        rollouts.append(Rollout.alone(Piece(position_T, loss_mask_T, logprobs_T)))
+    batch = make_batch(rollouts)
     policy_N = batch.generator_logprobs_N + torch.rand(batch.num_tokens, generator=generator) - 0.5
     advantages_N = torch.tensor([1.0, -0.5, -2.0, 0.7, 0.2, -1.0])[batch.owner_N].where(batch.loss_mask_N, 0)
     return replace(batch, old_logprobs_N=policy_N, ref_logprobs_N=policy_N - 0.1, advantages_N=advantages_N)

@@ -16,7 +16,7 @@ import sys
 from transformers import AutoTokenizer
 
 from grpo.config import DataConfig, GeneratorConfig, ModelConfig, RolesConfig, TrainerConfig
-from grpo.data.batches import make_batch, sample_of
+from grpo.data.batches import make_batch
 from grpo.models.attention import choose_attention
 from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import close_roles, setup_roles
@@ -46,9 +46,7 @@ def main(folder: str, dtype: str, sampling: str, num_prompts: str = "16", engine
         question = [{"role": "user", "content": f"What is {17 * index + 12} + {29 * index + 31}? Explain it."}]
         text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         prompts.append(Prompt(index, tokenizer(text)["input_ids"]))
-    completions = generator.generate(Requests(prompts), GROUP_SIZE)
-    samples = [sample_of(prompts[i // GROUP_SIZE], completion) for i, completion in enumerate(completions)]
-    batch = make_batch(samples)
+    batch = make_batch(generator.generate(Requests.of(prompts, GROUP_SIZE)))
     counts_N = batch.loss_mask_N
     if batch.kept_C is not None:
         num_kept_N = batch.token_C[batch.kept_C >= 0].bincount(minlength=batch.num_tokens)[counts_N].double()

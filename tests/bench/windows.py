@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from grpo.config import DataConfig, GeneratorConfig, ModelConfig, RolesConfig, TrainerConfig
-from grpo.data.batches import make_batch, sample_of
+from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.models.attention import choose_attention
 from grpo.models.build import ShardedModel, build_model
@@ -186,9 +186,7 @@ def sample(generator: Generator, vocab_size: int) -> TrainBatch:
         Prompt(index, torch.randint(3, vocab_size, (length,), generator=numbers).tolist())
         for index, length in enumerate(PROMPT_LENGTHS)
     ]
-    completions = generator.generate(Requests(prompts), GROUP_SIZE)
-    pairs = zip((prompt for prompt in prompts for _ in range(GROUP_SIZE)), completions, strict=True)
-    return make_batch([sample_of(prompt, completion) for prompt, completion in pairs])
+    return make_batch(generator.generate(Requests.of(prompts, GROUP_SIZE)))
 
 
 def compare(label: str, trainers: dict[str, Trainer], batch: TrainBatch) -> list[float]:

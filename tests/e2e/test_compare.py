@@ -11,9 +11,8 @@ from grpo.config import PAPER_DEFAULTS, change
 from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.types import Sample
 from tests.e2e.runs import TINY, read_metrics
-from tests.rollouts import rewarded
+from tests.rollouts import rewarded, sequence
 from tests.torchrun import finish, run_python, start_python
 
 GENTLE = "configs/examples/my_method.py:gentle"
@@ -36,7 +35,7 @@ def recording(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
         for length in torch.randint(2, 13, (8,), generator=draw).tolist():
             ids_T = torch.randint(5, 20, (4 + length,), generator=draw)
             samples.append(
-                Sample(ids_T, torch.arange(len(ids_T)) >= 4, torch.full((len(ids_T),), -3.0), prompt_tokens=4)
+                sequence(ids_T, torch.arange(len(ids_T)) >= 4, torch.full((len(ids_T),), -3.0), prompt_tokens=4)
             )
         rewards_S = torch.rand(8, generator=draw)
         if step == NUM_STEPS:  # has no gradient, but for a method without a baseline

@@ -8,7 +8,8 @@ import torch
 
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
-from grpo.types import MicroBatch, Sample
+from grpo.types import MicroBatch
+from tests.rollouts import sequence
 from tests.rows import one_row
 
 LENGTHS = (10, 30, 5)
@@ -17,7 +18,7 @@ LENGTHS = (10, 30, 5)
 def micro_batch(sequences: list[int], counts: bool = True) -> MicroBatch:
     """Some of three sequences, of one prompt token and `LENGTHS` loss tokens."""
     lengths = [LENGTHS[index] for index in sequences]
-    samples = [Sample(torch.ones(1 + n).long(), torch.arange(1 + n) > (0 if counts else n)) for n in lengths]
+    samples = [sequence(torch.ones(1 + n).long(), torch.arange(1 + n) > (0 if counts else n)) for n in lengths]
     return one_row(dataclasses.replace(make_batch(samples), sequence_S=torch.tensor(sequences)))
 
 

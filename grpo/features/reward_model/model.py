@@ -23,7 +23,7 @@ from grpo.report.samples import finite_or_none
 from grpo.rewards.pool import episode_columns
 from grpo.roles.comm import broadcast, send_batch
 from grpo.roles.process_groups import Roles
-from grpo.types import Rollout, Sample, TrainBatch
+from grpo.types import Piece, Rollout, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,13 +74,12 @@ class RewardModel:
         if not sequences:
             return []
         broadcast(True, self.roles.learners)
-        samples = []
+        rollouts = []
         for ids in sequences:
             # a value is stored with the next token, so there is one token more, the only one that counts
-            ids_T = torch.tensor([*ids, 0])
-            is_last_T = torch.arange(len(ids_T)) == len(ids)
-            samples.append(Sample(ids_T, is_last_T))
-        return self._scores(make_batch(samples))
+            labels = [False] * len(ids) + [True]
+            rollouts.append(Rollout.alone(Piece.written([*ids, 0], labels)))
+        return self._scores(make_batch(rollouts))
 
     def answer(self) -> None:
         """Compute this rank's part of what the driver asks, until its block ends. On all other learners."""
@@ -161,7 +160,7 @@ def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
 
     opening: the end of the prompt that belongs to the answer, such as an opened `<think>`; each turn begins with it.
     """
-    if rollout.completion.episode:
+    if rollout.episode:
         (messages,) = episode_columns([rollout], opening)["messages"]
         return [{"role": m["role"], "content": m["content"]} for m in messages]  # calls stand in the content already
     answer = as_messages(opening + rollout.text, "assistant")

@@ -6,7 +6,6 @@ Text exists only here and on the driver: a turn's ids become text for its tools,
 import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,10 +20,7 @@ from grpo.environments.tools import Toolbox, load_toolboxes
 from grpo.roles.engine import vllm_engine
 from grpo.roles.engine.loop import EngineLoop
 from grpo.roles.process_groups import Roles
-from grpo.types import Completion, Piece, Prompt
-
-# Ends with which a completion counts as truncated
-LIMITS = ("tokens", "turns", "seconds")
+from grpo.types import Piece, Prompt, Rollout
 
 
 class Episodes:
@@ -120,13 +116,17 @@ def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, to
     return style_of(tokenizer.chat_template) if config.calls == "auto" else config.calls
 
 
-def completion_of(episode: Episode, temperature: float, index: int) -> Completion:
-    """Return an episode as a completion; one that was lost before it began has no tokens."""
-    return Completion(
-        pieces=tuple(episode.pieces) or (replace(Piece.nothing(), version=episode.version),),
-        truncated=episode.ended_by in LIMITS,
+def rollout_of(episode: Episode, temperature: float, index: int) -> Rollout:
+    """Return an episode as a rollout. One that was lost before its first turn has sampled no tokens."""
+    pieces = episode.pieces or [Piece.written(episode.prompt.ids)]
+    if not episode.turns:
+        pieces = [*pieces, Piece.sampled([], [], episode.version)]
+    return Rollout(
+        episode.prompt,
+        index,
+        sequences=(tuple(pieces),),
         temperature=temperature,
-        index=index,
+        ended_by=episode.ended_by,
         episode=episode.note(),
     )
 

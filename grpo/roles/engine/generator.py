@@ -9,24 +9,23 @@ import gc
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
+from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import truncates
 from grpo.metrics import set_given_back
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import read_hf_config
 from grpo.roles.engine import vllm_engine
-from grpo.roles.engine.episodes import Episodes, completion_of
+from grpo.roles.engine.episodes import Episodes, rollout_of
 from grpo.roles.engine.loop import EngineLoop, no_collection
 from grpo.roles.engine.shortcuts import model_runner_of, sampler_of
 from grpo.roles.process_groups import Roles
-from grpo.types import Completion, Piece, Prompt, Requests
+from grpo.types import Piece, Request, Requests, Rollout
 
 # Seconds of sampling before a progress bar appears
 SILENT_SECONDS = 20
@@ -34,17 +33,6 @@ SILENT_SECONDS = 20
 SEEDS_PER_RUN = 2**40
 # Seeds of completions that go on are above all blocks
 CONTINUATIONS = 2**62
-
-
-@dataclass(frozen=True)
-class Request:
-    """One completion to sample."""
-
-    prompt: Prompt
-    index: int
-    """See `Completion.index`."""
-    begun: list[int] = field(default_factory=list)
-    """Tokens that it has from earlier calls."""
 
 
 class Generator:
@@ -90,19 +78,18 @@ class Generator:
     def generate(
         self,
         requests: Requests,
-        group_size: int,
         *,
         temperatures: Sequence[float] | None = None,
         held_out: bool = False,
         max_tokens: int | None = None,
-    ) -> list[Completion] | None:
-        """Sample this replica's part of `group_size` completions per prompt, until enough groups are complete.
+    ) -> list[Rollout] | None:
+        """Sample this replica's part of the requests, until enough groups are complete.
 
         A completion that was begun before goes on, and only its tokens of this call are returned. `temperatures`
         (default: the run's) take turns within a group; 0 is greedy. `held_out` takes seeds that training never uses.
         `max_tokens` ends completions earlier than the run does, but not before its `min_tokens`, and plays no episodes.
 
-        Returns completions on the replica's first rank, in the order of their `index`, and None on its other ranks. An
+        Returns rollouts on the replica's first rank, in the order of their `index`, and None on its other ranks. An
         exception in here is fatal for the rank: vLLM keeps unfinished requests queued.
         """
         if self.asleep:
@@ -113,12 +100,12 @@ class Generator:
             limit = min(limit, max(max_tokens, self.min_tokens))
         replicas = self.roles.replicas
         replica = replicas.index(self.roles.replica)
-        shares = share_out(requests, group_size, len(replicas))
+        shares = share_out(requests, len(replicas))
         enough = enough_groups(shares, requests.num_left)[replica]
         mine = shares[replica] if enough else []
 
         def temperature_of(request: Request) -> float:
-            return temperatures[request.index % group_size % len(temperatures)]
+            return temperatures[request.index % requests.group_size % len(temperatures)]
 
         def add(number: int, ids: list[int], num_tokens: int, max_tokens: int) -> None:
             """Sample after `ids`, whose last `num_tokens` follow the prompt."""
@@ -126,35 +113,35 @@ class Generator:
             seed = continuation_seed(request_seed(self.seed, request.index, held_out), num_tokens)
             self.loop.add(number, ids, self._parameters(temperature_of(request), seed, max_tokens))
 
-        completions = []
+        rollouts = []
         self.loop.version = self.version
         if truncates(self.config.sampling):
             self.loop.sampled_tokens.keep_ids(not held_out)
         with no_collection():
             if self.episodes and max_tokens is None:
-                rollouts = [(request.prompt, request.index % group_size) for request in mine]
+                places = [(request.prompt, request.index % requests.group_size) for request in mine]
                 episodes = self.episodes.play_rollouts(
-                    self.loop, rollouts, limit, add, run_seed=self.seed, version=self.version, held_out=held_out
+                    self.loop, places, limit, add, run_seed=self.seed, version=self.version, held_out=held_out
                 )
                 for episode, request in zip(episodes, mine, strict=False):  # no episodes on other ranks than the head
-                    completions.append(completion_of(episode, temperature_of(request), request.index))
+                    rollouts.append(rollout_of(episode, temperature_of(request), request.index))
             else:
                 for number, request in enumerate(mine):
                     num_begun = len(request.begun)
                     add(number, request.prompt.ids + request.begun, num_begun, limit - num_begun)
                 for number, piece in self._decode(mine, enough).items():
                     request = mine[number]
-                    completion = Completion(
-                        (piece,),
-                        truncated=piece.ended_by == "tokens",
+                    rollout = Rollout(
+                        request.prompt,
+                        request.index,
+                        sequences=((Piece.written(request.prompt.ids), piece),),
                         temperature=temperature_of(request),
-                        index=request.index,
-                        ended=bool(piece.ended_by),
+                        ended_by=piece.ended_by,
                     )
-                    completions.append(completion)
+                    rollouts.append(rollout)
         if self.roles.rank not in self.roles.heads:
             return None
-        return sorted(completions, key=lambda completion: completion.index)
+        return sorted(rollouts, key=lambda rollout: rollout.index)
 
     def _decode(self, requests: list[Request], enough: int) -> dict[int, Piece]:
         """Run the engine until the requests of `enough` groups have ended; then end the remaining ones."""
@@ -176,19 +163,6 @@ class Generator:
                 if sum(not left for left in num_left.values()) >= enough:
                     return pieces | self.loop.end()
         return pieces
-
-    def evaluate(
-        self, prompts: Sequence[Prompt], options: EvaluationConfig
-    ) -> tuple[list[Completion] | None, list[Completion] | None]:
-        """Sample this replica's part of the held-out completions: a greedy one and `options.num_samples` per prompt.
-
-        Training does not change by it: the seeds are other ones, and no prefixes stay in the cache.
-        """
-        requests = Requests(list(prompts))
-        greedy = self.generate(requests, 1, temperatures=(0.0,), held_out=True)
-        samples = self.generate(requests, options.num_samples, temperatures=(options.temperature,), held_out=True)
-        self.forget_prefixes()
-        return greedy, samples
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Load new weights and clear the prefix cache.
@@ -260,27 +234,19 @@ def _with_tied_head(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str
 # ---- What each replica samples, in which order and with which seeds. Only counts decide, so all ranks agree ----------
 
 
-def share_out(requests: Requests, group_size: int, num_replicas: int) -> list[list[Request]]:
-    """Return each replica's part of a step's completions, in the order of the prompts, in which it begins them.
+def share_out(requests: Requests, num_replicas: int) -> list[list[Request]]:
+    """Return each replica's part of a step's completions, in the order in which it begins them.
 
     Replicas get nearly equal numbers of neighbouring completions, because a group shares the computation of its prompt.
-    If groups may stay unfinished, replicas get whole groups in turns, beginning with those that were begun before.
+    If groups may stay unfinished, replicas get whole groups in turns.
     """
-    # stable: the order of the prompts stays within both kinds, and all are of one kind if nothing was begun
-    prompts = sorted(requests.prompts, key=lambda prompt: prompt.index * group_size not in requests.begun)
-    groups = [_unfinished(prompt, group_size, requests.begun) for prompt in prompts]
-    if requests.begun or requests.num_left:
+    everything = requests.requests
+    if requests.num_left:
+        by_prompt = itertools.groupby(everything, key=lambda request: request.prompt.index)
+        groups = [list(group) for _, group in by_prompt]
         return [list(itertools.chain(*groups[replica::num_replicas])) for replica in range(num_replicas)]
-    everything = list(itertools.chain(*groups))
     edges = [len(everything) * replica // num_replicas for replica in range(num_replicas + 1)]
     return [everything[start:end] for start, end in itertools.pairwise(edges)]
-
-
-def _unfinished(prompt: Prompt, group_size: int, begun: dict[int, list[int] | None]) -> list[Request]:
-    """Return the completions of a group that have not ended, or not begun."""
-    first = prompt.index * group_size
-    so_far = {index: begun.get(index, []) for index in range(first, first + group_size)}
-    return [Request(prompt, index, ids) for index, ids in so_far.items() if ids is not None]
 
 
 def enough_groups(shares: list[list[Request]], num_left: int) -> list[int]:

@@ -22,11 +22,11 @@ from grpo.config import (
     TrainerConfig,
     change,
 )
-from grpo.data.batches import make_batch, sample_of
+from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.models.export import hf_tensors
 from grpo.models.lora import adapted_layers
-from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch
+from grpo.roles.comm import add_ref_logprobs, gather_rollouts, send_batch
 from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
@@ -133,15 +133,15 @@ def make_config(
 def sample(config: GRPOConfig, generator: Generator | None, version: int, roles: Roles) -> TrainBatch | None:
     """Completions as a batch on trainer and reference ranks, with some advantages. Every rank calls it."""
     prompts = [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
-    completions = generator.generate(Requests(prompts), config.group_size) if roles.generates else None
-    completions = gather_completions(completions, roles)
+    requests = Requests.of(prompts, config.group_size)
+    rollouts = generator.generate(requests) if roles.generates else None
+    rollouts = gather_rollouts(rollouts, requests, roles)
     batch = None
     if roles.is_driver:
-        assert {c.version for c in completions} == {version}, f"expected version {version}"
-        taken = [c.temperature for c in completions]
+        assert {c.version for c in rollouts} == {version}, f"expected version {version}"
+        taken = [c.temperature for c in rollouts]
         assert taken == [TEMPERATURES[i % len(TEMPERATURES)] for _ in prompts for i in range(GROUP_SIZE)], taken
-        repeated = [prompt for prompt in prompts for _ in range(config.group_size)]
-        batch = make_batch([sample_of(prompt, c) for prompt, c in zip(repeated, completions, strict=True)])
+        batch = make_batch(rollouts)
         advantages_S = torch.linspace(-1, 1, batch.num_sequences)
         batch = dataclasses.replace(batch, advantages_N=advantages_S[batch.owner_N])
     return send_batch(batch, roles)

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from grpo.config import RolesConfig
-from grpo.roles.comm import broadcast, gather_completions, wait_for_all
+from grpo.roles.comm import broadcast, gather_rollouts, wait_for_all
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.run.step_timer import StepTimer
-from grpo.types import Completion
+from grpo.types import Prompt, Requests
 from grpo.watch import watchdog
 from grpo.watch.failures import here, run_script, set_place
 from grpo.watch.stopping import end_with_launcher, stop_reason
+from tests.rollouts import completion
 
 LAYOUT = RolesConfig(num_trainers=2, num_references=1, num_generators=1)
 
@@ -71,8 +72,8 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
                 break
             with timer.phase("generate"):
                 at(step, "generate")
-                completion = Completion.of(torch.arange(3), torch.zeros(3), False)
-                gather_completions([completion] if roles.generates else None, roles)
+                requests = Requests.of([Prompt(0, [5])], 1)
+                gather_rollouts([completion([0, 1, 2])] if roles.generates else None, requests, roles)
             with timer.phase("reference"):
                 at(step, "reference")
                 if roles.learns:

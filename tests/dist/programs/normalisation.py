@@ -34,7 +34,8 @@ from grpo.metrics import StepMetrics
 from grpo.models.export import hf_tensors
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Objective, Trainer
-from grpo.types import Sample, TrainBatch
+from grpo.types import TrainBatch
+from tests.rollouts import sequence
 from tests.rows import rows_of, stacked
 
 PROMPT_LENGTHS = [4, 9, 6, 11, 5, 8, 7, 10, 3, 12, 6, 9]
@@ -193,7 +194,7 @@ def make_step(order: list[int]) -> TrainBatch:
             generator_logprobs[1] = -torch.inf
         no_prompt = torch.zeros(prompt)
         mask_T = torch.cat([no_prompt.bool(), generator_logprobs.isfinite()])
-        sample = Sample(ids_T, mask_T & (index != NO_REWARD), torch.cat([no_prompt, generator_logprobs]))
+        sample = sequence(ids_T, mask_T & (index != NO_REWARD), torch.cat([no_prompt, generator_logprobs]))
         rows.append((sample, torch.cat([no_prompt, ref_logprobs]), advantage))
     samples, ref_logprobs, advantages = zip(*(rows[i] for i in order), strict=True)
     batch = make_batch(samples)

@@ -23,7 +23,8 @@ from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import hf_tensors
 from grpo.models.families import HFRoPE
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
-from grpo.types import Sample, TrainBatch
+from grpo.types import TrainBatch
+from tests.rollouts import sequence
 from tests.tiny_models import tensors_of
 
 PROMPT_LENGTHS, COMPLETION_LENGTHS = [3, 9, 1, 20, 20, 9, 9], [5, 12, 1, 30, 9, 2, 17]
@@ -137,7 +138,7 @@ def random_batch(vocab_size: int, times: int = 1) -> tuple[TrainBatch, torch.Ten
     for index, completion, temperature in zip(PROMPTS, ids[len(PROMPTS) :], TEMPERATURES, strict=True):
         whole, prompt_tokens = torch.cat([ids[index], completion]), len(ids[index])
         facts = {"prompt_tokens": prompt_tokens, "temperature": temperature}
-        samples.append(Sample(whole, torch.arange(len(whole)) >= prompt_tokens, **facts))
+        samples.append(sequence(whole, torch.arange(len(whole)) >= prompt_tokens, **facts))
     batch = make_batch(samples)
     return batch, torch.randn(2, batch.num_tokens, generator=generator) * batch.loss_mask_N
 

@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
-from grpo.roles.comm import broadcast, gather_completions
+from grpo.roles.comm import broadcast, gather_rollouts
 from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.run.groups import GroupBuffer
-from grpo.types import Completion, Prompt, Requests
+from grpo.types import Prompt, Requests, Rollout
+from tests.rollouts import logprobs_of
 
 TRAINED, CARRIED, GROUP_SIZE, NUM_ROUNDS = 6, 3, 4, 4
 LONGEST, TEMPERATURES = 60, (1.0, 0.7)
@@ -39,13 +40,13 @@ def main(folder: str, tensor_parallel: int) -> None:
     roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
     generator = Generator(config.generator, config.model, config.data, config.seed, folder, STOP_TOKENS, roles)
 
-    def sample(requests: Requests) -> list[Completion] | None:
-        completions = generator.generate(requests, GROUP_SIZE)
+    def sample(requests: Requests) -> list[Rollout] | None:
+        rollouts = generator.generate(requests)
         generator.forget_prefixes()
-        return gather_completions(completions, roles)
+        return gather_rollouts(rollouts, requests, roles)
 
-    whole = sample(Requests(PROMPTS))
-    reordered = sample(Requests(sorted(PROMPTS, key=lambda prompt: prompt.index * 7 % 27)))
+    whole = sample(Requests.of(PROMPTS, GROUP_SIZE))
+    reordered = sample(Requests.of(sorted(PROMPTS, key=lambda prompt: prompt.index * 7 % 27), GROUP_SIZE))
 
     buffer, fresh, trained = GroupBuffer(config.sampling, TRAINED, GROUP_SIZE), iter(PROMPTS), []
 
@@ -58,41 +59,40 @@ def main(folder: str, tensor_parallel: int) -> None:
         sampled = sample(requests)
         if roles.is_driver:
             buffer.add(sampled)
-            buffer.take(TRAINED, lambda _, completions: trained.extend(completions) or [])
+            buffer.take(TRAINED, lambda rollouts: trained.extend(rollouts) or [])
     if roles.is_driver:
         check(folder, whole, reordered, trained)
     close_roles(roles, generator.close)
 
 
-def check(folder: str, whole: list[Completion], reordered: list[Completion], trained: list[Completion]) -> None:
+def check(folder: str, whole: list[Rollout], reordered: list[Rollout], trained: list[Rollout]) -> None:
     assert [c.index for c in whole] == [c.index for c in reordered] == list(range(len(PROMPTS) * GROUP_SIZE))
     for one, other in zip(whole, reordered, strict=True):
-        assert torch.equal(one.ids_T, other.ids_T) and torch.equal(one.logprobs_T, other.logprobs_T), one.index
+        assert torch.equal(one.ids_T, other.ids_T) and torch.equal(logprobs_of(one), logprobs_of(other)), one.index
 
     indices = [c.index for c in trained]
     assert len(set(indices)) == len(indices) == TRAINED * NUM_ROUNDS * GROUP_SIZE
-    cut = [c for c in trained if len(c.pieces) > 1]
+    cut = [c for c in trained if len(c.sampled) > 1]
     assert len(cut) > 5
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for c in trained:
-        first = c.pieces[0].num_tokens  # tokens up to the first cut are those without any
+        first = c.sampled[0].num_tokens  # tokens up to the first cut are those without any
         assert torch.equal(c.ids_T[:first], whole[c.index].ids_T[:first]), c.index
-        assert (
-            c.ended and (c.ids_T[-1] in STOP_TOKENS or c.truncated) and not set(c.ids_T[:-1].tolist()) & {*STOP_TOKENS}
-        )
+        assert c.ended_by and (c.ids_T[-1] in STOP_TOKENS or c.truncated)
+        assert not set(c.ids_T[:-1].tolist()) & {*STOP_TOKENS}
         assert c.truncated == (c.num_tokens == LONGEST and c.ids_T[-1] not in STOP_TOKENS)
         assert c.temperature == TEMPERATURES[c.index % GROUP_SIZE % 2]
         assert difference(model, c) < TOLERANCE, c.index
     print(f"{len(trained)} completions, {len(cut)} of them cut", flush=True)
 
 
-def difference(model: torch.nn.Module, c: Completion) -> float:
+def difference(model: torch.nn.Module, c: Rollout) -> float:
     """Largest, of log-probs by transformers of the whole completion and those of its pieces by vLLM."""
     prompt = PROMPTS[c.index // GROUP_SIZE].ids
     with torch.no_grad():
         logits_TV = model(torch.tensor([prompt + c.ids_T.tolist()])).logits[0, len(prompt) - 1 : -1] / c.temperature
     logprobs_T = logits_TV.log_softmax(-1).gather(1, c.ids_T[:, None])[:, 0]
-    return (logprobs_T - c.logprobs_T).abs().max().item()
+    return (logprobs_T - logprobs_of(c)).abs().max().item()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from grpo.config import (
     RolesConfig,
     TrainerConfig,
 )
-from grpo.data.batches import make_batch, sample_of
+from grpo.data.batches import make_batch
 from grpo.environments.play import Episode, Player, play
 from grpo.environments.suffix import Turns
 from grpo.roles.engine.generator import Generator
@@ -119,20 +119,20 @@ def main() -> None:
     for name, role, arguments in CARRIED:
         episodes.turns = turns_for(getattr(templates, name), role, arguments)
         episodes.turns.stop_token_ids |= set(stops)
-        completions = generator.generate(Requests(prompts), GROUP_SIZE)
-        samples = [sample_of(prompts[c.index // GROUP_SIZE], c) for c in completions]
-        for number, (sample, completion) in enumerate(zip(samples, completions, strict=True)):
-            grown = [*episodes.handed[number], sample.ids_T.tolist()]
+        rollouts = generator.generate(Requests.of(prompts, GROUP_SIZE))
+        for number, rollout in enumerate(rollouts):
+            alone = make_batch([rollout])
+            grown = [*episodes.handed[number], alone.ids_N.tolist()]
             assert all(after[: len(before)] == before for before, after in zip(grown, grown[1:], strict=False))
-            assert sample.ids_T[sample.loss_mask_T].tolist() == episodes.sampled[number]
+            assert alone.ids_N[alone.loss_mask_N].tolist() == episodes.sampled[number]
             said = torch.tensor(episodes.said[number], dtype=torch.float32)
-            assert torch.equal(sample.generator_logprobs_T[sample.loss_mask_T], said)
-            assert not sample.generator_logprobs_T[~sample.loss_mask_T].any()
-            assert completion.num_tokens == len(said) < len(sample.ids_T) - sample.prompt_tokens + 1
-        batch = make_batch(samples)
+            assert torch.equal(alone.generator_logprobs_N[alone.loss_mask_N], said)
+            assert not alone.generator_logprobs_N[~alone.loss_mask_N].any()
+            assert rollout.num_tokens == len(said) <= len(rollout.ids_T)
+        batch = make_batch(rollouts)
         wrong_N = (trainer.logprobs(batch) - batch.generator_logprobs_N).abs()
         largest = wrong_N[batch.loss_mask_N].max().item()
-        num_turns = [len(completion.episode["turns"]) for completion in completions]
+        num_turns = [len(rollout.episode["turns"]) for rollout in rollouts]
         assert largest < TOLERANCE and max(num_turns) >= 3, (name, role, largest, num_turns)
         print(f"{name} {role}: {sum(num_turns)} turns, log-probs within {largest:.1e}", flush=True)
     close_roles(roles, generator.close)

@@ -10,8 +10,7 @@ from grpo.config import AlgorithmConfig, GRPOConfig, RewardConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.run.trial import try_algorithm
-from grpo.types import Sample
-from tests.rollouts import rewarded
+from tests.rollouts import rewarded, sequence
 from train_grpo import add_advantages
 
 NONE = math.nan  # in this file: no reward, or no advantage; a number that would show if it were used
@@ -22,7 +21,7 @@ COMPARING = ("group_std", "group_mean", "rloo", BATCH_STD, GDPO, MAXRL)
 def compare(rewards_S, group_size, kind):
     """Advantages as a tensor, NONE where there is no reward: there it must be exactly 0."""
     has_reward_S = ~rewards_S.isnan()
-    sample = Sample(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))
+    sample = sequence(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))
     reward, algorithm = RewardConfig(functions={"math_reward": 1.0}), AlgorithmConfig(advantages=kind)
     config = GRPOConfig(group_size=group_size, algorithm=algorithm, reward=reward)
     batch = rewarded(make_batch([sample] * len(rewards_S)), rewards_S)
@@ -84,7 +83,7 @@ def decoupled(parts, group_size, has=None):
     parts_FS = torch.tensor(parts)
     rewards_S = torch.tensor([1.0, 0.5]) @ parts_FS.nan_to_num(0.0)
     has_S = torch.tensor(has or [True] * parts_FS.shape[1])
-    batch = make_batch([Sample(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))] * len(rewards_S))
+    batch = make_batch([sequence(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))] * len(rewards_S))
     batch = rewarded(batch, rewards_S, parts_FS, has_S)
     return add_advantages(config, batch, 0.0, StepMetrics(1)).advantages_N.tolist()
 
@@ -205,13 +204,13 @@ def test_advantages_of_ones_own(body, refused, tmp_path):
     else:
         found = advantages([1.0, 0.0, 0.5, NONE], 2, f"{tmp_path}/mine.py:f")
         assert found[:3] == (
-            [0.75, -0.25, 0.25] if "PG -" in body else [-0.25, 0.75, 1.75] if "owner" in body else [1.0, 0.0, 0.5]
+            [0.75, -0.25, 0.25] if "PG -" in body else [-0.25, 0.75, 1.75] if "rollout_N" in body else [1.0, 0.0, 0.5]
         )
 
 
 def test_bad_input_is_refused():
     for broken in (-math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"sequence 1 is {broken}; rewards must be finite"):
+        with pytest.raises(ValueError, match=f"rollout 1 is {broken}; rewards must be finite"):
             by_group(torch.tensor([0.0, broken]), torch.ones(2).bool(), 2)
         # a missing one may hold anything
         by_group(torch.tensor([0.0, broken]), torch.tensor([True, False]), 2)

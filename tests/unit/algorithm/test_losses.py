@@ -22,7 +22,8 @@ from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GeneratorConfig, GRPOCo
 from grpo.data.batches import make_batch
 from grpo.data.layout import plan
 from grpo.run.trial import check_loss_output, trial_batch, try_algorithm
-from grpo.types import MicroBatch, Sample
+from grpo.types import MicroBatch
+from tests.rollouts import sequence
 from tests.rows import rows_of, stacked
 from train_grpo import grpo_objective, policy_loss
 
@@ -367,7 +368,7 @@ def test_corrections_ignore_masked_positions_and_survive_extremes(kind, junk):
 
 
 def test_an_update_in_which_nothing_counts_divides_by_one():
-    empty = make_batch([Sample(torch.ones(2).long(), torch.zeros(2).bool(), torch.zeros(2))])
+    empty = make_batch([sequence(torch.ones(2).long(), torch.zeros(2).bool(), torch.zeros(2))])
     assert UpdateTotals.of(empty, 8) == UpdateTotals(num_tokens=1, num_sequences=1, max_completion_tokens=8)
 
 

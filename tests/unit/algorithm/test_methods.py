@@ -15,9 +15,8 @@ from grpo.config.fields import ADVANTAGES
 from grpo.config.user_files import load_function
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
-from grpo.types import Sample
 from tests.methods import methods
-from tests.rollouts import rewarded
+from tests.rollouts import rewarded, sequence
 from tests.rows import rows_of
 from train_grpo import add_advantages, grpo_objective
 
@@ -39,7 +38,7 @@ def gradients(algorithm, rewards):
     samples = []
     for sampled in SAMPLER:  # behind a prompt of one token
         mask_T = torch.arange(len(sampled) + 1) > 0
-        samples.append(Sample(mask_T.long(), mask_T, torch.tensor([0.0, *sampled])))
+        samples.append(sequence(mask_T.long(), mask_T, torch.tensor([0.0, *sampled])))
     batch = rewarded(make_batch(samples), torch.tensor(rewards))
     batch = add_advantages(config, batch, 0.0, StepMetrics(3))
     batch = dataclasses.replace(batch, old_logprobs_N=batch.generator_logprobs_N)
@@ -206,7 +205,7 @@ def test_clip_cov(monkeypatch):
     """
     clip_cov = load_function(f"{FILES}/clip_cov.py:clip_cov", "test")
     logprobs_T = torch.tensor([0.0, -0.1, -1.0, -2.9])
-    batch = make_batch([Sample(torch.arange(4), torch.arange(4) > 0, logprobs_T)] * 2)
+    batch = make_batch([sequence(torch.arange(4), torch.arange(4) > 0, logprobs_T)] * 2)
     config = GRPOConfig(group_size=2, reward=RewardConfig(functions={"a": 1.0}))
     x = AdvantageInputs.of(rewarded(batch, torch.tensor([1.0, 0.0])), config)
     for bounds, share, cut in (((0.5, 1.0), 0.0, {1}), ((0.5, 2.0), 0.5, {1, 7}), ((1.2, 2.0), 0.5, set())):

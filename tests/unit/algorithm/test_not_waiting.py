@@ -18,7 +18,8 @@ from grpo.data.layout import plan
 from grpo.metrics import StepMetrics
 from grpo.models.attention import document_masks
 from grpo.models.families import titan_config
-from grpo.types import KeptIds, MicroBatch, Sample, TrainBatch
+from grpo.types import KeptIds, MicroBatch, TrainBatch
+from tests.rollouts import sequence
 from tests.rows import one_row
 from train_grpo import grpo_objective
 
@@ -30,7 +31,7 @@ ALGORITHMS |= {"k3_k2": {"kl_estimator": "k3_k2_gradient"}, "k3_weighted": {"kl_
 
 
 def step() -> TrainBatch:
-    samples = [Sample(torch.arange(n), torch.arange(n) > 1, -torch.rand(n), prompt_tokens=2) for n in LENGTHS]
+    samples = [sequence(torch.arange(n), torch.arange(n) > 1, -torch.rand(n), prompt_tokens=2) for n in LENGTHS]
     batch = make_batch(samples)
     values_N = torch.rand(batch.num_tokens)
     return dataclasses.replace(batch, advantages_N=values_N, old_logprobs_N=-values_N, ref_logprobs_N=-values_N)

@@ -10,8 +10,8 @@ import torch
 from grpo.config import AlgorithmConfig, GRPOConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
-from grpo.types import Sample, TrainBatch
-from tests.rollouts import rewarded
+from grpo.types import Rollout, TrainBatch
+from tests.rollouts import rewarded, sequence
 from tests.rows import one_row
 from train_grpo import add_advantages, grpo_objective
 
@@ -20,10 +20,10 @@ LOGPROBS = [-1.0, -2.0]
 GENERATOR = [-1.0, -2.0 - math.log(10)]
 
 
-def samples(number: int, **facts) -> list[Sample]:
+def samples(number: int, **facts) -> list[Rollout]:
     """The same sequence several times."""
     mask_T = torch.tensor([False, True, True])
-    return [Sample(torch.tensor([5, 6, 7]), mask_T, torch.tensor([0.0, *GENERATOR]), **facts)] * number
+    return [sequence(torch.tensor([5, 6, 7]), mask_T, torch.tensor([0.0, *GENERATOR]), **facts)] * number
 
 
 def step(
@@ -159,7 +159,7 @@ def advantages(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[TrainBatc
 
 
 def test_truncated_completions_compare_but_do_not_count_if_so_configured():
-    batch = make_batch([*samples(1, truncated=True), *samples(3)])
+    batch = make_batch([*samples(1, ended_by="tokens"), *samples(3)])
     masked, _ = advantages(AlgorithmConfig(advantages="group_mean", mask_truncated=True), batch)
     assert masked.num_loss_tokens_S.tolist() == [0, 2, 2, 0]
     assert masked.advantages_N[3].item() == -0.5  # compared with the truncated one

@@ -1,19 +1,19 @@
 """Credit for each turn of an episode, against sums over plain lists and batches without the lost."""
 
 import dataclasses
+import math
 import random
 
 import pytest
 import torch
 
 from grpo.config import AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig
-from grpo.data.batches import make_batch, sample_of
+from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, check_recorded, read_step, save_step
 from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import alone_frac
-from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.types import Completion, Piece, Prompt, Rollout, TrainBatch
-from tests.rollouts import rewarded
+from grpo.types import Piece, Prompt, Rollout, TrainBatch
+from tests.rollouts import conversation, over_the_wire, rewarded
 from tests.rows import one_row
 from train_grpo import add_advantages, grpo_objective
 
@@ -36,18 +36,19 @@ class Played:
             return None
         return self.functions + (0.0 if self.said[-1] is None else WEIGHT * self.said[-1])
 
-    def completion(self, draw: random.Random) -> Completion:
+    def rollout(self, draw: random.Random) -> Rollout:
         """Of turns of 1 to 4 tokens with an answer between; it went over the wire."""
         pieces, turns = [], []
         for number, said in enumerate(self.said, 1):
             ids_T = torch.tensor(draw.choices(range(100), k=draw.randint(1, 4)))
-            pieces.append(Piece.sampled(ids_T, -ids_T / 100, 0))
+            pieces.append(Piece.sampled(ids_T, -ids_T / 100))
             turns.append({"text": "", "answers": []} | ({"earned": said} if number < len(self.said) else {}))
             if number < len(self.said):
-                pieces.append(Piece(torch.arange(WRITTEN), torch.zeros(WRITTEN, dtype=torch.bool)))
+                pieces.append(Piece.written(range(WRITTEN)))
         note = {"turns": turns, "reward": self.said[-1] if self.reward is not None else None, "counts": {}}
-        completion = Completion(tuple(pieces) or (Piece.nothing(),), truncated=False, episode=note)
-        return unflatten_completions(flatten_completions([completion]))[0]
+        pieces = pieces or [Piece.sampled([], [])]
+        rollout = conversation(pieces, Prompt(0, [1, 2]), episode=note)
+        return dataclasses.replace(over_the_wire([rollout])[0], reward=self.reward)
 
     def returns(self) -> list[float]:
         """What it earned from each turn on, by adding up the rewards of turns."""
@@ -64,14 +65,12 @@ def batch_of(group_size: int, episodes: list[Played], kind: str, loss: str = "gr
     generator = GeneratorConfig(max_completion_tokens=40)
     config = GRPOConfig(group_size=group_size, algorithm=algorithm, environment=environment, generator=generator)
     weight = WEIGHT if config.turns_earn else None
-    samples = [
-        sample_of(Prompt(0, [1, 2]), episode.completion(random.Random(repr(episode))), weight) for episode in episodes
-    ]
+    rollouts = [episode.rollout(random.Random(repr(episode))) for episode in episodes]
     rewards = [math.nan if episode.reward is None else episode.reward for episode in episodes]
     rewards_R = torch.tensor(rewards)
     parts_FR = rewards_R.expand(3, -1)  # of the environment and two functions; nobody reads them
-    batch = rewarded(make_batch(samples), rewards_R, parts_FR)
-    return config, add_advantages(config, batch, 0.0, StepMetrics(len(samples)))
+    batch = rewarded(make_batch(rollouts, weight), rewards_R, parts_FR)
+    return config, add_advantages(config, batch, 0.0, StepMetrics(len(rollouts)))
 
 
 def by_turn(batch: TrainBatch) -> list[list[float]]:
@@ -117,11 +116,7 @@ def test_advantages_are_those_of_plain_sums(seed):
     has_S = torch.tensor([episode.reward is not None for group in groups for episode in group])
     assert torch.equal(batch.loss_mask_N, (batch.turn_N > 0) & has_S[batch.owner_N])
 
-    rollouts = [
-        Rollout(Prompt(0, [1]), episode.completion(draw), "", reward=episode.reward)
-        for group in groups
-        for episode in group
-    ]
+    rollouts = [episode.rollout(draw) for group in groups for episode in group]
     assert alone_frac(rollouts, group_size) == pytest.approx(num_alone / max(num_turns, 1))
 
 

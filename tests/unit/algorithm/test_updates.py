@@ -14,7 +14,8 @@ from grpo.metrics import StepMetrics
 from grpo.models.hf_folder import read_hf_config
 from grpo.roles.trainer import Trainer
 from grpo.run.machine import Needs, sizes_of
-from grpo.types import Sample, TrainBatch
+from grpo.types import TrainBatch
+from tests.rollouts import sequence
 from tests.tiny_models import make_tiny
 from train_grpo import update
 
@@ -36,7 +37,7 @@ def trainer_of(folder: str, num_steps: int = 10, **options) -> Trainer:
 def step_batch() -> TrainBatch:
     """Two groups of two sequences: one prompt token and three completion tokens each, advantages 1 and -1."""
     mask_T = torch.tensor([False, True, True, True])
-    samples = [Sample(torch.tensor([5, 6 + i, 7, 8 - i]), mask_T, torch.full((4,), -3.0)) for i in range(4)]
+    samples = [sequence(torch.tensor([5, 6 + i, 7, 8 - i]), mask_T, torch.full((4,), -3.0)) for i in range(4)]
     return dataclasses.replace(make_batch(samples), advantages_N=torch.tensor([1.0, -1, -1, 1]).repeat_interleave(4))
 
 

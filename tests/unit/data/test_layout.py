@@ -11,7 +11,8 @@ import torch
 
 from grpo.data.batches import make_batch
 from grpo.data.layout import Layout, PackedRow, plan, take_out
-from grpo.types import MicroBatch, Sample, TrainBatch
+from grpo.types import MicroBatch, TrainBatch
+from tests.rollouts import sequence
 from tests.rows import one_row
 
 torch.set_num_threads(1)
@@ -25,13 +26,13 @@ def batch_of(*groups: tuple[list[int], list[int]]) -> TrainBatch:
             first = 100 * len(samples) + 100
             ids_T = torch.tensor([*prompt, *range(first, first + length)])
             counts_T = torch.arange(len(ids_T)) >= len(prompt)
-            samples.append(Sample(ids_T, counts_T, -ids_T.float(), prompt_tokens=len(prompt)))
+            samples.append(sequence(ids_T, counts_T, -ids_T.float(), prompt_tokens=len(prompt)))
     return make_batch(samples)
 
 
 def of_lengths(*lengths: int) -> TrainBatch:
     """Sequences without prompts, as of SFT; all tokens except the first count."""
-    return make_batch([Sample(torch.ones(n).long(), torch.arange(n) > 0) for n in lengths])
+    return make_batch([sequence(torch.ones(n).long(), torch.arange(n) > 0) for n in lengths])
 
 
 # ---- What a row holds ------------------------------------------------------------------------------------------------
@@ -66,8 +67,8 @@ def plain_row(batch: TrainBatch, sequences: list[int], row_length: int) -> list[
         neighbours = [*neighbours]
         num_shared = len(prompt) - 1 if len(neighbours) > 1 and len(prompt) > 1 else 0
         shared = write(neighbours[0], 0, num_shared)
-        for sequence in neighbours:
-            write(sequence, num_shared, lengths[sequence], shared)
+        for index in neighbours:
+            write(index, num_shared, lengths[index], shared)
     while len(places) < row_length:  # padding, in documents of 128
         write(-1, 0, min(128, row_length - len(places)))
     return places
@@ -112,8 +113,8 @@ def check_row(micro: MicroBatch, batch: TrainBatch, places: list[Place]) -> None
     assert [tuple(keys_K[a:b]) for a, b in itertools.pairwise(key_starts)] == wanted_keys
     assert micro.shared.longest == max(map(len, wanted_keys))
     # what comes back for the keys of the documents reaches each place once: its own, or all its uses
-    reused = micro.shared.reused_R.tolist()
-    uses = {place: [k for k in row.tolist() if k >= 0] for place, row in zip(reused, micro.shared.uses_RU, strict=True)}
+    reused = micro.shared.reused_Q.tolist()
+    uses = {place: [k for k in row.tolist() if k >= 0] for place, row in zip(reused, micro.shared.uses_QU, strict=True)}
     wanted_uses: dict[int, list[int]] = {}
     for k, place in enumerate(keys_K):
         wanted_uses.setdefault(place, []).append(k)
@@ -127,6 +128,7 @@ def random_batch(draw: random.Random) -> TrainBatch:
     is_sft, with_kept, with_turns = (draw.random() < share for share in (0.2, 0.4, 0.3))
     longest = draw.choice([4, 40, 120])
     samples = []
+    kept = []
     for _ in range(draw.randint(1, 8)):
         prompt = draw.choices(range(3), k=draw.choice([1, 2, 3, 30]))
         for _ in range(draw.randint(1, 6)):
@@ -134,19 +136,18 @@ def random_batch(draw: random.Random) -> TrainBatch:
                 prompt = draw.choices(range(3), k=draw.randint(1, 30))
             ids = prompt + draw.choices(range(9), k=draw.randint(1, longest))
             counts = [t >= len(prompt) and draw.random() < 0.8 for t in range(len(ids))]
-            kept = [draw.choices(range(9), k=draw.randint(1, 3) if t >= len(prompt) else 0) for t in range(len(ids))]
-            sample = Sample(torch.tensor(ids), torch.tensor(counts), temperature=draw.choice([0.7, 1.0]))
+            for t in range(len(ids)):
+                kept += [*draw.choices(range(9), k=draw.randint(1, 3) if t >= len(prompt) else 0), -1]
+            facts = {"temperature": draw.choice([0.7, 1.0])}
             if not is_sft:
-                sample = dataclasses.replace(
-                    sample,
-                    prompt_tokens=len(prompt),
-                    generator_logprobs_T=-torch.rand(len(ids)),
-                    turn_T=torch.randint(0, 3, (len(ids),)) if with_turns else None,
-                    earned_T=torch.rand(len(ids)) if with_turns else None,
-                    kept_C=torch.tensor(sum(([*of, -1] for of in kept), [])).int() if with_kept else None,
-                )
-            samples.append(sample)
+                facts |= {"logprobs_T": -torch.rand(len(ids)), "prompt_tokens": len(prompt)}
+            samples.append(sequence(torch.tensor(ids), torch.tensor(counts), **facts))
     batch = make_batch(samples)
+    if with_kept and not is_sft:
+        batch = dataclasses.replace(batch, kept_C=torch.tensor(kept).int())
+    if with_turns and not is_sft:
+        turn_N = torch.randint(0, 3, (batch.num_tokens,))
+        batch = dataclasses.replace(batch, turn_N=turn_N, earned_N=torch.rand(batch.num_tokens))
     if draw.random() < 0.5:
         batch = dataclasses.replace(batch, advantages_N=torch.randn(batch.num_tokens))
     return batch
@@ -268,9 +269,9 @@ def test_row_length_and_padding_by_hand():
     [
         (of_lengths(3, 11, 12), "sequence 1 has 11 tokens, but a micro-batch holds 1 to 10.* to at least 12"),
         (of_lengths(3, 0), "sequence 1 has 0 tokens"),
-        (make_batch([Sample(torch.ones(2).long(), torch.ones(2).bool())]), "sequence 0 .* a prompt needs at least 1"),
+        (make_batch([sequence(torch.ones(2).long(), torch.ones(2).bool())]), "sequence 0 .* a prompt needs at least 1"),
         (
-            make_batch([Sample(torch.ones(3).long(), torch.arange(3) > 0, prompt_tokens=2)]),
+            make_batch([sequence(torch.ones(3).long(), torch.arange(3) > 0, prompt_tokens=2)]),
             "sequence 0 begins with 2 tokens",
         ),
     ],

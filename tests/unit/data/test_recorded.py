@@ -11,21 +11,26 @@ from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step, save_step
 from grpo.replay import load_config
-from grpo.types import Sample, TrainBatch
-from tests.rollouts import rewarded
+from grpo.types import TrainBatch
+from tests.rollouts import rewarded, sequence
 
 
 def recorded(with_reference: bool = True) -> RecordedStep:
     """Two sequences of 2 and 3 tokens; one sampled log-prob is not finite."""
     samples = [
-        Sample(
-            torch.tensor([1, 2]), torch.tensor([False, True]), torch.tensor([0.0, -0.5]), temperature=0.7, version=3
+        sequence(
+            torch.tensor([1, 2]),
+            torch.tensor([False, True]),
+            torch.tensor([0.0, -0.5]),
+            prompt_tokens=1,
+            temperature=0.7,
+            version=3,
         ),
-        Sample(
+        sequence(
             torch.tensor([1, 2, 3]),
             torch.tensor([False, True, False]),
             torch.tensor([0.0, -1.5, -torch.inf]),
-            truncated=True,
+            ended_by="tokens",
         ),
     ]
     batch = make_batch(samples)

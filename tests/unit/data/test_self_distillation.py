@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from grpo.config import AlgorithmConfig, EvaluationConfig, GRPOConfig, ModelConfig, RewardConfig, TrainerConfig
-from grpo.data.batches import make_batch, sample_of
+from grpo.data.batches import make_batch
 from grpo.data.prepare import load_eval_prompts
 from grpo.metrics import StepMetrics
 from grpo.roles.comm import add_ref_logprobs
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
-from grpo.types import Completion, Piece, Prompt
-from tests.rollouts import rewarded
+from grpo.types import Piece, Prompt
+from tests.rollouts import conversation, rewarded
 from tests.tiny_models import make_tiny
 from tests.unit.data.test_data import config_of, ids_of, prompts_of, word_tokenizer, write_rows
 from train_grpo import add_advantages, grpo_objective
@@ -94,19 +94,19 @@ def scored(model, prompts: tuple[list[int], ...]) -> list[torch.Tensor]:
 
 def batches():
     """The three sequences behind the policy's prompts, and behind the teacher's."""
-    completions = []
+    behind = []
     for number, (tokens, temperature) in enumerate(zip(COMPLETIONS, TEMPERATURES, strict=True)):
         ids_T, logprobs_T = torch.tensor(tokens), torch.linspace(-2.5, -1.5, len(tokens))
         pieces = (Piece.sampled(ids_T, logprobs_T, 0),)
         if number == 2:
             first, written, last = zip(ids_T.split(1), logprobs_T.split(1), strict=True)
-            before, behind = Piece.sampled(*first, 0), Piece.sampled(*last, 0)
-            pieces = (before, Piece(written[0], torch.tensor([False])), behind)
-        completions.append(Completion(pieces, truncated=False, temperature=temperature))
-    return [
-        make_batch([sample_of(Prompt(0, ids), c) for ids, c in zip(prompts, completions, strict=True)])
-        for prompts in (PROMPTS, TEACHER_PROMPTS)
-    ]
+            pieces = (Piece.sampled(*first, 0), Piece.written(written[0]), Piece.sampled(*last, 0))
+        behind.append((pieces, temperature))
+    rollouts = []
+    for ids, teacher_ids, (pieces, temperature) in zip(PROMPTS, TEACHER_PROMPTS, behind, strict=True):
+        prompt = Prompt(0, ids, teacher_ids=teacher_ids)
+        rollouts.append(conversation(pieces, prompt, temperature=temperature))
+    return make_batch(rollouts), make_batch(rollouts, teacher=True)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -19,8 +19,9 @@ from grpo.models.attention import (
     window_mask,
 )
 from grpo.models.families import titan_config
-from grpo.types import Sample, TrainBatch
+from grpo.types import TrainBatch
 from tests import plain_attention
+from tests.rollouts import sequence
 from tests.rows import one_row
 
 torch.set_num_threads(1)
@@ -33,7 +34,7 @@ def batch_of(*groups: tuple[list[int], list[int]]) -> TrainBatch:
         for length in lengths:
             ids_T = torch.tensor([*prompt, *range(100 * len(samples) + 100, 100 * len(samples) + 100 + length)])
             counts_T = torch.arange(len(ids_T)) >= len(prompt)
-            samples.append(Sample(ids_T, counts_T, -ids_T.float(), prompt_tokens=len(prompt)))
+            samples.append(sequence(ids_T, counts_T, -ids_T.float(), prompt_tokens=len(prompt)))
     return make_batch(samples)
 
 

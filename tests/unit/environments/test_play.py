@@ -10,12 +10,12 @@ import pytest
 
 from configs.examples.toys import trained_tokenizer
 from grpo.config import DataConfig, EnvironmentConfig
-from grpo.data.batches import make_batch, sample_of
+from grpo.data.batches import make_batch
 from grpo.environments.play import Episode, Player, num_at_once, play
 from grpo.environments.suffix import Turns
-from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.roles.engine.episodes import completion_of, environment_seed
+from grpo.roles.engine.episodes import environment_seed, rollout_of
 from grpo.types import Piece, Prompt
+from tests.rollouts import over_the_wire
 from tests.unit import chat_templates as templates
 
 CONFIG = EnvironmentConfig(name="made.py:Up", max_turns=4)
@@ -145,17 +145,16 @@ def test_ids_only_grow_and_only_what_was_sampled_counts():
         handed = [entry[1] for entry in log if isinstance(entry, tuple) and entry[0] == number]
         for before, after in zip(handed, handed[1:], strict=False):
             assert after[: len(before)] == before
-        completion = completion_of(episode, 1.0, number)
-        (completion,) = unflatten_completions(flatten_completions([completion]))
-        sample = sample_of(episode.prompt, completion)
-        assert tuple(sample.ids_T.tolist())[: len(handed[-1])] == handed[-1]  # trained on what the engine was given
-        assert sample.ids_T.tolist() == episode.ids
-        assert sample.loss_mask_T.sum() == completion.num_tokens == sum(turn["tokens"] for turn in episode.turns)
-        assert (sample.generator_logprobs_T[sample.loss_mask_T] == -1).all()
+        (rollout,) = over_the_wire([rollout_of(episode, 1.0, number)])
+        batch = make_batch([rollout])
+        assert tuple(batch.ids_N.tolist())[: len(handed[-1])] == handed[-1]  # trained on what the engine was given
+        assert batch.ids_N.tolist() == episode.ids
+        assert batch.loss_mask_N.sum() == rollout.num_tokens == sum(turn["tokens"] for turn in episode.turns)
+        assert (batch.generator_logprobs_N[batch.loss_mask_N] == -1).all()
         opener = tokenizer().convert_tokens_to_ids("<|im_start|>")  # also in the text of each answer, where it is none
-        assert (sample.ids_T[~sample.loss_mask_T] == opener).sum() == 2 * len(episode.turns)
-        assert completion.episode["reward"] == float(number) and completion.version == 3
-    batch = make_batch([sample_of(e.prompt, completion_of(e, 1.0, 0)) for e in episodes])
+        assert (batch.ids_N[~batch.loss_mask_N] == opener).sum() == 2 * len(episode.turns)
+        assert rollout.episode["reward"] == float(number) and rollout.version == 3
+    batch = make_batch([rollout_of(episode, 1.0, 0) for episode in episodes])
     assert batch.versions_S.tolist() == [3] * NUM
 
 
@@ -204,7 +203,7 @@ def test_each_limit_ends_or_cuts_what_it_is_about():
         assert two.ended_by == ("turns" if len(whole.turns) > 2 else whole.ended_by)
     for late, whole in zip(limited(rollout_seconds=1e-9), free, strict=True):
         assert len(late.turns) == 1 and late.ended_by == ("done" if len(whole.turns) == 1 else "seconds")
-        assert late.reward is not None and completion_of(late, 1.0, 0).truncated == (late.ended_by == "seconds")
+        assert late.reward is not None and rollout_of(late, 1.0, 0).truncated == (late.ended_by == "seconds")
     for cut in limited(max_answer_tokens=4):
         answers = [answer for turn in cut.turns for answer in turn["answers"]]
         assert cut.counts["cut_answers"] == sum("tokens left out ..]" in answer for answer in answers) == len(answers)
@@ -245,10 +244,11 @@ def test_a_lost_episode_has_no_reward_and_a_hung_one_has_its_own():
 
 def test_an_episode_lost_before_its_first_turn_is_of_the_weights_that_were_there():
     episodes, _ = run(host=MadeHost(fails={2: "lost"}, fails_at="reset"))
-    completion = completion_of(episodes[2], 1.0, 2)
-    assert completion.version == completion.oldest_version == 3 and not episodes[2].pieces
-    sample = sample_of(episodes[2].prompt, completion)
-    assert sample.ids_T.tolist() == episodes[2].prompt.ids and not sample.loss_mask_T.any()
+    (rollout,) = over_the_wire([rollout_of(episodes[2], 1.0, 2)])
+    assert rollout.version == rollout.oldest_version == 3 and not rollout.num_tokens
+    batch = make_batch([rollout])
+    assert batch.ids_N.tolist() == episodes[2].prompt.ids and not batch.loss_mask_N.any()
+    assert batch.prompt_lengths_S.tolist() == [len(episodes[2].prompt.ids)]
 
 
 def test_a_rows_seed_decides_wherever_the_row_comes():

@@ -5,7 +5,6 @@ import inspect
 import textwrap
 
 import pytest
-import torch
 
 from grpo.config import DataConfig, EnvironmentConfig, RewardConfig
 from grpo.config.user_files import load_function
@@ -15,7 +14,8 @@ from grpo.environments.suffix import Turns
 from grpo.environments.tools import load_toolboxes
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt, Rollout
+from tests.rollouts import completion
 from tests.unit import chat_templates as templates
 from tests.unit.environments.conversations import call, played
 from tests.unit.environments.test_turns_suffix import tokenizer_for
@@ -172,8 +172,7 @@ def test_a_class_with_async_tools_and_its_reward_functions(folder):
         host.close()
 
     episode = {"opening": begun["text"], "turns": [], "reward": told["reward"], "info": told["info"], "failure": ""}
-    completion = Completion.of(torch.tensor([1]), torch.tensor([-1.0]), truncated=False, episode=episode)
-    rollout = Rollout(Prompt(0, [1], content="Open it."), completion, "")
+    rollout = completion([1], prompt=Prompt(0, [1], content="Open it."), episode=episode)
     reward = RewardConfig(functions={"vault.py:reward_func": 1.0, "vault.py:tries": 1.0}, num_workers=1)
     load_functions(reward, ["prompt", "code", *EPISODE_COLUMNS])  # the check before a run
     (scored,) = scores(reward, rollout)
@@ -222,13 +221,12 @@ def test_reward_functions_of_an_agent_get_all_its_turns_with_their_calls(folder)
         {"text": "42", "tokens": 1, "answers": []},
     ]
     episode = {"opening": None, "turns": turns, "reward": None, "info": {}, "failure": ""}
-    completion = Completion.of(torch.tensor([1]), torch.tensor([-1.0]), truncated=False, episode=episode)
     prompt = Prompt(0, [1], {"answer": "42"}, content=[{"role": "user", "content": "How far?"}])
     name = "agent.py:asks_then_answers"
     reward = RewardConfig(
         functions={name: 1.0, "regex_match": 1.0}, options={"regex_match": {"pattern": "^42$"}}, num_workers=1
     )
-    (scored,) = scores(reward, Rollout(prompt, completion, "42"))
+    (scored,) = scores(reward, completion([1], prompt=prompt, episode=episode, text="42"))
     assert scored.rewards == {name: 111.0, "regex_match": 1.0}
 
 
@@ -268,9 +266,8 @@ def test_reward_functions_of_conversational_rows(folder):
     load_functions(reward, ["solution"])  # the check before a run
     rollouts = []
     for i, (text, ids) in enumerate([("so 7", [1, 2, 3]), ("so 8 or", [1, 2, 3, 4])]):
-        completion = Completion.of(torch.tensor(ids), torch.zeros(len(ids)), truncated=False, index=i)
         prompt = Prompt(0, [1], {"solution": "7"}, content=[{"role": "user", "content": "3+4?"}])
-        rollouts.append(Rollout(prompt, completion, text))
+        rollouts.append(completion(ids, prompt=prompt, index=i, text=text))
     scored = scores(reward, *rollouts)
     found = [[rollout.rewards[name] for name in (*names[:3], "regex_match")] for rollout in scored]
     assert found == [[1.0, 1.0, 208.0, 1.0], [0.0, 0.0, 211.0, 0.0]]

@@ -23,8 +23,8 @@ from grpo.models import attention, build
 from grpo.models.attention import ATTENTIONS, DocumentAttention, DocumentMasks, choose_attention
 from grpo.models.families import titan_config
 from grpo.roles.trainer import Trainer
-from grpo.types import Sample
 from tests import plain_attention
+from tests.rollouts import sequence
 from tests.tiny_models import make_tiny
 
 LENGTHS = [[3, 4, 1], [5, 3]]  # of the documents of two rows of 8 tokens
@@ -123,6 +123,6 @@ def test_blocks_are_compiled_once_for_rows_of_any_length(tmp_path, monkeypatch, 
     options = TrainerConfig(micro_batch_tokens=128, activation_checkpointing=recomputed)
     trainer = Trainer(ModelConfig(dtype="float32"), options, make_tiny(tmp_path, "qwen3-tied"), 1, roles)
     for lengths in ([64, 60], [50, 30], [9, 9], [40, 40, 16]):
-        samples = [Sample(torch.arange(n) % 8, torch.arange(n) > 3, prompt_tokens=4) for n in lengths]
+        samples = [sequence(torch.arange(n) % 8, torch.arange(n) > 3, prompt_tokens=4) for n in lengths]
         trainer.forward_backward(make_batch(samples), lambda _, found_BT, __: (found_BT.sum(), {}), StepMetrics(1))
     assert counter.frame_count == num_compiled

@@ -17,7 +17,7 @@ from grpo.models.hf_folder import check_folder, read_hf_config
 from grpo.models.lora import adapted_places
 from grpo.roles.engine.vllm_engine import check_engine, options_of_model
 from grpo.roles.trainer import Trainer
-from grpo.types import Sample
+from tests.rollouts import sequence
 from tests.tiny_models import make_tiny
 
 # Not in the order in which they are computed; below, at and above the ends of chunks
@@ -115,7 +115,7 @@ def test_selective_checkpointing_keeps_linear_layers_and_computes_the_rule_again
     """On an H200 the rule's products took 12 GiB of 16,384 tokens in the shape of 0.8B."""
     roles = types.SimpleNamespace(device=torch.device("cpu"), is_driver=False)
     folder = make_tiny(tmp_path, "qwen3_5")
-    batch = make_batch([Sample(torch.arange(40) % 8, torch.arange(40) > 3, prompt_tokens=4)])
+    batch = make_batch([sequence(torch.arange(40) % 8, torch.arange(40) > 3, prompt_tokens=4)])
     found = {}
     for kind in ("none", "selective", "full"):
         options = TrainerConfig(micro_batch_tokens=128, activation_checkpointing=kind, compile=False)

@@ -4,7 +4,6 @@ import itertools
 import math
 
 import pytest
-import torch
 
 from grpo.report.rollout_metrics import (
     evaluation_metrics,
@@ -12,14 +11,15 @@ from grpo.report.rollout_metrics import (
     pass_at_k,
     rollout_metrics,
 )
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt, Rollout
+from tests.rollouts import completion
 
 
 def make_rollout(value, reward=None, row=0, num_tokens=2, truncated=False):
     """One that reward function `f` gave `value`, and all functions together `reward` (`value` if not given)."""
-    completion = Completion.of(torch.ones(num_tokens).long(), torch.zeros(num_tokens), truncated)
-    reward = value if reward is None else reward
-    return Rollout(Prompt(index=0, ids=[0], row=row), completion, "text", {"other": 1.0, "f": value}, reward)
+    prompt = Prompt(index=0, ids=[0], row=row)
+    facts = {"text": "text", "rewards": {"other": 1.0, "f": value}, "reward": value if reward is None else reward}
+    return completion([1] * num_tokens, prompt=prompt, ended_by="tokens" if truncated else "stop", **facts)
 
 
 # ---- pass@k
@@ -100,7 +100,7 @@ def test_without_any_reward_the_mean_is_nan_not_zero():
 
 def of_source(source: str, reward: float, text: str = "text") -> Rollout:
     prompt = Prompt(index=0, ids=[0], row=0, source=source)
-    return Rollout(prompt, Completion.of(torch.ones(2).long(), torch.zeros(2), False), text, {"f": reward}, reward)
+    return completion([1, 1], prompt=prompt, text=text, rewards={"f": reward}, reward=reward)
 
 
 def test_several_held_out_sets_have_names_a_single_one_has_not():

@@ -7,7 +7,6 @@ import re
 import types
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo import look
@@ -27,7 +26,8 @@ from grpo.report.samples import (
 from grpo.rewards.builtin import math_reward
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt
+from tests.rollouts import completion
 
 
 @pytest.fixture
@@ -44,8 +44,9 @@ def make_rollout(
     columns = columns or {}
     content = columns.get("question", "")
     prompt = Prompt(index=0, ids=[0] * prompt_tokens, columns=columns, row=row, content=content)
-    completion = Completion.of(torch.ones(num_tokens).long(), torch.zeros(num_tokens), truncated)
-    return Rollout(prompt=prompt, completion=completion, text=text, rewards=rewards or {}, reward=reward, **trained)
+    ended_by = "tokens" if truncated else "stop"
+    facts = {"text": text, "rewards": rewards or {}, "reward": reward, "ended_by": ended_by}
+    return completion([1] * num_tokens, prompt=prompt, **facts, **trained)
 
 
 def read_records(run_dir, name="metrics.jsonl"):
@@ -173,7 +174,7 @@ def test_what_says_that_a_completion_was_cut_off_names_the_limit():
     """A conversation that runs out of turns has tokens left."""
     cut = make_rollout(0.0, truncated=True)
     episode = {"turns": [], "counts": {}, "ended_by": "turns", "waited": 0.0}
-    talk = dataclasses.replace(cut, completion=dataclasses.replace(cut.completion, episode=episode))
+    talk = dataclasses.replace(cut, episode=episode, ended_by="turns")
     line = no_answer_line([talk, cut, talk], "boxed")
     assert line.endswith("; 2 run out of turns; 1 run out of tokens")
     records = completion_records([talk, cut], ["?", "?"])
@@ -206,8 +207,7 @@ def test_calls_that_are_not_read_are_told_with_a_style_that_reads_more(turn, num
 
 
 def with_episode(rollout, **episode):
-    completion = dataclasses.replace(rollout.completion, episode={"turns": [], "counts": {}} | episode)
-    return dataclasses.replace(rollout, completion=completion)
+    return dataclasses.replace(rollout, episode={"turns": [], "counts": {}} | episode)
 
 
 # --- files
@@ -352,7 +352,7 @@ def test_samples_cannot_act_on_a_terminal_and_completions_are_strict_json(tmp_pa
     rollout = make_rollout(1.0, {"f": 1.0}, text=HOSTILE, columns={"question": HOSTILE, "answer": f"{HOSTILE} "})
     failed = make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": HOSTILE})
     episode = {"turns": [], "ended_by": "done", "info": {"all": [math.nan, 0.5]}, "waited": 0.1}
-    failed = dataclasses.replace(failed, completion=dataclasses.replace(failed.completion, episode=episode))
+    failed = dataclasses.replace(failed, episode=episode)
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
     log.completions(1, [rollout, failed], [HOSTILE, HOSTILE])
     text = "".join(map(describe, completion_records([rollout, failed], [HOSTILE, HOSTILE])))

@@ -16,10 +16,9 @@ from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.look import main
 from grpo.report.page import speller
-from grpo.types import Sample
 from grpo.watch.failures import BadInput
 from tests.browser import Page, open_browser
-from tests.rollouts import rewarded
+from tests.rollouts import rewarded, sequence
 
 HOSTILE = (
     '</script><script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'"> \u202e\x1b[2J &lt;'
@@ -55,7 +54,7 @@ def recorded_run(tmp_path) -> pathlib.Path:
     logprobs = -torch.arange(len(ids), dtype=torch.float32).where(mask, 0) / 8
     logprobs[-1] = -torch.inf  # sampled all the same
     mask[-1] = False
-    sample = Sample(torch.tensor(ids), mask, logprobs, prompt_tokens=len(prompt))
+    sample = sequence(torch.tensor(ids), mask, logprobs, prompt_tokens=len(prompt))
     batch = make_batch([sample, sample])
     batch = replace(batch, ref_logprobs_N=batch.generator_logprobs_N - 1)
     batch.ref_logprobs_N[[len(prompt) + 1, len(ids) + len(prompt) + 1]] = torch.nan  # of a reference that is not finite

@@ -7,17 +7,18 @@ import time
 from unittest import mock
 
 import pytest
-import torch
 
 from grpo.config import GRPOConfig, MetricsConfig
 from grpo.report.log import RunLog
 from grpo.run.command_line import checked_config
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt
+from tests.rollouts import completion
 
 CONFIG = MetricsConfig(tensorboard=False, wandb_project="additions")
-ROLLOUT = Rollout(
-    Prompt(0, [1, 2], columns={"answer": 3}),
-    Completion.of(torch.tensor([3]), torch.tensor([-0.5]), truncated=True),
+ROLLOUT = completion(
+    [3],
+    prompt=Prompt(0, [1, 2], columns={"answer": 3}),
+    ended_by="tokens",
     text="3\x1b[2J",
     rewards={"math_reward": 1.0},
     reward=1.0,

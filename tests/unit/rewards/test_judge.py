@@ -8,12 +8,12 @@ import threading
 from collections import Counter
 
 import pytest
-import torch
 
 from grpo.config import RewardConfig
 from grpo.config.user_files import run_file
 from grpo.rewards.pool import RewardPool
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt, Rollout
+from tests.rollouts import completion
 
 FILE = str(pathlib.Path(__file__).parents[3] / "configs/examples/judge.py")
 NAME = f"{FILE}:judge"
@@ -97,8 +97,8 @@ def scores(server, monkeypatch):
             options = {NAME: {"url": server.url, "model": "any", "request_seconds": 5.0}}
             fields = {"num_workers": 1, "timeout_seconds": timeout_seconds, "environment": ("OPENAI_API_KEY",)}
             pools.append(RewardPool(RewardConfig(functions={NAME: 1.0}, options=options, **fields), 100))
-        completion = Completion.of(torch.tensor([2]), torch.tensor([-0.5]), False)
-        pools[0].submit([Rollout(Prompt(0, [1], {}, content="What?"), completion, text) for text in texts], 1)
+        prompt = Prompt(0, [1], {}, content="What?")
+        pools[0].submit([completion([2], prompt=prompt, text=text) for text in texts], 1)
         return pools[0].collect()
 
     yield scores

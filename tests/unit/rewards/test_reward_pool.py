@@ -14,13 +14,13 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 
 from grpo.config import RewardConfig
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import RewardError, RewardPool, call_columns, check_all_failed
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt, Rollout
 from grpo.workers import processes
+from tests.rollouts import completion
 from tests.unit.workers.processes import DEADLINE, alive, family, wait_until
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -260,9 +260,8 @@ RAISING_LINE = next(n for n, line in enumerate(REWARD_FILE.splitlines(), start=1
 
 
 def rollout(text: str, index: int = 0, num_tokens: int = 1, truncated: bool = False, **columns) -> Rollout:
-    completion = Completion.of(torch.full((num_tokens,), 2), torch.full((num_tokens,), -0.5), truncated)
     prompt = Prompt(index, [1], columns, content="what?")
-    return Rollout(prompt=prompt, completion=completion, text=text)
+    return completion([2] * num_tokens, prompt=prompt, text=text, ended_by="tokens" if truncated else "stop")
 
 
 def test_an_async_function_keeps_its_client_from_step_to_step(open_pool):
@@ -299,8 +298,8 @@ def test_a_thought_that_the_prompt_opens_counts(open_pool):
     assert [r.reward for r in score(pool, rollouts, 1)] == [2.0]
 
     turns = [{"text": "a", "answers": ["b"]}, {"text": "c", "answers": ["d"], "role": "user"}]
-    played = replace(rollouts[0].completion, episode={"opening": None, "turns": turns, "info": {}})
-    columns = call_columns([replace(rollouts[0], completion=played)], 1, False, pool.opening)
+    episode = {"opening": None, "turns": turns, "info": {}}
+    columns = call_columns([replace(rollouts[0], episode=episode)], 1, False, pool.opening)
     assert columns["turns"] == [["<think>\na", "<think>\nc"]]
     _, *said = [tuple(message.values()) for message in columns["messages"][0]]
     assert said == [("assistant", "<think>\na"), ("tool", "b"), ("assistant", "<think>\nc"), ("user", "d")]
@@ -485,12 +484,11 @@ def test_a_lost_episode_takes_no_other_along(open_pool, tmp_path):
     notes = [note, lost, note, note, lost, lost]
     rollouts = []
     for place, episode in enumerate(notes):
-        of_text = rollout("ab", place // 3)
-        rollouts.append(replace(of_text, completion=replace(of_text.completion, episode=episode)))
+        rollouts.append(replace(rollout("ab", place // 3), episode=episode))
     scored = score(pool, rollouts, group_size=3)
     assert [r.reward for r in scored] == [206.0, None, 206.0, 106.0, None, None]
     assert not any(r.failures for r in scored)
-    broken = [replace(r, failures={} if r.completion.episode is lost else {"f": "it is wrong"}) for r in rollouts]
+    broken = [replace(r, failures={} if r.episode is lost else {"f": "it is wrong"}) for r in rollouts]
     with pytest.raises(RewardError, match="it is wrong"):
         check_all_failed(broken)
 
@@ -652,12 +650,12 @@ import torch
 from grpo.config import RewardConfig
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import RewardPool
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt
+from tests.rollouts import completion
 
 pool = RewardPool(RewardConfig(functions={sys.argv[1]: 1.0}, num_workers=2, timeout_seconds=1000), 100)
 texts = ["detach", "stubborn"]
-completion = Completion.of(torch.tensor([2]), torch.tensor([-0.5]), False)
-pool.submit([Rollout(Prompt(0, [1]), completion, text) for text in texts], group_size=1)
+pool.submit([completion([2], prompt=Prompt(0, [1]), text=text) for text in texts], group_size=1)
 if sys.argv[2] == "copied" and os.fork() == 0:
     time.sleep(1000)  # holds a copy of the driver's end of the socket
 print(pool.workers[False].supervisor.pid, flush=True)

@@ -16,9 +16,10 @@ from grpo.config import RewardConfig
 from grpo.rewards import loading
 from grpo.rewards.loading import part, readable_places
 from grpo.rewards.pool import RewardPool
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt, Rollout
 from grpo.workers import kernel, processes
 from grpo.workers.worker import Failure, plain_values
+from tests.rollouts import completion
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -99,8 +100,7 @@ def rewards(functions: list[str], *texts: str, fields: dict | None = None, **col
     )
     pool = RewardPool(config, 100)
     try:
-        completion = Completion.of(torch.tensor([1]), torch.tensor([0.0]), False)
-        pool.submit([Rollout(Prompt(0, [1], columns), completion, text) for text in texts], 1)
+        pool.submit([completion([1], prompt=Prompt(0, [1], columns), text=text) for text in texts], 1)
         return pool.collect()
     finally:
         pool.close()

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.roles.engine.generator import Request, continuation_seed, enough_groups, request_seed, share_out
+from grpo.roles.engine.generator import continuation_seed, enough_groups, request_seed, share_out
 from grpo.roles.engine.loop import EngineLoop
 from grpo.roles.engine.shortcuts import SampledTokens, _Tokens
-from grpo.types import Prompt, Requests
+from grpo.types import Prompt, Request, Requests
 
 
-def prompts_of(number: int) -> list[Prompt]:
-    return [Prompt(index, [5]) for index in range(number)]
+def asked(num_prompts: int, group_size: int) -> Requests:
+    return Requests.of([Prompt(index, [5]) for index in range(num_prompts)], group_size)
 
 
 def indices(shares: list[list[Request]]) -> list[list[int]]:
@@ -20,30 +20,27 @@ def indices(shares: list[list[Request]]) -> list[list[int]]:
 
 def test_groups_are_cut_at_the_edges_of_equal_shares():
     """3 groups of 4 over 2 replicas are 6 completions each; 1 of 10 over 4 is 2 or 3 each."""
-    assert indices(share_out(Requests(prompts_of(3)), 4, 2)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
-    assert indices(share_out(Requests(prompts_of(1)), 10, 4)) == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
-    assert share_out(Requests(prompts_of(2)), 0, 2) == share_out(Requests([]), 8, 2) == [[], []]
+    assert indices(share_out(asked(3, 4), 2)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert indices(share_out(asked(1, 10), 4)) == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
+    assert share_out(asked(2, 0), 2) == share_out(asked(0, 8), 2) == [[], []]
 
 
 def test_shares_are_equal_to_the_nearest_completion_and_nothing_is_lost():
     for num_replicas in (1, 2, 3, 7, 16):
-        shares = share_out(Requests(prompts_of(33)), 8, num_replicas)
+        shares = share_out(asked(33, 8), num_replicas)
         found = [(r.prompt.index, r.index) for requests in shares for r in requests]
         assert found == [(prompt, 8 * prompt + i) for prompt in range(33) for i in range(8)]
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-BEGUN = {2: [7, 7], 3: None, 4: None, 5: []}
-
-
-def test_what_was_begun_comes_first_and_whole():
-    """Prompts 1 and 2 (groups of 2) were begun; a completion of each has ended. Then fresh ones."""
-    prompts = [Prompt(index, [5]) for index in (6, 1, 7, 2)]
-    asked = Requests(prompts, BEGUN, num_left=1)
-    [requests] = share_out(asked, 2, 1)
-    assert [(r.index, r.begun) for r in requests] == [(2, [7, 7]), (5, []), (12, []), (13, []), (14, []), (15, [])]
+def test_groups_that_may_stay_unfinished_go_whole_to_a_replica_in_their_order():
+    """Of prompts 1 and 2 (groups of 2) one completion goes on; prompts 6 and 7 are fresh."""
+    begun = [Request(Prompt(1, [5]), 2, [7, 7]), Request(Prompt(2, [5]), 5)]
+    fresh = Requests.of([Prompt(6, [5]), Prompt(7, [5])], 2).requests
+    requests = Requests(begun + fresh, group_size=2, num_left=1)
+    assert share_out(requests, 1) == [requests.requests]
     # each has the 1 of a group that was begun, and a fresh one
-    assert indices(share_out(asked, 2, 2)) == [[2, 12, 13], [5, 14, 15]]
+    assert indices(share_out(requests, 2)) == [[2, 12, 13], [5, 14, 15]]
 
 
 def test_what_is_left_over_is_spread_over_replicas():

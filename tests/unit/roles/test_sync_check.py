@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from grpo.roles import weight_sync
-from grpo.types import Completion, Prompt, Requests, TrainBatch
+from grpo.types import Prompt, Requests, Rollout, TrainBatch
+from tests.rollouts import completion
 
 
 class Generator:
     """An engine for which each token after a prompt has the log-prob -1 / the prompt's token."""
 
-    def generate(self, requests: Requests, group_size: int, max_tokens: int) -> list[Completion]:
+    def generate(self, requests: Requests, max_tokens: int) -> list[Rollout]:
         found = []
-        for prompt in requests.prompts:
-            logprobs_T = torch.full((3,), -1 / prompt.ids[0])
-            found.append(Completion.of(torch.tensor([7, 8, 9]), logprobs_T, truncated=True, index=prompt.index))
+        for request in requests.requests:
+            logprobs = [-1 / request.prompt.ids[0]] * 3
+            found.append(completion([7, 8, 9], logprobs, request.prompt, request.index, ended_by="tokens"))
         return found
 
     def forget_prefixes(self) -> None:
@@ -37,7 +38,7 @@ class Trainer:
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
     """Gather in the order of the numbers, as several generators do, and send nothing."""
-    monkeypatch.setattr(weight_sync, "gather_completions", lambda found, _: sorted(found, key=lambda one: one.index))
+    monkeypatch.setattr(weight_sync, "gather_rollouts", lambda found, *_: sorted(found, key=lambda one: one.index))
     monkeypatch.setattr(weight_sync, "send_batch", lambda batch, _: batch)
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,18 +12,27 @@ import pytest
 import torch
 
 from grpo.config import GRPOConfig, SamplingConfig
-from grpo.environments.play import NOTED
 from grpo.folder.was_read import WasRead
 from grpo.report.rollout_metrics import stale_frac
 from grpo.rewards.builtin import math_reward, overlong_penalty
 from grpo.run.driver import Driver
-from grpo.run.groups import Group, GroupBuffer, saved_groups
+from grpo.run.groups import Group, GroupBuffer, Life, saved_groups
 from grpo.run.saved import Saved, resume_data
 from grpo.run.scorer import Scorer
-from grpo.types import Completion, Prompt, Requests, Rollout
-from tests.unit.completions import completion, hands
+from grpo.types import EpisodeFacts, Prompt, Request, Requests, Rollout
+from tests.rollouts import counting_up, hands, logprobs_of
 
 NUM_STEPS, PROMPTS, GROUP_SIZE = 10, 4, 2
+
+
+def prompt_of(index: int) -> Prompt:
+    return Prompt(index, [5, index], row=index % 7)
+
+
+def completion(index: int, length: int, first: int = 0, **facts) -> Rollout:
+    """The rollout with this index: `length` tokens that follow `first` earlier ones."""
+    request = Request(prompt_of(index // GROUP_SIZE), index, begun=list(range(first)))
+    return counting_up(request, length, **facts)
 
 
 class Stream:
@@ -34,7 +44,7 @@ class Stream:
     def draw(self, count: int) -> list[Prompt]:
         self.num_drawn += count
         first = self.num_drawn - count
-        return [Prompt(index, [5, index], row=index % 7) for index in range(first, self.num_drawn)]
+        return [prompt_of(index) for index in range(first, self.num_drawn)]
 
     def state_dict(self) -> dict:
         return {"num_drawn": self.num_drawn}
@@ -63,15 +73,15 @@ class Run:
             while requests := buffer.fill(self.stream.draw, self.score):
                 self.sample(requests)
             trained = buffer.rollouts()
-            finished = indices(prompt for prompt, _ in buffer.finished())
-            for prompt, rollouts in buffer.finished():
-                assert {r.prompt.index for r in rollouts} == {prompt.index} and len(rollouts) == GROUP_SIZE
-                self.finished.append(prompt.index)
+            finished = indices(group.prompt for group in buffer.finished())
+            for group in buffer.finished():
+                assert indices(r.prompt for r in group.rollouts) == [group.prompt.index] * GROUP_SIZE
+            self.finished += finished
             in_flight = {group.prompt.index for group in buffer.groups} | {r.prompt.index for r in trained}
             self.dropped |= {group.prompt.index for group in buffer.taken} - in_flight
             if self.overlap and (requests := buffer.ask(PROMPTS, self.stream.draw)):
                 self.sample(requests)
-            assert indices(prompt for prompt, _ in buffer.finished()) == finished  # the log asks for them only now
+            assert indices(group.prompt for group in buffer.finished()) == finished  # the log asks for them only now
             self.metrics.append(buffer.metrics())
             yield trained
             if self.version in interrupted_after:
@@ -81,29 +91,22 @@ class Run:
                 self.stream, self.buffer = Stream(), self.new_buffer(saved_groups(state["flight"]))
                 self.stream.load_state_dict(state["data"])
 
-    def score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
-        owners = [prompt for prompt in prompts for _ in range(GROUP_SIZE)]
-        return [Rollout(p, c, "", reward=reward_of(c.index)) for p, c in zip(owners, completions, strict=True)]
+    def score(self, rollouts: list[Rollout]) -> list[Rollout]:
+        return [replace(rollout, reward=reward_of(rollout.index)) for rollout in rollouts]
 
     def sample(self, requests: Requests) -> None:
         """Enough groups are completed, perhaps more; of the others some tokens, or none."""
-        num_missing = len(requests.prompts) - requests.num_left
-        draw = random.Random(f"{self.seed} {self.version} {[p.index for p in requests.prompts]}")
-        order = draw.sample(range(len(requests.prompts)), len(requests.prompts))
-        num_ended = draw.randint(num_missing, len(order))
+        asked = indices(requests.prompts)
+        num_missing = len(asked) - requests.num_left
+        draw = random.Random(f"{self.seed} {self.version} {asked}")
+        completed = draw.sample(asked, len(asked))[: draw.randint(num_missing, len(asked))]
         found = []
-        for place, number in enumerate(order):
-            for index in range(
-                requests.prompts[number].index * GROUP_SIZE, requests.prompts[number].index * GROUP_SIZE + GROUP_SIZE
-            ):
-                begun = requests.begun.get(index, [])
-                if begun is None:
-                    continue
-                left = length_of(index) - len(begun)
-                ended = place < num_ended
-                count = left if ended else draw.randint(0, left - 1)
-                if count or ended or draw.random() < 0.5:  # an engine tells nothing of what it was not asked for
-                    found.append(completion(index, count, self.version, ended=ended, first=len(begun)))
+        for request in requests.requests:
+            left = length_of(request.index) - len(request.begun)
+            ended = request.prompt.index in completed
+            count = left if ended else draw.randint(0, left - 1)
+            if count or ended or draw.random() < 0.5:  # an engine tells nothing of what it was not asked for
+                found.append(counting_up(request, count, self.version, ended_by="stop" if ended else ""))
         self.buffer.add(draw.sample(found, len(found)))
 
 
@@ -136,12 +139,13 @@ def test_each_group_is_trained_on_once_with_all_of_its_tokens(rules: str, seed: 
     for step, rollouts in enumerate(trained):
         assert len(rollouts) == PROMPTS * GROUP_SIZE
         for rollout in rollouts:
-            whole, versions = rollout.completion, [version for version, _ in hands(rollout.completion)]
-            assert whole.ended and whole.ids_T.tolist() == list(range(length_of(whole.index)))
-            assert torch.equal(whole.logprobs_T, -torch.arange(length_of(whole.index)) / 100)
+            versions = [version for version, _ in hands(rollout)]
+            assert rollout.ended_by and rollout.ids_T.tolist() == list(range(length_of(rollout.index)))
+            assert torch.equal(logprobs_of(rollout), -torch.arange(length_of(rollout.index)) / 100)
             assert versions == sorted(set(versions)) and versions[-1] <= step
-            assert whole.index // GROUP_SIZE == rollout.prompt.index
-    indices = [r.completion.index for step in trained for r in step]
+            assert rollout.index // GROUP_SIZE == rollout.prompt.index
+            assert rollout.prompt_ids_T.tolist() == rollout.prompt.ids
+    indices = [rollout.index for step in trained for rollout in step]
     assert len(set(indices)) == len(indices)
     # what was drawn was trained on, was dropped, or is in flight
     in_flight = {group.prompt.index for group in run.buffer.groups}
@@ -155,9 +159,7 @@ def test_each_group_is_trained_on_once_with_all_of_its_tokens(rules: str, seed: 
         assert all(sampling.dynamic and group % 3 == 0 for group in run.dropped)
     if not sampling.dynamic:
         assert len(in_flight) == sampling.carry_over + PROMPTS * overlap
-    lags = {
-        step - version for step, rollouts in enumerate(trained) for r in rollouts for version, _ in hands(r.completion)
-    }
+    lags = {step - version for step, rollouts in enumerate(trained) for r in rollouts for version, _ in hands(r)}
     assert (max(lags) > 0) == (overlap or sampling.carry_over > 0)
 
 
@@ -173,8 +175,8 @@ def test_a_run_that_is_interrupted_goes_on_as_without(rules: str):
 
 
 def facts(rollout: Rollout) -> tuple:
-    c = rollout.completion
-    return c.index, c.ids_T.tolist(), c.logprobs_T.tolist(), hands(c), c.temperature, c.truncated, rollout.prompt
+    tokens = (rollout.ids_T.tolist(), logprobs_of(rollout).tolist(), hands(rollout))
+    return rollout.index, *tokens, rollout.temperature, rollout.ended_by, rollout.prompt
 
 
 def buffer_of(**rules) -> tuple[GroupBuffer, Run]:
@@ -190,25 +192,27 @@ def test_groups_that_are_carried_over_by_hand():
     """A step of 4 groups of 2 with one more in flight: completion 1, of the oldest, has 4 tokens when others end."""
     buffer, run = buffer_of(carry_over=1)
     requests = buffer.fill(run.stream.draw, run.score)
-    assert indices(requests.prompts) == [0, 1, 2, 3, 4] and requests.begun == {} and requests.num_left == 1
-    sampled = [completion(0, 3), completion(1, 4, ended=False), *(completion(i, 2) for i in range(2, 10))]
+    assert indices(requests.prompts) == [0, 1, 2, 3, 4] and requests.num_left == 1
+    assert [request.begun for request in requests.requests] == [[]] * 10
+    sampled = [completion(0, 3), completion(1, 4, ended_by=""), *(completion(i, 2) for i in range(2, 10))]
     buffer.add(sampled)
     assert buffer.fill(run.stream.draw, run.score) is None
-    assert [r.completion.index for r in buffer.rollouts()] == list(range(2, 10))
+    assert [r.index for r in buffer.rollouts()] == list(range(2, 10))
     assert buffer.metrics() == {"sampling/carried": 1}
 
     buffer.begin_step()
     requests = buffer.fill(run.stream.draw, run.score)
-    assert indices(requests.prompts) == [0, 5, 6, 7, 8] and requests.begun == {0: None, 1: [0, 1, 2, 3]}
+    assert indices(requests.prompts) == [0, 5, 6, 7, 8]
+    assert [(r.index, r.begun) for r in requests.requests[:2]] == [(1, [0, 1, 2, 3]), (10, [])]  # 0 has ended
     # of the last a completion did not even begin
     sampled = [completion(1, 2, version=1, first=4), *(completion(i, 5, version=1) for i in range(10, 17))]
     buffer.add(sampled)
     assert buffer.fill(run.stream.draw, run.score) is None
-    completions = [r.completion for r in buffer.rollouts()]
-    assert [c.index for c in completions] == [0, 1, *range(10, 16)]
-    assert hands(completions[1]) == [(0, 4), (1, 2)] and completions[1].ids_T.tolist() == [0, 1, 2, 3, 4, 5]
+    rollouts = buffer.rollouts()
+    assert [r.index for r in rollouts] == [0, 1, *range(10, 16)]
+    assert hands(rollouts[1]) == [(0, 4), (1, 2)] and rollouts[1].ids_T.tolist() == [0, 1, 2, 3, 4, 5]
     # 3 + 6 + 6 x 5 tokens, of which 3 + 4 are of version 0
-    assert stale_frac(completions, 1) == pytest.approx(7 / 39) and stale_frac(completions, 0) == 0
+    assert stale_frac(rollouts, 1) == pytest.approx(7 / 39) and stale_frac(rollouts, 0) == 0
 
 
 def test_rounds_of_dynamic_sampling_by_hand():
@@ -219,7 +223,7 @@ def test_rounds_of_dynamic_sampling_by_hand():
         assert indices(requests.prompts) == expected and requests.num_left == 0
         buffer.add([completion(i * 2 + k, 3) for i in expected for k in (0, 1)])
         buffer.fill(run.stream.draw, run.score) if informative == 5 else buffer.take(4, run.score)
-        assert buffer.num_informative == informative
+        assert len(buffer.informative) == informative
     assert [r.prompt.index for r in buffer.rollouts()[::2]] == [1, 2, 4, 5] and not buffer.groups
     expected = {"sampling/rounds": 2, "sampling/informative_frac": 5 / 8, "sampling/full_frac": 1}
     assert buffer.metrics().items() >= expected.items()
@@ -257,13 +261,13 @@ def test_groups_that_differ_by_length_alone_are_dropped(weight, length_name, exp
     right = [0.0, 0.0, 0.0, 0.0, 1.0, None, 1.0, 0.0]
     length = [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0, -0.5]
 
-    def score(prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
-        rollouts = []
-        for place, done in enumerate(completions):
+    def score(rollouts: list[Rollout]) -> list[Rollout]:
+        scored = []
+        for place, rollout in enumerate(rollouts):
             rewards = {"math_reward": right[place], length_name: length[place], "measure": float(place)}
             reward = sum(weights[name] * (value or 0.0) for name, value in rewards.items())
-            rollouts.append(Rollout(prompts[place // 2], done, "", rewards=rewards, reward=reward))
-        return rollouts
+            scored.append(replace(rollout, rewards=rewards, reward=reward))
+        return scored
 
     buffer.fill(run.stream.draw, score)
     buffer.add([completion(i, 3) for i in range(8)])
@@ -294,7 +298,7 @@ def test_a_group_that_goes_back_counts_in_the_step_that_trains_on_it():
         carried.append(indices(group.prompt for group in run.buffer.groups))
         metrics = driver._sampling_metrics(rollouts, SimpleNamespace(versions_S=torch.zeros(len(rollouts))))
         counted.append(metrics["reward/mean"])
-        run.finished += [rollout.completion.index for rollout in driver._finished()]
+        run.finished += [rollout.index for rollout in driver._finished()]
     assert counted[0] == pytest.approx(52 / 14)
     assert carried[0] == [7, 8]  # the oldest is the next to be taken
     assert 14 in run.finished and len(set(run.finished)) == len(run.finished)
@@ -316,8 +320,8 @@ def test_groups_in_flight_of_another_run_are_left_out(capsys):
 def test_a_round_expects_an_eighth_of_its_groups_to_differ_at_least():
     """One group is lacking: 8 are asked for, although 15 of 200 would call for 14."""
     buffer = GroupBuffer(SamplingConfig(dynamic=True), prompts_per_step=16, group_size=GROUP_SIZE)
-    buffer.taken = [Group(Prompt(0, [1]))] * 200
-    buffer.is_informative = [True] * 15 + [False] * 185
+    informative = [Group(Prompt(0, [1]), [], Life.TAKEN)] * 15
+    buffer.taken = informative + [Group(Prompt(0, [1]), [], Life.DULL)] * 185
     assert buffer.num_groups_to_take == 8
 
 
@@ -328,15 +332,14 @@ def test_a_step_without_enough_groups_goes_on_after_the_last_round():
     assert buffer.fill(run.stream.draw, run.score) is None
     assert [r.prompt.index for r in buffer.rollouts()[::2]] == [1, 2] and buffer.metrics()["sampling/full_frac"] == 0.5
     buffer.begin_step()
-    run.score = lambda prompts, completions: [Rollout(Prompt(0, []), c, "", reward=1.0) for c in completions]
     buffer.fill(run.stream.draw, run.score)
     buffer.add([completion(i, 3) for i in range(8, 16)])
-    assert buffer.fill(run.stream.draw, run.score) is None
-    assert [r.completion.index for r in buffer.rollouts()] == list(range(8, 16))  # all rewards are equal
+    assert buffer.fill(run.stream.draw, lambda rollouts: [replace(r, reward=1.0) for r in rollouts]) is None
+    assert [r.index for r in buffer.rollouts()] == list(range(8, 16))  # all rewards are equal
 
 
 @pytest.mark.parametrize("change", ["lacking", "unknown"])
-@pytest.mark.parametrize("part", ["the groups", "a prompt", "the completions", "a completion", "a piece", "an episode"])
+@pytest.mark.parametrize("part", ["the groups", "a prompt", "the rollouts", "a rollout", "a piece", "an episode"])
 def test_groups_of_another_version_are_refused_by_name(part: str, change: str):
     """Whatever a saved part has less or more, the message names it and the way out."""
     buffer, run = buffer_of(carry_over=1)
@@ -344,22 +347,23 @@ def test_groups_of_another_version_are_refused_by_name(part: str, change: str):
     buffer.add([completion(index, 2) for index in range(2 * len(requests.prompts))])
     state = buffer.state()
     assert len(saved_groups(state)) == 5
-    tensors = state["completions"]
-    records = json.loads(tensors["facts"].numpy().tobytes())
-    records[3]["episode"] = dict.fromkeys(NOTED)
+    tensors = state["rollouts"]
+    by_rollout, by_piece = json.loads(tensors["facts"].numpy().tobytes())
+    episode = dict.fromkeys(EpisodeFacts.__annotations__)
+    by_rollout["episode"][3] = episode
     changed = {
         "the groups": state,
         "a prompt": state["prompts"][1],
-        "the completions": tensors,
-        "a completion": records[3],
-        "a piece": records[3]["pieces"][0],
-        "an episode": records[3]["episode"],
+        "the rollouts": tensors,
+        "a rollout": by_rollout,
+        "a piece": by_piece,
+        "an episode": episode,
     }[part]
     *_, name = changed
     value = changed.pop(name)
     if change == "unknown":
         changed |= {name: value, "of_tomorrow": value}
         name = "of_tomorrow"
-    tensors["facts"] = torch.frombuffer(bytearray(json.dumps(records).encode()), dtype=torch.uint8)
+    tensors["facts"] = torch.frombuffer(bytearray(json.dumps([by_rollout, by_piece]).encode()), dtype=torch.uint8)
     with pytest.raises(ValueError, match=f"{name} {change}.*another version.*run.json"):
         saved_groups(state)

@@ -13,7 +13,8 @@ from grpo.report.rollout_metrics import evaluation_metrics
 from grpo.rewards.pool import RewardError
 from grpo.run.policy import describe_ends
 from grpo.run.scorer import check_lost, other_parts, passing_parts, with_parts
-from grpo.types import Completion, Piece, Prompt, Rollout
+from grpo.types import Rollout
+from tests.rollouts import completion
 
 OUTAGE = "turn: look: ConnectionResetError"
 
@@ -95,7 +96,6 @@ def of_episode(fields: dict, of_function: float | None = 1.0, **episode: object)
     """Return an episode as it is scored by these fields. of_function: what math_reward gives it."""
     config = change(GRPOConfig(), fields)
     episode = {"reward": 1.0, "failure": ""} | episode
-    completion = replace(Completion((Piece.nothing(),), False), episode=episode)
-    rollout = Rollout(Prompt(0, [5]), completion, "text", rewards={"math_reward": of_function})
+    rollout = completion([], episode=episode, text="text", rewards={"math_reward": of_function})
     parts = {name: part.values([rollout], "")[0] for name, part in other_parts(config).items()}
     return with_parts(rollout, parts, config.reward_weights)

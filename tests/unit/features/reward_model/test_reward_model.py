@@ -18,7 +18,8 @@ from grpo.features.reward_model.model import RewardModel, conversation, open_rew
 from grpo.models.hf_folder import check_folder
 from grpo.rewards.pool import RewardPool
 from grpo.run.scorer import Scorer, other_parts
-from grpo.types import Completion, Prompt, Rollout, TrainBatch
+from grpo.types import Prompt, Rollout, TrainBatch
+from tests.rollouts import completion
 from tests.tiny_models import SMALL, make_reward_model
 
 TRAINER = TrainerConfig(micro_batch_tokens=100)
@@ -32,8 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def rollout(content: str | list[dict] = "1+1", text: str = "2", episode: dict | None = None) -> Rollout:
-    completion = Completion.of(torch.tensor([5, 6]), torch.zeros(2), truncated=False, episode=episode)
-    return Rollout(Prompt(0, [1, 2], content=content), completion, text)
+    return completion([5, 6], prompt=Prompt(0, [1, 2], content=content), text=text, episode=episode)
 
 
 # ---- What it reads
@@ -177,8 +177,8 @@ def test_its_score_joins_the_weighted_sum(folder: str, tmp_path: pathlib.Path):
         scorer.parts["reward_model"].model = Says(-3.0, 4.0, float("nan"))
         texts = ["a..", "no dot", 80 * ".", "."]
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        completions = [Completion.of(torch.tensor(x), torch.zeros(len(x)), truncated=False) for x in ids]
-        scorer.submit([Prompt(0, [1, 2], content="1+1")], completions, step=1)
+        prompt = Prompt(0, [1, 2], content="1+1")
+        scorer.submit([completion(x, prompt=prompt) for x in ids], group_size=4, step=1)
         found = scorer.collect()
     finally:
         scorer.pool.close()
