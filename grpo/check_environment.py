@@ -19,12 +19,12 @@ from contextlib import closing
 from grpo.config.user_files import load_function
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
-from grpo.environments.calls import written_call
-from grpo.environments.host import EnvironmentHost
-from grpo.environments.play import Episode, Player
-from grpo.environments.tools import Toolbox, load_toolboxes
+from grpo.features.environments.calls import written_call
+from grpo.features.environments.episodes import turns_of
+from grpo.features.environments.host import EnvironmentHost
+from grpo.features.environments.play import Episode, Player
+from grpo.features.environments.tools import Toolbox, load_toolboxes
 from grpo.report.samples import turn_lines
-from grpo.roles.engine.episodes import turns_of
 from grpo.run.command_line import subject_of, tool_config
 from grpo.text import one_line, printable, without_surrogates
 from grpo.types import Piece, Prompt

@@ -14,7 +14,7 @@ import json
 
 from openenv.core import GenericEnvClient
 
-from grpo.environments.tools import Lost
+from grpo.workers.worker import Lost
 
 
 class Remote:

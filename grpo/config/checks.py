@@ -144,7 +144,7 @@ def check_replicas(num_generators: int, tensor_parallel: int) -> None:
 
 
 def _feature_problems(config: GRPOConfig) -> Iterator[str]:
-    """Yield features that exclude each other, a feature without another that it needs, and a class without a file."""
+    """Yield features that exclude each other, and a feature without another that it needs."""
     algorithm = config.algorithm
     environment = config.environment
     roles = config.roles
@@ -173,35 +173,6 @@ def _feature_problems(config: GRPOConfig) -> Iterator[str]:
             f"{text_options} does not go with sampling.carry_over: it would see the end of a completion alone; use "
             "generator.stop_token_ids"
         )
-
-    if environment.enabled:
-        if sampling.carry_over:
-            yield (
-                "sampling.carry_over does not go with an environment: it does not outlive its step; set "
-                "--sampling.carry-over 0"
-            )
-        if reads_text:
-            yield (
-                f"{text_options} does not go with an environment: it would see each turn alone; use "
-                "generator.stop_token_ids"
-            )
-        if config.data.is_text_template:
-            yield "a text as data.prompt_template does not go with an environment: it has no turns; give a .jinja file"
-        if environment.rounds and environment.answer_steps:
-            yield "environment.rounds does not go with answer_steps: both say when an answer joins; drop one"
-        for spec in environment.all_classes.values():
-            if ":" not in spec:
-                yield (
-                    f"environment.name has {spec!r}, which names no class in a file; write path/file.py:Class "
-                    "(functions and `python` belong in environment.tools)"
-                )
-        if environment.are_several and not config.data.row and "environment" not in config.data.columns:
-            yield (
-                "several classes in environment.name need a column that says which a row gets: "
-                "--data.columns environment COLUMN"
-            )
-    elif config.turns_earn:
-        yield "algorithm.advantages=return_to_go needs an environment: it compares turns; without them use rloo"
 
     if config.reference_moves:
         if config.trainer.lora_rank or config.model.reference_path or by_policy:

@@ -3,9 +3,13 @@
 A feature is a folder whose `__init__.py` offers some of these, each asked for in one place:
 
     problems(config)            what it needs and does not go with, a sentence each       config/checks.py
-    REWARDS, TOOLS              name -> "module:function": rewards, makers of tools       rewards/loading.py, tools.py
+    REWARDS, TOOLS              name -> "module:function": rewards, makers of tools       rewards/, environments
+    tool_schemas(config)        of the tools that prompts show                            run/scorer.py
+    check(config, ..)           a check on rank 0, once the policy's files are read       run/scorer.py
     before_rewards(config)      a check on rank 0; returns a line to print                run/scorer.py
-    reward_part(config)         a part of the reward that no function computes            run/scorer.py
+    reward_part(config)         name and part of the reward that no function computes     run/scorer.py
+    lines()                     functions that warn of a step's rollouts, each once       run/scorer.py
+    open_episodes(config, ..)   plays rollouts of several turns on the engine             run/session.py
     load(config, folder, roles) a model on the learners                                   run/session.py
 
 Standard library alone: worker processes and the checks of a config come through here. No feature imports another.
@@ -18,6 +22,7 @@ from typing import Any
 
 # Name of a folder -> whether a config turns the feature on
 FEATURES: dict[str, Callable[[Any], Any]] = {
+    "environments": lambda config: config.environment.enabled or config.turns_earn,
     "programs": lambda config: "code_reward" in config.reward.functions or "python" in config.environment.tools,
     "reward_model": lambda config: config.reward.model,
 }

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from grpo.environments.calls import TAGS, UNKNOWN_STYLE
 from grpo.rewards.answers import extract_answer
 from grpo.text import compact_number, one_line, printable, shorten, without_surrogates
 from grpo.types import Record, Rollout
@@ -167,45 +166,6 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     for limit, count in limits.items():
         line += f"; {count} run out of {limit}"
     return line
-
-
-def broken_line(rollouts: list[Rollout]) -> str:
-    """Return a warning if environments failed as the policy may have caused it: how many, and the first reason."""
-    reasons = []
-    for rollout in rollouts:
-        episode = rollout.episode
-        if episode and episode["ended_by"] == "hung" and not episode["failure"]:
-            reasons.append(episode["turns"][-1]["failed"])
-    if not reasons:
-        return ""
-    return (
-        f"{len(reasons)} of {len(rollouts)} episodes get environment.hung_reward, since what the policy wrote may have "
-        f"caused the failure of their environment; the first: {_one_line(reasons[0])}"
-    )
-
-
-def unread_calls_line(rollouts: list[Rollout]) -> str:
-    """Return a warning if turns call tools in a style that is not read: how many, an example, what to do.
-
-    Another style is proposed only if it reads more turns than calls are read now.
-    """
-    episodes = [rollout.episode for rollout in rollouts if rollout.episode]
-    turns = list(itertools.chain(*(episode["turns"] for episode in episodes)))
-    unread = [turn for turn in turns if "unread" in turn]
-    if not unread:
-        return ""
-    num_read = sum(episode["counts"].get("calls", 0) for episode in episodes)
-    ((style, num_of_style),) = collections.Counter(turn["unread"] for turn in unread).most_common(1)
-    first = next(turn["text"] for turn in unread if turn["unread"] == style)
-    opening, _ = TAGS.get(style, ("" if style == UNKNOWN_STYLE else "{", "}"))
-    example = _one_line(first[first.find(opening) :])
-    advice = "show the model the form that is read, in data.system_prompt"
-    if style != UNKNOWN_STYLE and num_of_style > num_read:
-        advice = f"--environment.calls {style} reads {num_of_style} of them"
-    return (
-        f"{len(unread)} of {len(turns)} turns call a tool in a form that is not read, such as {example!r}, beside "
-        f"{num_read} calls that are; {advice}"
-    )
 
 
 def failure_lines(rollouts: list[Rollout]) -> list[str]:

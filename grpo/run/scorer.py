@@ -1,6 +1,6 @@
 """Completions -> rollouts with rewards: what training and evaluation share. On rank 0."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +11,14 @@ from grpo.config.fields import RunConfig
 from grpo.config.user_files import near_miss
 from grpo.data.chat import detokenize, look_at_prompt
 from grpo.data.rows import Tools
-from grpo.environments.tools import load_toolboxes
 from grpo.report.rollout_metrics import evaluation_names
-from grpo.report.samples import broken_line, failure_lines, no_answer_line, unread_calls_line
+from grpo.report.samples import failure_lines, no_answer_line
 from grpo.rewards.loading import answer_format_of, load_functions, measures_length, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardError, RewardPool, counting_parts, weighted_sum
-from grpo.roles.engine.episodes import call_style, turns_of
 from grpo.roles.engine.vllm_engine import check_engine
 from grpo.run.policy import PolicyFiles, describe_ends
 from grpo.text import printable
 from grpo.types import Prompt, Rollout
-
-# By what name an episode is lost that has functions as tools and no class
-TOOLS = "environment.tools"
-# Warnings about episodes, each of which is given once
-EPISODE_LINES = (unread_calls_line, broken_line)
 
 
 def check_version(rollouts: list[Rollout], version: int) -> None:
@@ -47,22 +40,9 @@ def check_lost(rollouts: list[Rollout]) -> None:
         raise RewardError(f"{len(failures)} of {len(episodes)} episodes were lost; the first: {failures[0]}")
 
 
-class EnvironmentPart:
-    """The part of the reward that an environment gives."""
-
-    def values(self, rollouts: Sequence[Rollout], opening: str) -> list[tuple[float | None, str]]:
-        """Return for each episode its value or None, and why it was lost, if it was."""
-        episodes = [rollout.episode for rollout in rollouts]
-        return [(episode["reward"], episode["failure"]) for episode in episodes]
-
-
 def other_parts(config: RunConfig) -> dict[str, Any]:
     """Return the parts of the reward that no function computes, by their names, as `Scorer` takes them."""
-    parts = {name: reward_part(config) for name, reward_part in features.turned_on(config, "reward_part")}
-    environment = config.environment
-    if environment.enabled:
-        parts[environment.reward_name if environment.all_classes else TOOLS] = EnvironmentPart()
-    return parts
+    return dict(reward_part(config) for _, reward_part in features.turned_on(config, "reward_part"))
 
 
 def passing_parts(config: RunConfig) -> list[str]:
@@ -100,12 +80,14 @@ class Scorer:
         weights: Mapping[str, float],
         pass_functions: Sequence[str],
         policy: PolicyFiles,
+        lines_once: Sequence[Callable] = (),
     ):
         """Hold what scores; `pool` has started.
 
         parts: the parts of the reward that no function computes, by their names. Each has a method `values(rollouts,
         opening)`, which returns for each rollout its value or None, and the reason if it failed. weights: of all parts.
-        pass_functions: names of what says whether a completion passes, the first that gives it a value.
+        pass_functions: names of what says whether a completion passes, the first that gives it a value. lines_once:
+        functions that warn of a step's rollouts, each of which is heard once.
         """
         self.pool = pool
         self.parts = parts
@@ -114,7 +96,7 @@ class Scorer:
         self.policy = policy
         self.answer_format = answer_format_of(pool.functions)
         self.collected_before = False
-        self.episode_lines = list(EPISODE_LINES)
+        self.lines_once = list(lines_once)
 
     @property
     def judging_parts(self) -> list[str]:
@@ -154,11 +136,11 @@ class Scorer:
         warnings = failure_lines(rollouts)
         if self.answer_format and not self.collected_before:
             warnings.append(no_answer_line(rollouts, self.answer_format))
-        for line_of in list(self.episode_lines):
+        for line_of in list(self.lines_once):
             line = line_of(rollouts)
             warnings.append(line)
             if line:
-                self.episode_lines.remove(line_of)
+                self.lines_once.remove(line_of)
         self.collected_before = True
         for line in filter(None, warnings):
             print(printable(f"warning: {where}{line}"))
@@ -227,11 +209,12 @@ def read_rewards(config: RunConfig, policy: PolicyFiles, held_out: Sequence[Prom
     for line in [*warnings, *notes]:
         print(printable(line))
     pool = RewardPool(config.reward, config.generator.max_completion_tokens, opening)
-    scorer = Scorer(pool, parts, config.reward_weights, pass_functions, policy)
+    lines_once = [line_of for _, lines in features.turned_on(config, "lines") for line_of in lines()]
+    scorer = Scorer(pool, parts, config.reward_weights, pass_functions, policy, lines_once)
     on_gpu = config.gpus > 0 or torch.cuda.is_available()  # a dry run may be for another machine
     check_engine(config.generator, policy.hf, on_gpu=on_gpu)
-    if config.environment.enabled:
-        check_environment(config, policy)
+    for _, check in features.turned_on(config, "check"):
+        check(config, policy.tokenizer, policy.stop_token_ids)
     best = config.checkpoint.keep_best.removeprefix("eval/")
     if best:
         names = evaluation_names(held_out, config.evaluation.num_samples, scorer.answer_format)
@@ -243,29 +226,7 @@ def read_rewards(config: RunConfig, policy: PolicyFiles, held_out: Sequence[Prom
 
 def tool_schemas(config: RunConfig) -> dict[str, Tools]:
     """Return the JSON schemas of each environment's tools, as the chat template gets them, by its name."""
-    if not config.environment.enabled:
-        return {}
-    toolboxes = load_toolboxes(config.environment)
-    return {name: toolbox.schemas for name, toolbox in toolboxes.items()}
-
-
-def check_environment(config: RunConfig, policy: PolicyFiles) -> None:
-    """Refuse an environment whose class, functions or chat template cannot be used, and print what it is."""
-    toolboxes = load_toolboxes(config.environment)
-    style = call_style(policy.tokenizer, config.environment, toolboxes)
-    turns = turns_of(policy.tokenizer, config.environment, config.data, policy.stop_token_ids, toolboxes)
-    has_other_reward = config.reward.weights or config.algorithm.distill_coef
-    for name, toolbox in toolboxes.items():
-        if not (toolbox.has_reward or has_other_reward):
-            raise ValueError(
-                f"{toolbox.name} has no get_reward and reward.functions is empty; give it one, or name some"
-            )
-        if not config.data.row:
-            toolbox.check_columns(config.data.reward_columns)
-        line = f"environment {name or toolbox.name}"
-        if toolbox.tools:
-            tools = ", ".join(toolbox.tools)
-            line += f" with the tools {tools}, called as {style}"
-        if turns[name].line:
-            line += f"; {turns[name].line}"
-        print(line)
+    schemas = {}
+    for _, schemas_of in features.turned_on(config, "tool_schemas"):
+        schemas |= schemas_of(config)
+    return schemas

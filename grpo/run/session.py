@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from grpo import features
 from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.checks import check_world_size, describe_roles, num_processes, validate
-from grpo.config.fields import MAX_NUM_SEQS, Config
+from grpo.config.fields import Config
 from grpo.config.user_files import own_files
 from grpo.folder import checkpoint
 from grpo.folder.hub import open_repository, push
@@ -31,7 +31,6 @@ from grpo.models.hf_folder import ChatForm, fetch_folder
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics
 from grpo.roles.comm import from_driver, gather_rollouts, on_driver, wait_for_all
-from grpo.roles.engine.episodes import Episodes
 from grpo.roles.engine.generator import Generator
 from grpo.roles.engine.vllm_engine import import_vllm
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
@@ -281,17 +280,8 @@ class Session:
         stop_token_ids = self.shared.stop_token_ids
         episodes = None
         with self.timer.startup("starting vLLM"):
-            if config.environment.enabled:
-                episodes = Episodes(
-                    config.environment,
-                    config.data,
-                    self.folders["policy"],
-                    stop_token_ids,
-                    min(config.generator.max_num_seqs, MAX_NUM_SEQS),
-                    config.reward.environment,
-                    self.roles,
-                    turns_earn=config.turns_earn,
-                )
+            for _, open_episodes in features.turned_on(config, "open_episodes"):
+                episodes = open_episodes(config, self.folders["policy"], stop_token_ids, self.roles)
             generator = Generator(
                 config.generator,
                 config.model,

@@ -13,6 +13,12 @@ from tests.torchrun import ROOT, SETTINGS
 
 # What goes with each folder besides it and tests/unit/features/NAME
 ALSO = {
+    "environments": [
+        "grpo/check_environment.py",
+        "tests/e2e/test_environments.py",
+        "tests/dist/test_turns.py",
+        "tests/dist/programs/turns.py",
+    ],
     "programs": ["configs/qwen2_5_coder_0_5b_programs.py"],
     "reward_model": [
         "tests/e2e/test_reward_model.py",

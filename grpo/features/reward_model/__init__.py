@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from grpo.config.fields import REWARD_MODEL
 
-def reward_part(config: Any) -> Any:
-    """Open its tokenizer on rank 0 and return the part of the reward that it computes; its model comes with `load`."""
+
+def reward_part(config: Any) -> tuple[str, Any]:
+    """Open its tokenizer on rank 0. Returns the part of the reward that it computes; its model comes with `load`."""
     from grpo.features.reward_model.model import ModelPart, open_reward_model
 
-    return ModelPart(open_reward_model(config.reward.model, config.trainer))
+    return REWARD_MODEL, ModelPart(open_reward_model(config.reward.model, config.trainer))
 
 
 def load(config: Any, folder: str, roles: Any) -> Any:

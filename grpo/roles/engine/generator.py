@@ -9,7 +9,9 @@ import gc
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,6 @@ from grpo.metrics import set_given_back
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import read_hf_config
 from grpo.roles.engine import vllm_engine
-from grpo.roles.engine.episodes import Episodes, rollout_of
 from grpo.roles.engine.loop import EngineLoop, no_collection
 from grpo.roles.engine.shortcuts import model_runner_of, sampler_of
 from grpo.roles.process_groups import Roles
@@ -50,11 +51,11 @@ class Generator:
         folder: str,
         stop_token_ids: Sequence[int],
         roles: Roles,
-        episodes: Episodes | None = None,
+        episodes: Any = None,
     ):
         """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks.
 
-        episodes: environments that make conversations of completions.
+        episodes: environments that make conversations of completions (features/environments/episodes.py).
         """
         self.config = config
         self.seed = seed
@@ -120,11 +121,11 @@ class Generator:
         with no_collection():
             if self.episodes and max_tokens is None:
                 places = [(request.prompt, request.index % requests.group_size) for request in mine]
-                episodes = self.episodes.play_rollouts(
+                played = self.episodes.complete(
                     self.loop, places, limit, add, run_seed=self.seed, version=self.version, held_out=held_out
                 )
-                for episode, request in zip(episodes, mine, strict=False):  # no episodes on other ranks than the head
-                    rollouts.append(rollout_of(episode, temperature_of(request), request.index))
+                for rollout, request in zip(played, mine, strict=False):  # none except on the head
+                    rollouts.append(replace(rollout, index=request.index, temperature=temperature_of(request)))
             else:
                 for number, request in enumerate(mine):
                     num_begun = len(request.begun)

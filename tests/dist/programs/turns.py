@@ -21,8 +21,9 @@ from grpo.config import (
     TrainerConfig,
 )
 from grpo.data.batches import make_batch
-from grpo.environments.play import Episode, Player, play
-from grpo.environments.suffix import Turns
+from grpo.features.environments.episodes import rollout_of
+from grpo.features.environments.play import Episode, Player, play
+from grpo.features.environments.suffix import Turns
 from grpo.roles.engine.generator import Generator
 from grpo.roles.engine.loop import EngineLoop
 from grpo.roles.process_groups import close_roles, setup_roles
@@ -30,7 +31,7 @@ from grpo.roles.trainer import Trainer
 from grpo.types import Prompt, Requests
 from tests.tiny_models import SMALL
 from tests.unit import chat_templates as templates
-from tests.unit.environments.test_turns_suffix import CARRIED, PIECES, tokenizer_for, turns_for
+from tests.unit.features.environments.test_turns_suffix import CARRIED, PIECES, tokenizer_for, turns_for
 
 ENVIRONMENT = EnvironmentConfig(name="made.py:Odd", max_turns=4)
 GROUP_SIZE, NUM_PROMPTS = 3, 2
@@ -66,7 +67,7 @@ class Episodes:
     def __init__(self) -> None:
         self.turns: Turns | None = None
 
-    def play_rollouts(
+    def complete(
         self, loop: EngineLoop, rollouts: list, max_tokens: int, add, run_seed: int, version: int, held_out: bool
     ):
         self.handed: dict[int, list[list[int]]] = {n: [] for n in range(len(rollouts))}
@@ -92,7 +93,7 @@ class Episodes:
         loop.step = watched_step
         play(ENVIRONMENT, loop, len(rollouts), watched_add, player, lambda decisions: decisions)
         loop.step = step
-        return player.finish()
+        return [rollout_of(episode) for episode in player.finish()]
 
     def close(self) -> None:
         pass

@@ -43,7 +43,6 @@ TEACHER = "--model.reference-path teacher"
 ONLY_TEACHER = f"{TEACHER} --reward.functions --algorithm.distill-coef 1"
 MOVES = "--algorithm.kl-coef 0.1 --algorithm.reference-interval"
 CORRECTION = "--algorithm.importance-correction"
-TOOLS = "--environment.tools python"
 # Flags, and what the message has. The defaults are 4 trainers, 4 generators, 32 prompts of 8 completions
 REFUSED_IN_GRPO = {
     "--roles.num-generators 7 --generator.tensor-parallel 2": "7 generator ranks .* use 6",
@@ -85,20 +84,12 @@ REFUSED_IN_GRPO = {
     "--reward.functions": "reward.functions is empty",
     f"{ONLY_TEACHER} --sampling.dynamic": "reward.functions is empty",
     "--reward.passes accuracy": "reward.passes='accuracy' .* name one of math_reward, thinking_reward",
-    "--environment.name calculator": "environment.name .* 'calculator', which names no class .* environment.tools",
-    "--environment.name a x.py:A b x.py:B": "several classes .* need a column .* --data.columns environment COLUMN",
-    f"{TOOLS} --sampling.carry-over 1": "carry_over does not go with an environment",
-    f"{TOOLS} --generator.stop END": "generator.stop, .* with an environment: .* use generator.stop_token_ids",
-    f"{TOOLS} --data.prompt-template {{question}}": "data.prompt_template .* with an environment: it has no turns",
-    f"{TOOLS} --environment.rounds --environment.answer-steps 4": "rounds does not go with .*answer_steps",
-    "--algorithm.advantages return_to_go": "return_to_go needs an environment: .* use rloo",
     "--checkpoint.push-to-hub a/b --checkpoint.no-export": "push_to_hub uploads what checkpoint.export writes",
     "--profile 201": "profile=201 is no step of a run of num_steps=200",
     # a flag that nothing reads, because another one is off
     "--algorithm.kl-in reward": "kl_in='reward' does nothing with algorithm.kl_coef=0.0; set that too",
     "--gpus 4": "gpus=4 does nothing with dry_run=False",
     "--environment.max-turns 2": "environment.max_turns=2 does nothing with environment.name=''.*environment.tools",
-    f"{TOOLS} --environment.options a 1": "environment.options={'a': 1} does nothing with environment.name=''",
     # values that a field does not take
     "--num-steps 0": "num_steps=0 must be a whole number, at least 1",
     "--generator.temperature 1 0.009": "temperature=.* each entry a number, at least 0.01 and below inf",
@@ -178,14 +169,11 @@ def test_a_field_that_another_one_took_in_is_answered_with_that_one(old, tmp_pat
         load_recipe(recipe, GRPOConfig)
 
 
-def test_one_or_several_data_sets_and_classes_are_written_in_one_field():
+def test_one_or_several_data_sets_are_written_in_one_field():
     flags = "--data.path a a.jsonl b b.jsonl --data.weights b 3 --evaluation.path b.jsonl"
     config = load(GRPOConfig, DEFAULT, flags.split())
     assert [(s.label, s.path, s.weight) for s in config.data.all_sources] == [("a", "a.jsonl", 1), ("b", "b.jsonl", 3)]
     assert [(s.label, s.split) for s in config.evaluation.held_out(config.data)] == [("", "test")]
-    config = started("--environment.name one x.py:A two x.py:B --data.columns environment kind")
-    assert config.environment.all_classes == {"one": "x.py:A", "two": "x.py:B"}
-    assert config.data.reward_columns["environment"] == "kind"
 
 
 LORA = "--trainer.lora-rank 16 --trainer.learning-rate"
@@ -235,10 +223,6 @@ ON_TRAINERS = "--roles.num-trainers 2 --prompts-per-step 4 --algorithm.kl-coef 0
 DISTILLED = f"{HINT} --roles.num-trainers 2 --prompts-per-step 4"
 # Flags that are taken, and what follows from them
 FOLLOWS = {
-    "--environment.name guess.py:Guess --reward.functions --sampling.dynamic": {
-        "environment.enabled": True,
-        "environment.reward_name": "Guess",
-    },
     f"{ONLY_TEACHER} --group-size 1": {"needs_reference": True},
     f"{ONLY_TEACHER} --group-size 1 --reward.functions math_reward 0 --evaluation.interval 1": {},
     # self-distillation holds the policy's start, except with LoRA on the trainers; the policy itself is no second model
@@ -246,7 +230,6 @@ FOLLOWS = {
     f"{DISTILLED} --trainer.lora-rank 8": {"reference_has_model": False},
     f"{DISTILLED} --trainer.lora-rank 8 --roles.num-references 1": {"reference_has_model": True},
     f"{DISTILLED} {SELF}": {"needs_reference": True, "reference_has_model": False},
-    f"{DISTILLED} {TOOLS} --reward.functions math_reward 0": {},
     # with LoRA the reference is the policy without adapters
     ON_TRAINERS: {"reference_is_base": True},
     f"{ON_TRAINERS} --trainer.lora-rank 0": {"reference_is_base": False},

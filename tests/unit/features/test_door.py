@@ -8,8 +8,10 @@ from grpo import features
 from grpo.config import GRPOConfig, change
 from grpo.config.checks import validate
 
+ROOM = "room.py:Room"
 FOLDER = pathlib.Path(features.__file__).parent
 TURNED_ON = {
+    "environments": [{"environment.name": ROOM}, {"algorithm.advantages": "return_to_go"}],
     "programs": [{"reward.functions": {"code_reward": 1.0}}, {"environment.tools": ("python",)}],
     "reward_model": [{"reward.model": "my/judge"}],
 }
@@ -23,7 +25,7 @@ def test_the_door_names_every_folder_and_each_has_a_page():
 @pytest.mark.parametrize(("name", "fields"), [(name, fields) for name in TURNED_ON for fields in TURNED_ON[name]])
 def test_a_config_that_needs_a_deleted_feature_is_refused_by_its_name(name, fields, monkeypatch):
     assert TURNED_ON.keys() == features.FEATURES.keys()
-    monkeypatch.setattr(features, "present", list)
+    monkeypatch.setattr(features, "present", lambda: [other for other in features.FEATURES if other != name])
     validate(GRPOConfig())
     with pytest.raises(ValueError, match=f"needs grpo/features/{name}, which this checkout lacks"):
         validate(change(GRPOConfig(), fields))

@@ -21,7 +21,6 @@ from grpo.report.samples import (
     describe,
     failure_lines,
     no_answer_line,
-    unread_calls_line,
 )
 from grpo.rewards.builtin import math_reward
 from grpo.run import step_timer
@@ -194,20 +193,6 @@ UNREAD = [
     (FENCED, 3, "beside 3 calls that are; show the model the form that is read, in data.system_prompt"),  # no gain
     ({"text": "[add(number=1)]", "unread": "unknown"}, 0, r"such as '.add\(number=1\).', .*; show the model the form"),
 ]
-
-
-@pytest.mark.parametrize(("turn", "num_read", "words"), UNREAD)
-def test_calls_that_are_not_read_are_told_with_a_style_that_reads_more(turn, num_read, words):
-    rollouts = [with_episode(make_rollout(0.0), turns=[turn, {"text": "4"}], counts={"calls": num_read})]
-    rollouts += [with_episode(make_rollout(0.0), turns=[turn])] * 2
-    line = unread_calls_line(rollouts)
-    assert line.startswith("3 of 4 turns call a tool in a form that is not read, ") and line.isprintable()
-    assert re.search(words, line)
-    assert unread_calls_line([make_rollout(0.0)]) == ""
-
-
-def with_episode(rollout, **episode):
-    return dataclasses.replace(rollout, episode={"turns": [], "counts": {}} | episode)
 
 
 # --- files

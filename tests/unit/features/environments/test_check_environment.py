@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 
 from grpo.check_environment import NUM_EPISODES, main
-from grpo.environments.calls import STYLES
+from grpo.features.environments.calls import STYLES
 from grpo.watch.failures import BadInput
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "configs" / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[4] / "configs" / "examples"
 
 MINE = """
 class Talk:

@@ -8,17 +8,17 @@ import pytest
 
 from grpo.config import DataConfig, EnvironmentConfig, RewardConfig
 from grpo.config.user_files import load_function
-from grpo.environments.host import EnvironmentHost
-from grpo.environments.play import Episode, Player
-from grpo.environments.suffix import Turns
-from grpo.environments.tools import load_toolboxes
+from grpo.features.environments.host import EnvironmentHost
+from grpo.features.environments.play import Episode, Player
+from grpo.features.environments.suffix import Turns
+from grpo.features.environments.tools import load_toolboxes
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
 from grpo.types import Prompt, Rollout
 from tests.rollouts import completion
 from tests.unit import chat_templates as templates
-from tests.unit.environments.conversations import call, played
-from tests.unit.environments.test_turns_suffix import tokenizer_for
+from tests.unit.features.environments.conversations import call, played
+from tests.unit.features.environments.test_turns_suffix import tokenizer_for
 
 # A vault that opens by three digits; what it holds is asked of a client that belongs to one event loop.
 FILE = '''

@@ -11,9 +11,9 @@ import pytest
 from configs.examples.toys import trained_tokenizer
 from grpo.config import DataConfig, EnvironmentConfig
 from grpo.data.batches import make_batch
-from grpo.environments.play import Episode, Player, num_at_once, play
-from grpo.environments.suffix import Turns
-from grpo.roles.engine.episodes import environment_seed, rollout_of
+from grpo.features.environments.episodes import environment_seed, rollout_of
+from grpo.features.environments.play import Episode, Player, num_at_once, play
+from grpo.features.environments.suffix import Turns
 from grpo.types import Piece, Prompt
 from tests.rollouts import over_the_wire
 from tests.unit import chat_templates as templates

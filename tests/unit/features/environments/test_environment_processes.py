@@ -11,9 +11,9 @@ import time
 import pytest
 
 from grpo.config import EnvironmentConfig
-from grpo.environments.host import MAX_OPENING_CHARACTERS, EnvironmentHost
+from grpo.features.environments.host import MAX_OPENING_CHARACTERS, EnvironmentHost
 from grpo.workers.supervisor import LINE_BYTES
-from tests.unit.environments.conversations import call, say
+from tests.unit.features.environments.conversations import call, say
 
 ROOM = """
     import asyncio, errno, os, pathlib, signal, subprocess, time

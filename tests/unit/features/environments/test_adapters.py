@@ -8,11 +8,11 @@ import textwrap
 import pytest
 
 from grpo.config import EnvironmentConfig
-from grpo.environments.host import EnvironmentHost
-from grpo.environments.tools import load_toolboxes
-from tests.unit.environments.conversations import call, played
+from grpo.features.environments.host import EnvironmentHost
+from grpo.features.environments.tools import load_toolboxes
+from tests.unit.features.environments.conversations import call, played
 
-EXAMPLES = pathlib.Path(__file__).parents[3] / "configs" / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[4] / "configs" / "examples"
 # A walk from 0 to 2, drawn with a colour; with render_mode None, the position is the observation, and text the action.
 GYMNASIUM = """
     class Walk:

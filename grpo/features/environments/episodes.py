@@ -5,18 +5,19 @@ Text exists only here and on the driver: a turn's ids become text for its tools,
 
 import contextlib
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import DataConfig, EnvironmentConfig
 from grpo.data.chat import load_tokenizer
 from grpo.data.rows import environment_of
-from grpo.environments.calls import style_of
-from grpo.environments.host import EnvironmentHost
-from grpo.environments.play import Decision, Episode, Player, num_at_once, play
-from grpo.environments.suffix import Turns
-from grpo.environments.tools import Toolbox, load_toolboxes
+from grpo.features.environments.calls import style_of
+from grpo.features.environments.host import EnvironmentHost
+from grpo.features.environments.play import Decision, Episode, Player, num_at_once, play
+from grpo.features.environments.suffix import Turns
+from grpo.features.environments.tools import Toolbox, load_toolboxes
 from grpo.roles.engine import vllm_engine
 from grpo.roles.engine.loop import EngineLoop
 from grpo.roles.process_groups import Roles
@@ -31,7 +32,7 @@ class Episodes:
         config: EnvironmentConfig,
         data: DataConfig,
         folder: str,
-        stop_token_ids: list[int],
+        stop_token_ids: Sequence[int],
         most_at_once: int,
         variables: Collection[str],
         roles: Roles,
@@ -55,7 +56,7 @@ class Episodes:
             host = EnvironmentHost(config, style, self.num_processes, variables)
             self.player = Player(config, host, turns, tokenizer, data.max_prompt_tokens)
 
-    def play_rollouts(
+    def complete(
         self,
         loop: EngineLoop,
         rollouts: list[tuple[Prompt, int]],
@@ -64,8 +65,10 @@ class Episodes:
         run_seed: int,
         version: int,
         held_out: bool,
-    ) -> list[Episode]:
-        """Play a rollout for each (prompt, place in its group) to its end. Returns the episodes on the head, else [].
+    ) -> list[Rollout]:
+        """Play a rollout for each (prompt, place in its group) to its end. Returns these on the head, else [].
+
+        Their index and temperature are the caller's to set.
 
         max_tokens: limit on what follows a prompt, answers included. add: see `play`.
         """
@@ -78,7 +81,7 @@ class Episodes:
                 episodes.append(Episode(prompt, place, seed, version, environment))
             self.player.begin(episodes, max_tokens, self.turns_earn and not held_out, first)
         play(self.config, loop, len(rollouts), add, self.player, self._send, first)
-        return self.player.finish() if self.player else []
+        return [rollout_of(episode) for episode in self.player.finish()] if self.player else []
 
     def _send(self, decisions: list[Decision] | None) -> list[Decision]:
         """Send the head's decisions to all ranks of the replica; the others pass None."""
@@ -96,7 +99,7 @@ def turns_of(
     tokenizer: PreTrainedTokenizerBase,
     config: EnvironmentConfig,
     data: DataConfig,
-    stop_token_ids: list[int],
+    stop_token_ids: Sequence[int],
     toolboxes: Mapping[str, Toolbox],
 ) -> dict[str, Turns]:
     """Return what the chat template writes between turns, by environment, like `toolboxes`.
@@ -116,7 +119,42 @@ def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, to
     return style_of(tokenizer.chat_template) if config.calls == "auto" else config.calls
 
 
-def rollout_of(episode: Episode, temperature: float, index: int) -> Rollout:
+def check_environment(
+    config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+) -> None:
+    """Refuse an environment whose class, functions or chat template cannot be used, and print what it is."""
+    toolboxes = load_toolboxes(config.environment)
+    style = call_style(tokenizer, config.environment, toolboxes)
+    turns = turns_of(tokenizer, config.environment, config.data, stop_token_ids, toolboxes)
+    has_other_reward = config.reward.weights or config.algorithm.distill_coef
+    for name, toolbox in toolboxes.items():
+        if not (toolbox.has_reward or has_other_reward):
+            raise ValueError(
+                f"{toolbox.name} has no get_reward and reward.functions is empty; give it one, or name some"
+            )
+        if not config.data.row:
+            toolbox.check_columns(config.data.reward_columns)
+        line = f"environment {name or toolbox.name}"
+        if toolbox.tools:
+            tools = ", ".join(toolbox.tools)
+            line += f" with the tools {tools}, called as {style}"
+        if turns[name].line:
+            line += f"; {turns[name].line}"
+        print(line)
+
+
+class EnvironmentPart:
+    """The part of the reward that an environment gives."""
+
+    def values(self, rollouts: Sequence[Rollout], opening: str) -> list[tuple[float | None, str]]:
+        """Return for each episode its value or None, and why it was lost, if it was."""
+        episodes = [rollout.episode for rollout in rollouts]
+        return [(episode["reward"], episode["failure"]) for episode in episodes]
+
+
+def rollout_of(episode: Episode, temperature: float = 1.0, index: int = 0) -> Rollout:
     """Return an episode as a rollout. One that was lost before its first turn has sampled no tokens."""
     pieces = episode.pieces or [Piece.written(episode.prompt.ids)]
     if not episode.turns:

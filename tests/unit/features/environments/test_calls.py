@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.environments.calls import STYLES, TAGS, UNKNOWN_STYLE, ToolCall, other_style, parse, style_of, written_call
+from grpo.features.environments.calls import (
+    STYLES,
+    TAGS,
+    UNKNOWN_STYLE,
+    ToolCall,
+    other_style,
+    parse,
+    style_of,
+    written_call,
+)
 from tests.unit import chat_templates as templates
 
 LOOK = ToolCall("look", {"place": "attic"})

@@ -22,7 +22,7 @@ from grpo import features
 from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function, near_miss
 from grpo.config.values import fits
-from grpo.environments.calls import Arguments, ToolCall
+from grpo.features.environments.calls import Arguments, ToolCall
 from grpo.text import one_line
 from grpo.workers import worker
 from grpo.workers.worker import Lost

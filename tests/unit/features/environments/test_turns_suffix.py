@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from configs.examples import toys
 from grpo.config import DataConfig
 from grpo.data.chat import prompt_messages, render
-from grpo.environments.suffix import Turns
+from grpo.features.environments.suffix import Turns
 from tests.unit import chat_templates as templates
 
 WORDS = ["look", "at", "some", "words", "42", "Ünïcode ✓", "日本"]

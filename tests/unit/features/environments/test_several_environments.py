@@ -8,11 +8,11 @@ import pytest
 
 from grpo.config import DataConfig, EnvironmentConfig, GRPOConfig
 from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
-from grpo.environments.host import EnvironmentHost
-from grpo.environments.tools import load_toolboxes
+from grpo.features.environments.host import EnvironmentHost
+from grpo.features.environments.tools import load_toolboxes
 from tests.unit import chat_templates as templates
-from tests.unit.environments.conversations import call, played
-from tests.unit.environments.test_turns_suffix import tokenizer_for
+from tests.unit.features.environments.conversations import call, played
+from tests.unit.features.environments.test_turns_suffix import tokenizer_for
 
 CLASSES = """
     class Sea:

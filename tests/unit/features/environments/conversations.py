@@ -1,7 +1,7 @@
 """Conversations with environment processes, for tests."""
 
-from grpo.environments.calls import written_call
-from grpo.environments.host import EnvironmentHost
+from grpo.features.environments.calls import written_call
+from grpo.features.environments.host import EnvironmentHost
 
 
 def say(host: EnvironmentHost, episode: int, do: str, *arguments, seconds: float = 120.0) -> dict:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from grpo.config import EnvironmentConfig
-from grpo.environments.calls import ToolCall, other_style, parse
-from grpo.environments.tools import Lost, Toolbox, await_result, is_outage, load_toolboxes, run_call
+from grpo.features.environments.calls import ToolCall, other_style, parse
+from grpo.features.environments.tools import Lost, Toolbox, await_result, is_outage, load_toolboxes, run_call
 from grpo.text import shorten
 from grpo.workers import kernel
 from grpo.workers.processes import Call, Workers

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config import EnvironmentConfig
 from grpo.data.rows import as_messages
-from grpo.environments.host import EnvironmentHost, Values
-from grpo.environments.suffix import Turns
+from grpo.features.environments.host import EnvironmentHost, Values
+from grpo.features.environments.suffix import Turns
 from grpo.types import EpisodeFacts, Piece, Prompt
 
 # Deadline of `finish`, which may compute the reward

@@ -9,10 +9,10 @@ import pytest
 
 from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function
-from grpo.environments.calls import ToolCall
-from grpo.environments.tools import Lost, Toolbox, load_toolboxes, run_call
+from grpo.features.environments.calls import ToolCall
+from grpo.features.environments.tools import Lost, Toolbox, load_toolboxes, run_call
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[4]
 GUESS = f"{ROOT}/configs/examples/guess.py:Guess"
 CALCULATOR = f"{ROOT}/configs/examples/calculator.py"
 LOOK = 'def look(place: str) -> str:\n    """Look.\n\n    Args:\n        place: Where.\n    """\n'
@@ -161,7 +161,7 @@ def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
 )
 def test_what_the_policy_cannot_have_caused(tmp_path, error, is_lost):
     """Also behind another error, which a client's library raises in its place."""
-    body = "import asyncio, socket\nfrom grpo.environments.tools import Lost\n"
+    body = "import asyncio, socket\nfrom grpo.features.environments.tools import Lost\n"
     body += f"def f():\n    'F.'\n    raise {error}\n"
     body += "def g():\n    'G.'\n    try:\n        f()\n    except BaseException:\n        raise ValueError('x')\n"
     toolbox = toolbox_of(tmp_path, body, tools=("{here}:f", "{here}:g"))
@@ -200,7 +200,7 @@ def test_the_calculator_of_the_examples(expression, answer):
 
 
 def test_workers_load_no_large_library():
-    program = "import sys, grpo.environments.tools as tools\nfrom grpo.config import EnvironmentConfig as E\n"
+    program = "import sys, grpo.features.environments.tools as tools\nfrom grpo.config import EnvironmentConfig as E\n"
     program += f"tools.load_toolboxes(E(name={GUESS!r}))\n"
     program += "print([m for m in ('torch', 'transformers', 'vllm', 'jinja2') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
