@@ -18,6 +18,8 @@ ALSO = {
         "tests/e2e/test_environments.py",
         "tests/dist/test_turns.py",
         "tests/dist/programs/turns.py",
+        "tests/e2e/test_methods.py",  # return_to_go among them
+        "tests/unit/test_commands.py",
     ],
     "programs": ["configs/qwen2_5_coder_0_5b_programs.py"],
     "reward_model": [
