@@ -262,7 +262,7 @@ def test_reward_functions_of_conversational_rows(folder):
     names = [f"mine.py:{name}" for name in ("accuracy_reward", "short_enough", "judge", "hangs")]
     weights = dict.fromkeys([*names, "regex_match"], 1.0)
     options = {names[1]: {"max_len": 3}, "regex_match": {"pattern": "7"}}
-    reward = RewardConfig(functions=weights, options=options, num_workers=2, timeout_seconds=5.0)
+    reward = RewardConfig(functions=weights, options=options, num_workers=2, timeout_seconds=10.0)
     load_functions(reward, ["solution"])  # the check before a run
     rollouts = []
     for i, (text, ids) in enumerate([("so 7", [1, 2, 3]), ("so 8 or", [1, 2, 3, 4])]):
@@ -271,6 +271,6 @@ def test_reward_functions_of_conversational_rows(folder):
     scored = scores(reward, *rollouts)
     found = [[rollout.rewards[name] for name in (*names[:3], "regex_match")] for rollout in scored]
     assert found == [[1.0, 1.0, 208.0, 1.0], [0.0, 0.0, 211.0, 0.0]]
-    assert [r.failures for r in scored] == [{names[3]: "took longer than 5 s"}] * 2  # once, not for each
+    assert [r.failures for r in scored] == [{names[3]: "took longer than 10 s"}] * 2  # once, not for each
     with pytest.raises(ValueError, match="trainer_state is TRL's: take `step`"):
         load_functions(RewardConfig(functions={"mine.py:watches": 1.0}), ["solution"])
