@@ -84,6 +84,6 @@ def open_episodes(config: Any, folder: str, stop_token_ids: Sequence[int], roles
 
 def lines() -> list[Callable]:
     """Return what makes warnings of a step's rollouts, each of which is given once."""
-    from grpo.features.environments.lines import broken_line, unread_calls_line
+    from grpo.features.environments.step_lines import broken_line, unread_calls_line
 
     return [unread_calls_line, broken_line]

@@ -1,5 +1,6 @@
 """The door: which features a config turns on, and what happens without their folders."""
 
+import ast
 import pathlib
 
 import pytest
@@ -29,3 +30,10 @@ def test_a_config_that_needs_a_deleted_feature_is_refused_by_its_name(name, fiel
     validate(GRPOConfig())
     with pytest.raises(ValueError, match=f"needs grpo/features/{name}, which this checkout lacks"):
         validate(change(GRPOConfig(), fields))
+
+
+@pytest.mark.parametrize("name", features.present())
+def test_no_module_takes_the_place_of_a_hook(name):
+    """Python sets a module, once it is imported, as an attribute of its package, over a function of the same name."""
+    hooks = {node.name for node in ast.parse((FOLDER / name / "__init__.py").read_text()).body if hasattr(node, "name")}
+    assert hooks and not hooks & {path.stem for path in (FOLDER / name).glob("*.py")}

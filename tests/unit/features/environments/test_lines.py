@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo.features.environments.lines import unread_calls_line
+from grpo.features.environments.step_lines import unread_calls_line
 from grpo.types import Piece, Prompt, Rollout
 
 
