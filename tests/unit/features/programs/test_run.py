@@ -165,16 +165,16 @@ def test_no_program_is_left_when_the_reward_processes_are_killed(killed, tmp_pat
     marker = f"marker-{uuid.uuid4()}"
     text = f"import os, sys\n{sleeper(marker)}" if killed == "supervisor" else f"MARKER = {marker!r}{THREAD_EXECS}"
     program = (
-        "import types\n"
+        "import dataclasses\n"
         "from grpo.config import RewardConfig\n"
         "from grpo.rewards.pool import RewardPool\n"
+        "from grpo.types import Prompt, Rollout\n"
         "pool = RewardPool(RewardConfig(functions={'code_reward': 1.0}, num_workers=2, timeout_seconds=600,\n"
         "    options={'code_reward': {'timeout_seconds': 590}}), 10)\n"
         "print(pool.workers[False].supervisor.pid, flush=True)\n"
         f"code = '```python\\n' + {text!r} + '\\n```'\n"
-        'prompt = types.SimpleNamespace(columns={\'tests\': \'[{"input": "", "output": ""}]\'}, content=\'\')\n'
-        "completion = types.SimpleNamespace(num_tokens=1, truncated=False, episode=None)\n"
-        "pool.submit([types.SimpleNamespace(text=code, answer=code, prompt=prompt, completion=completion)] * 2, 1)\n"
+        'prompt = Prompt(0, [1], {\'tests\': \'[{"input": "", "output": ""}]\'})\n'
+        "pool.submit([dataclasses.replace(Rollout.begin(prompt, 0), text=code)] * 2, 1)\n"
         "input()\n"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
