@@ -1,5 +1,6 @@
 """Advantages against numbers worked out by hand."""
 
+import itertools
 import math
 
 import pytest
@@ -74,6 +75,21 @@ def test_maxrl_by_hand():
     assert found[:2] == [1.0, -1.0] and math.isnan(found[2])
     with pytest.raises(ValueError, match="maxrl divides by a group's mean .* a reward is -0.5; leave out .*group_mean"):
         advantages([1.0, -0.5], 2, MAXRL)
+
+
+def test_maxrl_has_in_expectation_the_gradient_of_the_expansion_of_log_p():
+    """The mean over all outcomes of three completions, each right with probability p = sigmoid(t) = 1/4.
+
+    With q = 1 - p, log p = -(q + q^2 / 2 + q^3 / 3 + ...), of which three completions have the first two terms; by hand
+    d/dt -(q + q^2 / 2) = p q (1 + q) = 3/16 * 7/4 = 21/64.
+    """
+    expected, p = 0.0, 1 / 4
+    for outcome in itertools.product([1.0, 0.0], repeat=3):
+        chance = math.prod(p if right else 1 - p for right in outcome)
+        scores = [1 - p if right else -p for right in outcome]  # d/dt of the log-probability
+        gradient = sum(a * score for a, score in zip(advantages(list(outcome), 3, MAXRL), scores, strict=True)) / 3
+        expected += chance * gradient
+    assert expected == pytest.approx(21 / 64, rel=1e-6)
 
 
 def decoupled(parts, group_size, has=None):
