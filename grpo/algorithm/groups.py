@@ -22,9 +22,9 @@ def reward_tensors(rollouts: Sequence[Rollout], parts: Iterable[str] = ()) -> tu
     values = []
     for part in parts:
         values.append([r.rewards[part] for r in rollouts])
-    values_FS = np.array(values, dtype=np.float32)  # numpy makes NaN of None
-    values_FS = values_FS.reshape(-1, len(rollouts))
-    return rewards_R, has_reward_R, torch.from_numpy(values_FS)
+    values_FR = np.array(values, dtype=np.float32)  # numpy makes NaN of None
+    values_FR = values_FR.reshape(-1, len(rollouts))
+    return rewards_R, has_reward_R, torch.from_numpy(values_FR)
 
 
 def by_group(rewards_R: Tensor, has_reward_R: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
@@ -65,12 +65,12 @@ def are_informative(rollouts: Sequence[Rollout], group_size: int, judging_parts:
 
     judging_parts: the parts of the reward that count and look at more than length. If there are some, one must differ.
     """
-    _, has_reward_R, parts_FS = reward_tensors(rollouts, judging_parts)
+    _, has_reward_R, parts_FR = reward_tensors(rollouts, judging_parts)
     informative_P = ~are_equal(rollouts, group_size)
     if judging_parts:
         has_PG = has_reward_R.view(-1, group_size)
-        parts_FS = parts_FS.masked_fill(parts_FS.isnan(), torch.inf)  # None differs from any value
-        parts_FPG = parts_FS.view(-1, *has_PG.shape)
+        parts_FR = parts_FR.masked_fill(parts_FR.isnan(), torch.inf)  # None differs from any value
+        parts_FPG = parts_FR.view(-1, *has_PG.shape)
         informative_P &= ~equal_rewards(parts_FPG, has_PG).all(dim=0)
     return informative_P
 

@@ -213,6 +213,9 @@ class PlainSteps:
     What a step changes stands in columns, with a row for each request that decodes. `write_back` brings vLLM's objects
     up to date: those of all requests before a step that vLLM schedules, and those of one when it ends. One effect
     differs: only then are a request's full blocks entered into the prefix cache.
+
+    Suffixes of arrays in this class: R rows, C tokens of a row that are not written back, S requests of a step, P their
+    places in the model's output.
     """
 
     @staticmethod

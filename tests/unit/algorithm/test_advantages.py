@@ -96,11 +96,11 @@ def decoupled(parts, group_size, has=None):
     """GDPO's advantages of two reward functions with the weights 1 and 0.5; NONE in `parts` is None."""
     reward, algorithm = RewardConfig(functions={"a": 1.0, "b": 0.5}), AlgorithmConfig(advantages=GDPO)
     config = GRPOConfig(group_size=group_size, algorithm=algorithm, reward=reward)
-    parts_FS = torch.tensor(parts)
-    rewards_S = torch.tensor([1.0, 0.5]) @ parts_FS.nan_to_num(0.0)
-    has_S = torch.tensor(has or [True] * parts_FS.shape[1])
-    batch = make_batch([sequence(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))] * len(rewards_S))
-    batch = rewarded(batch, rewards_S, parts_FS, has_S)
+    parts_FR = torch.tensor(parts)
+    rewards_R = torch.tensor([1.0, 0.5]) @ parts_FR.nan_to_num(0.0)
+    has_R = torch.tensor(has or [True] * parts_FR.shape[1])
+    batch = make_batch([sequence(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))] * len(rewards_R))
+    batch = rewarded(batch, rewards_R, parts_FR, has_R)
     return add_advantages(config, batch, 0.0, StepMetrics(1)).advantages_N.tolist()
 
 
