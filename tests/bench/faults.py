@@ -24,12 +24,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import psutil
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from speed import launch, table
 
 from configs.examples import toys
 from grpo.watch.watchdog import deadline_seconds
@@ -58,9 +59,9 @@ class Role:
     flags: tuple[str, ...]
 
 
-def layout(trainers: int, references: int, generators: int, *more: str) -> tuple[str, ...]:
+def layout(trainers: int, references: int, generators: int) -> tuple[str, ...]:
     counts = {"trainers": trainers, "references": references, "generators": generators}
-    return (*(word for role, number in counts.items() for word in (f"--roles.num-{role}", str(number))), *more)
+    return tuple(word for role, number in counts.items() for word in (f"--roles.num-{role}", str(number)))
 
 
 # Without reference ranks the trainers hold the reference
@@ -69,8 +70,8 @@ ROLES = {
     "driver": Role(0, "trainer", 3, layout(2, 0, 1)),
     "reference": Role(1, "reference", 3, layout(1, 1, 1)),
     "generator TP 1": Role(1, "generator", 2, layout(1, 0, 1)),
-    "generator TP 2": Role(2, "generator", 3, layout(1, 0, 2, "--generator.tensor-parallel", "2")),
-    "colocated": Role(1, "colocated", 2, layout(2, 0, 0, "--roles.colocated")),
+    "generator TP 2": Role(2, "generator", 3, (*layout(1, 0, 2), "--generator.tensor-parallel", "2")),
+    "colocated": Role(1, "colocated", 2, (*layout(2, 0, 0), "--roles.colocated")),
 }
 PHASES = ("start", "generate", "reference", "reward", "train", "sync", "evaluate", "save")
 SAVING = ("trainer", "driver", "colocated")
@@ -116,7 +117,7 @@ def main() -> None:
     random.Random(0).shuffle(cells_to_run)  # so that a sample has something of every role, phase and kind
     run_all(cells_to_run[: options.sample], options.jobs)
     outcomes = read_outcomes()
-    print(table([outcomes[cell] for cell in cells if cell in outcomes]))
+    print_table([outcomes[cell] for cell in cells if cell in outcomes])
 
 
 def run_all(cells: list[tuple[str, str, str]], jobs: int) -> None:
@@ -165,9 +166,11 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
     note = FOLDER / f"{name}.fault"
     note.unlink(missing_ok=True)
     fault = {"rank": at.rank, "phase": phase, "step": STEP, "kind": kind, "note": str(note)}
-    flags = [*at.flags, "--run-dir", str(FOLDER / name), "--overwrite"]
-    flags += ["--deadline-minutes", str(DEADLINE_MINUTES)]
-    process = start_run(at.nproc, flags, model, rows, log, FAULT=json.dumps(fault))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={at.nproc}"]
+    command += ["train_grpo.py", "tests/bench/faults_recipe.py", "--model.path", model, "--data.path", rows, *at.flags]
+    command += ["--evaluation.path", rows, "--deadline-minutes", DEADLINE_MINUTES]
+    command += ["--run-dir", FOLDER / name, "--overwrite"]
+    process = launch(command, log, **SETTINGS, FAULT=json.dumps(fault))
     family, shared, ended = follow(process)
     time.sleep(LEFT_SECONDS)
     left = [member for member in family if is_alive(member)]
@@ -188,23 +191,6 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
     if not outcome.wrong:
         shutil.rmtree(FOLDER / name)
     return outcome
-
-
-def start_run(
-    nproc: int,
-    flags: Sequence[str],
-    model: pathlib.Path,
-    rows: pathlib.Path,
-    log: pathlib.Path,
-    **variables: str,
-) -> subprocess.Popen:
-    """Start torchrun with faults_recipe.py and these environment variables, with its output in `log`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    command += ["train_grpo.py", "tests/bench/faults_recipe.py", "--model.path", str(model), "--data.path", str(rows)]
-    command += ["--evaluation.path", str(rows), *flags]
-    environment = os.environ | SETTINGS | variables
-    with open(log, "w") as file:
-        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
 def follow(process: subprocess.Popen) -> tuple[set[psutil.Process], set[str], float]:
@@ -272,18 +258,15 @@ def limit_of(outcome: Outcome) -> float:
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table with a row for each role and phase and a column for each kind: seconds; wrong in bold."""
-    kinds = [kind for kind in KINDS if any(outcome.kind == kind for outcome in outcomes)]
-    lines = [f"| role | phase | {' | '.join(kinds)} |", f"|{' --- |' * (2 + len(kinds))}"]
+def print_table(outcomes: list[Outcome]) -> None:
+    """Print a row for each role and phase and a column for each kind: seconds; what was wrong in bold."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for outcome in outcomes:
-        text = f"{outcome.seconds:.1f}" + (f" **{'; '.join(outcome.wrong)}**" if outcome.wrong else "")
-        rows.setdefault((outcome.role, outcome.phase), {})[outcome.kind] = text
-    for (role, phase), cells in rows.items():
-        lines.append(f"| {role} | {phase} | {' | '.join(cells.get(kind, '-') for kind in kinds)} |")
+        row = rows.setdefault((outcome.role, outcome.phase), {"role": outcome.role, "phase": outcome.phase})
+        complaint = f" **{'; '.join(outcome.wrong)}**" if outcome.wrong else ""
+        row[outcome.kind] = f"{outcome.seconds:.1f}{complaint}"
     failed = sum(bool(outcome.wrong) for outcome in outcomes)
-    return "\n".join([*lines, "", f"{len(outcomes)} cells, {failed} not as they should be"])
+    print(f"{table([*rows.values()])}\n\n{len(outcomes)} cells, {failed} not as they should be")
 
 
 if __name__ == "__main__":
