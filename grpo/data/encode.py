@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo.config import DataConfig, SFTConfig, TrainOn
+from grpo.config import DataConfig, RowFormat, TrainOn
 from grpo.config.values import Source
 from grpo.data.chat import template_bounds, template_name
 from grpo.data.rows import (
@@ -127,8 +127,9 @@ class Encoder:
     """Which tokens are labels; None makes prompts."""
     truncates: bool = False
     """Cut longer rows off instead of leaving them out."""
-    sft_columns: tuple[str, ...] = ()
-    """Row format and completion column, which the fingerprint needs."""
+    row_format: RowFormat = "auto"
+    """What rows of examples have; with `completion_column` it says how they are read."""
+    completion_column: str = ""
     tools: Mapping[str, Tools] | None = None
     """JSON schemas of each environment by its name, for prompts whose rows bring none."""
     teacher_template: str = ""
@@ -232,23 +233,6 @@ def as_json(value: Any) -> str:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRow(f"a column for rewards holds what JSON cannot ({error}); make text of it in data.row") from error
-
-
-def chat_encoder(
-    tokenizer: "PreTrainedTokenizerBase",
-    config: SFTConfig,
-    vocab_size: int | None = None,
-) -> Encoder:
-    """Make the encoder of SFT's rows."""
-    return Encoder(
-        tokenizer,
-        config.data,
-        config.max_sequence_tokens,
-        config.train_on,
-        truncates=config.too_long == "truncate",
-        sft_columns=(config.row_format, config.completion_column),
-        vocab_size=vocab_size,
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,30 +4,27 @@ What is left out is printed with numbers. If next to nothing would be left, the 
 GRPO is evaluated and SFT validated, go the same way.
 """
 
-import contextlib
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
+from grpo.config import DataConfig, EvaluationConfig, HeldOutConfig, RowFormat, ValidationConfig
 from grpo.config.values import Source
 from grpo.data.encode import (
     Encoded,
     EncodedRows,
     Encoder,
     RowStatus,
-    chat_encoder,
     encode_rows,
     key_of,
 )
 from grpo.data.rows import (
     ABSENT,
     ChatColumns,
-    Tools,
     chat_reader,
     detect_format,
     no_format,
@@ -40,7 +37,6 @@ from grpo.types import Prompt
 
 if TYPE_CHECKING:
     import datasets
-    from transformers import PreTrainedTokenizerBase
 
 Sources = list[Rows]
 # First rows of a source, from which its columns and its format are found out
@@ -65,9 +61,9 @@ def load_sources(data: DataConfig) -> Sources:
     return [_prompt_rows(source, data) for source in data.all_sources]
 
 
-def load_chat_sources(config: SFTConfig) -> Sources:
+def load_chat_sources(data: DataConfig, row_format: RowFormat, completion_column: str) -> Sources:
     """Load the rows of all sources for SFT, see `load_sources`. Raises ValueError if their columns are no format."""
-    return [_chat_rows(source, config) for source in config.data.all_sources]
+    return [_chat_rows(source, data, row_format, completion_column) for source in data.all_sources]
 
 
 def _prompt_rows(source: Source, data: DataConfig) -> Rows:
@@ -82,12 +78,16 @@ def _prompt_rows(source: Source, data: DataConfig) -> Rows:
     return dataclasses.replace(rows, read=row_reader(data))
 
 
-def _chat_rows(source: Source, config: SFTConfig) -> Rows:
+def _chat_rows(
+    source: Source,
+    data: DataConfig,
+    row_format: RowFormat,
+    completion_column: str,
+) -> Rows:
     """Load the rows of a source as chats. The first rows decide about the format, if none is configured."""
     rows = load_rows(source)
-    columns = ChatColumns.of(config)
-    row_format = config.row_format
-    if not config.data.row:
+    columns = ChatColumns.of(data, completion_column)
+    if not data.row:
         if row_format == "auto":
             row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
             if row_format is None:
@@ -95,14 +95,14 @@ def _chat_rows(source: Source, config: SFTConfig) -> Rows:
             needed = " and ".join(columns.of_format[row_format])
             print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"))
         paths = list(columns.of_format[row_format])
-        if config.data.tools_column:
-            paths.append(config.data.tools_column)
+        if data.tools_column:
+            paths.append(data.tools_column)
         _check_columns(rows, paths)
         paths.append(columns.tools)
         if row_format == "alpaca":
             paths += ["input", "system", "history"]
         rows = rows.narrowed(paths)
-    return dataclasses.replace(rows, read=chat_reader(config, row_format))
+    return dataclasses.replace(rows, read=chat_reader(data.row, row_format, columns))
 
 
 def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
@@ -158,96 +158,54 @@ def texts_of(sources: Sources) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def usable_prompts(
-    sources: Sources,
-    config: GRPOConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    tools: Mapping[str, Tools] | None = None,
-    vocab_size: int | None = None,
-) -> list[EncodedRows]:
-    """Encode the sources as prompts, and print how many rows can be used.
+def encode_sources(sources: Sources, encoder: Encoder, rows_per_step: int) -> list[EncodedRows]:
+    """Encode the sources, and print how many rows can be used. rows_per_step: rows that a step draws from all of them.
 
-    tools: the JSON schemas of each environment, which the chat template shows to the model. vocab_size: tokens that the
-    model has; a row with another one cannot be used. Raises ValueError if rows cannot be used and `data.bad_rows` is
-    refuse, or if next to nothing is left.
+    Raises ValueError if rows cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
     """
-    encoder = Encoder(
-        tokenizer,
-        config.data,
-        config.data.max_prompt_tokens,
-        tools=tools,
-        teacher_template=config.algorithm.teacher_template,
-        vocab_size=vocab_size,
-    )
-    return _training_rows(sources, encoder, config.prompts_per_step)
+    total_weight = sum(rows.source.weight for rows in sources)
+    encoded = []
+    for rows in sources:
+        own_rows_per_step = rows_per_step / total_weight * rows.source.weight
+        encoded.append(_encode_usable(rows, encoder, rows_per_step=own_rows_per_step))
+    return encoded
 
 
-def usable_chats(
-    sources: Sources,
-    config: SFTConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    vocab_size: int | None = None,
-) -> list[EncodedRows]:
-    """Encode the sources as examples of SFT, see `usable_prompts`. Rows without a label are left out too."""
-    encoder = chat_encoder(tokenizer, config, vocab_size)
-    return _training_rows(sources, encoder, config.sequences_per_step)
+def load_held_out(section: HeldOutConfig, encoder: Encoder, max_rows: int) -> Iterator[EncodedRows]:
+    """Yield the first usable rows of each held-out set, and print how many there are. Raises as `encode_sources` does.
 
-
-def load_eval_prompts(
-    data: DataConfig,
-    evaluation: EvaluationConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    tools: Mapping[str, Tools] | None = None,
-    vocab_size: int | None = None,
-) -> list[Prompt]:
-    """Return the first `evaluation.num_prompts` usable prompts of each held-out set, and print how many there are.
-
-    Prompt.index counts from 0 through all sets; Prompt.source is the set's name. Raises what `usable_prompts` raises.
+    A ValueError about rows that cannot be read names the section, since they may be the recipe's.
     """
-    encoder = Encoder(
-        tokenizer,
-        data,
-        data.max_prompt_tokens,
-        tools=tools,
-        vocab_size=vocab_size,
-    )
+    for source in section.held_out(encoder.data):
+        try:
+            if encoder.train_on:
+                rows = _chat_rows(source, encoder.data, encoder.row_format, encoder.completion_column)
+            else:
+                rows = _prompt_rows(source, encoder.data)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{section.section}.path: {error}") from error
+        yield _encode_usable(rows, encoder, max_rows=max_rows)
+
+
+def load_eval_prompts(evaluation: EvaluationConfig, encoder: Encoder) -> list[Prompt]:
+    """Return the first `num_prompts` usable prompts of each held-out set, see `load_held_out`.
+
+    Prompt.index counts from 0 through all sets; Prompt.source is the set's name.
+    """
     prompts = []
-    for source in evaluation.held_out(data):
-        with _named(evaluation.section):
-            rows = _prompt_rows(source, data)
-        encoded = _encode_usable(rows, encoder, max_rows=evaluation.num_prompts)
-        for row in encoded.usable:
-            prompts.append(encoded.prompt(row, len(prompts)))
+    for rows in load_held_out(evaluation, encoder, evaluation.num_prompts):
+        for row in rows.usable:
+            prompts.append(rows.prompt(row, len(prompts)))
     return prompts
 
 
-def load_validation(
-    config: SFTConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    vocab_size: int | None = None,
-) -> dict[str, list[Encoded]]:
-    """Return the first `validation.num_examples` usable rows of each held-out set, and print how many there are.
+def load_validation(validation: ValidationConfig, encoder: Encoder) -> dict[str, list[Encoded]]:
+    """Return the first `num_examples` usable rows of each held-out set, see `load_held_out`.
 
-    A set's name is empty if it is the only one. Raises what `usable_chats` raises.
+    A set's name is empty if it is the only one.
     """
-    validation = config.validation
-    encoder = chat_encoder(tokenizer, config, vocab_size)
-    sets = {}
-    for source in validation.held_out(config.data):
-        with _named(validation.section):
-            rows = _chat_rows(source, config)
-        encoded = _encode_usable(rows, encoder, max_rows=validation.num_examples)
-        sets[source.label] = [encoded.get(row) for row in encoded.usable]
-    return sets
-
-
-@contextlib.contextmanager
-def _named(section: str) -> Iterator[None]:
-    """Say of rows that cannot be read that they are the held-out ones of this section, perhaps the recipe's."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{section}.path: {error}") from error
+    sets = load_held_out(validation, encoder, validation.num_examples)
+    return {rows.source.label: [rows.get(row) for row in rows.usable] for rows in sets}
 
 
 def warn_of_repeated_rows(section: str, held_out: Sequence[Sequence[int]], training: Sequence[EncodedRows]) -> None:
@@ -260,20 +218,6 @@ def warn_of_repeated_rows(section: str, held_out: Sequence[Sequence[int]], train
             f"warning: {num_repeated:,} of {len(keys):,} held-out rows of {section} are trained on too; leave them out "
             "of the training data (data.row), or out of what is held out"
         )
-
-
-def _training_rows(
-    sources: Sources,
-    encoder: Encoder,
-    rows_per_step: int,
-) -> list[EncodedRows]:
-    """Encode each source. rows_per_step: rows that a step draws from all of them."""
-    total_weight = sum(rows.source.weight for rows in sources)
-    encoded = []
-    for rows in sources:
-        own_rows_per_step = rows_per_step / total_weight * rows.source.weight
-        encoded.append(_encode_usable(rows, encoder, rows_per_step=own_rows_per_step))
-    return encoded
 
 
 def _encode_usable(

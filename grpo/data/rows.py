@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.config import DataConfig, RowFormat, SFTConfig
+from grpo.config import DataConfig, RowFormat
 from grpo.config.user_files import load_function
 from grpo.text import has_surrogates, reason_of
 
@@ -198,11 +198,11 @@ class ChatColumns:
     tools: str = "tools"
 
     @classmethod
-    def of(cls, config: SFTConfig) -> "ChatColumns":
-        """Return the columns that the config names. A row that `data.row` makes has `prompt` for the user's message."""
-        if config.data.row:
-            return cls("prompt", config.completion_column)
-        return cls(config.data.prompt_column, config.completion_column, config.data.tools_column or "tools")
+    def of(cls, data: DataConfig, completion: str) -> "ChatColumns":
+        """Return the columns that `data` names. A row that `data.row` makes has `prompt` for the user's message."""
+        if data.row:
+            return cls("prompt", completion)
+        return cls(data.prompt_column, completion, data.tools_column or "tools")
 
     @property
     def of_format(self) -> dict[RowFormat, tuple[str, ...]]:
@@ -236,15 +236,13 @@ def no_format(names: Iterable[str], columns: ChatColumns) -> str:
     )
 
 
-def chat_reader(config: SFTConfig, row_format: RowFormat) -> RowReader:
+def chat_reader(own_function: str, row_format: RowFormat, columns: ChatColumns) -> RowReader:
     """Return the function that makes a chat of a row in this format, or None if `data.row` leaves the row out.
 
-    row_format: can be `auto` with `data.row` only; then it is found out for each row.
+    own_function: `data.row`. row_format: can be `auto` with it only; then it is found out for each row.
     """
-    read = functools.partial(read_chat, row_format, ChatColumns.of(config))
-    if config.data.row:
-        return _own_reader(config.data.row, read)
-    return read
+    read = functools.partial(read_chat, row_format, columns)
+    return _own_reader(own_function, read) if own_function else read
 
 
 def read_chat(row_format: RowFormat, columns: ChatColumns, row: Row) -> Example:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from grpo.config import GRPOConfig
-from grpo.config.fields import Config
+from grpo.config import DataConfig
 from grpo.config.user_files import cause_and_line, load_function
 from grpo.data.encode import Encoded, EncodedRows
 from grpo.types import Prompt, check_saved
@@ -41,15 +40,15 @@ class Order:
     is the number of rows that had their turn. With a curriculum, a row can be passed over when its turn comes.
     """
 
-    def __init__(self, rows: EncodedRows, config: Config):
-        """Begin at the first row of the first epoch, in the order that follows from the config's seed."""
+    def __init__(self, rows: EncodedRows, seed: int, shuffle: bool):
+        """Begin at the first row of the first epoch."""
         self.rows = rows
         self.num_rows = len(rows.usable)
         self.source = rows.source.text
         self.label = rows.source.label
         self.weight = rows.source.weight
-        self.seed = config.seed
-        self.shuffle = int(config.data.shuffle)
+        self.seed = seed
+        self.shuffle = shuffle
         self.num_drawn = 0
         self.seen: dict[int, Seen] = {}
         self.chances: dict[int, float] = {}  # of rows that were seen
@@ -118,9 +117,9 @@ class Stream:
     n draws each source has given its share of n, up to less than one row per source, without randomness.
     """
 
-    def __init__(self, sources: Sequence[EncodedRows], config: Config):
-        """Begin with the first row of each source. sources: from `usable_prompts` or `usable_chats`."""
-        self.orders = {rows.source.label: Order(rows, config) for rows in sources}
+    def __init__(self, sources: Sequence[EncodedRows], data: DataConfig, seed: int):
+        """Begin with the first row of each source."""
+        self.orders = {rows.source.label: Order(rows, seed, data.shuffle) for rows in sources}
         self._owed = dict.fromkeys(self.orders, 0.0)  # rows
         weights = {label: order.weight for label, order in self.orders.items()}
         self.set_weights(weights)
@@ -181,13 +180,13 @@ class PromptStream(Stream):
     whole groups after they were sampled (`run/groups.py`).
     """
 
-    def __init__(self, sources: Sequence[EncodedRows], config: GRPOConfig):
+    def __init__(self, sources: Sequence[EncodedRows], data: DataConfig, seed: int):
         """Load and try `data.curriculum`, if there is one; raises ValueError if it cannot be used."""
-        super().__init__(sources, config)
+        super().__init__(sources, data, seed)
         self.keep_prompt: Callable[[Prompt], bool] | None = None
         self.curriculum = None
-        if config.data.curriculum:
-            self.curriculum = checked_curriculum(config.data.curriculum)
+        if data.curriculum:
+            self.curriculum = checked_curriculum(data.curriculum)
             self.curriculum(Seen(pass_rate=0.5, times=1, step=1), 2)
 
     def begin_step(

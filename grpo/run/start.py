@@ -77,7 +77,7 @@ def read_sft(
     """Read the examples of a supervised run, and what it validates and evaluates on."""
     if config.evaluation.interval:
         check_functions(config)
-    sources = load_chat_sources(config)
+    sources = load_chat_sources(config.data, config.row_format, config.completion_column)
     paths = data_paths(config, config.validation, config.evaluation)
     saved = find_saved(config, script, paths, parts=("data", "recent_losses"))
     policy = read_policy(config, texts_of(sources), build_dir)

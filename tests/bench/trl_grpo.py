@@ -43,7 +43,8 @@ from trl.generation import vllm_generation
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
+from grpo.data.encode import Encoder
+from grpo.data.prepare import encode_sources, load_eval_prompts, load_sources
 from grpo.data.streams import PromptStream
 from grpo.rewards.loading import load_functions
 from grpo.run.policy import read_policy
@@ -66,7 +67,9 @@ def main() -> None:
     policy = read_policy(config)
     folder = policy.folder
     tokenizer = policy.tokenizer
-    stream = PromptStream(usable_prompts(load_sources(config.data), config, tokenizer), config)
+    encoder = Encoder(tokenizer, config.data, config.data.max_prompt_tokens)
+    rows = encode_sources(load_sources(config.data), encoder, config.prompts_per_step)
+    stream = PromptStream(rows, config.data, config.seed)
     prompts = stream.draw(config.num_steps * config.prompts_per_step)
     functions = load_functions(config.reward, config.data.reward_columns, config.generator.max_completion_tokens)
     rows = [as_row(prompt, tokenizer) for prompt in prompts]
@@ -149,7 +152,8 @@ class Log(TrainerCallback):
         self.num_prompt_tokens = num_prompt_tokens
         self.held_out = []
         if config.evaluation.interval:
-            self.held_out = load_eval_prompts(config.data, config.evaluation, tokenizer)
+            encoder = Encoder(tokenizer, config.data, config.data.max_prompt_tokens)
+            self.held_out = load_eval_prompts(config.evaluation, encoder)
         self.last_evaluated = -1
         self.launched = psutil.Process().create_time()
         self.trainer: GRPOTrainer | None = None

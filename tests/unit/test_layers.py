@@ -107,7 +107,7 @@ def test_config_and_rewards_do_without_torch():
 
 # These still take all of a config where a section would do. None is added
 TAKE_IT_WHOLE = {"grpo.algorithm.advantages", "grpo.folder.checkpoint", "grpo.folder.hub", "grpo.folder.run_folder"}
-TAKE_IT_WHOLE |= {"grpo.folder.was_read", *(f"grpo.data.{name}" for name in ("encode", "prepare", "rows", "streams"))}
+TAKE_IT_WHOLE |= {"grpo.folder.was_read"}
 
 
 def test_below_run_nothing_takes_a_whole_config():

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig, GRPOConfig
-from grpo.data.prepare import load_sources, usable_prompts
+from grpo.data.encode import EncodedRows, Encoder
+from grpo.data.prepare import encode_sources, load_sources
 from grpo.data.streams import PromptStream
 from grpo.data.turns import tokenize, write_prompt
 from grpo.folder.was_read import WasRead
@@ -68,9 +69,16 @@ def config_of(path: str, **changes) -> DataConfig:
     return DataConfig(**{"path": path, "system_prompt": ""} | changes)
 
 
-def prompts_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
-    config = GRPOConfig(data=data, seed=seed, **{"prompts_per_step": 1} | fields)
-    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config)
+def encoder_of(data: DataConfig, tokenizer, **options) -> Encoder:
+    return Encoder(tokenizer, data, data.max_prompt_tokens, **options)
+
+
+def prepared(data: DataConfig, tokenizer, rows_per_step=1, **options) -> list[EncodedRows]:
+    return encode_sources(load_sources(data), encoder_of(data, tokenizer, **options), rows_per_step)
+
+
+def prompts_of(data: DataConfig, tokenizer, seed=0, **options) -> PromptStream:
+    return PromptStream(prepared(data, tokenizer, **options), data, seed)
 
 
 def encode_prompt(tokenizer, data: DataConfig, prompt: str | list[dict]) -> list[int]:

@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs.examples import toys
-from grpo.config import DataConfig, GRPOConfig, SFTConfig
-from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
+from grpo.config import DataConfig
+from grpo.data.encode import Encoder
+from grpo.data.prepare import encode_sources, load_chat_sources
 from grpo.watch.failures import BadInput, refuse_bad_input
+from tests.unit.data.test_data import prepared
 
 MOST_CHARACTERS = 3000  # of a message
 
@@ -46,11 +48,10 @@ def look_at(path: pathlib.Path, tokenizer, sft: bool, **fields) -> None:
     data = DataConfig(path=str(path), system_prompt="", **fields)
     with refuse_bad_input():
         if sft:
-            config = SFTConfig(data=data, max_sequence_tokens=100, sequences_per_step=2)
-            usable_chats(load_chat_sources(config), config, tokenizer)
+            sources = load_chat_sources(data, "auto", "completion")
+            encode_sources(sources, Encoder(tokenizer, data, 100, "assistant"), 2)
         else:
-            config = GRPOConfig(data=data, prompts_per_step=2)
-            usable_prompts(load_sources(data), config, tokenizer)
+            prepared(data, tokenizer)
 
 
 def refusal(path: pathlib.Path, tokenizer, sft: bool, **fields) -> str:

@@ -5,31 +5,34 @@ import re
 
 import pytest
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig, ValidationConfig
+from grpo.config import EvaluationConfig, ValidationConfig
 from grpo.data import encode
 from grpo.data.chat import check_template
-from grpo.data.encode import EncodedRows
+from grpo.data.encode import Encoder
 from grpo.data.prepare import (
+    encode_sources,
     first_columns,
     load_chat_sources,
     load_eval_prompts,
     load_sources,
     load_validation,
-    usable_chats,
-    usable_prompts,
     warn_of_repeated_rows,
 )
 from grpo.data.streams import ChatStream
-from tests.unit.data.test_data import config_of, prompts_of, rows_of, word_tokenizer, write_rows
+from tests.unit.data.test_data import (
+    config_of,
+    encoder_of,
+    prepared,
+    prompts_of,
+    rows_of,
+    word_tokenizer,
+    write_rows,
+)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return word_tokenizer()
-
-
-def prepared(data: DataConfig, tokenizer, **fields) -> list[EncodedRows]:
-    return usable_prompts(load_sources(data), GRPOConfig(data=data, **{"prompts_per_step": 1} | fields), tokenizer)
 
 
 def long_rows(tmp_path, lengths: list[int], name: str = "long") -> str:
@@ -43,7 +46,7 @@ def long_rows(tmp_path, lengths: list[int], name: str = "long") -> str:
 
 def test_prompts_that_are_too_long_are_never_drawn_and_counted_at_the_start(tokenizer, tmp_path, capsys):
     path = long_rows(tmp_path, [4, 9, 5, 8, 6])
-    stream = prompts_of(config_of(path, max_prompt_tokens=6, shuffle=False), tokenizer, prompts_per_step=2)
+    stream = prompts_of(config_of(path, max_prompt_tokens=6, shuffle=False), tokenizer, rows_per_step=2)
     (line,) = capsys.readouterr().out.splitlines()
     prompts = stream.draw(8)
     assert [p.columns["answer"] for p in prompts] == ["4", "5", "6", "4", "5", "6", "4", "5"]
@@ -65,7 +68,7 @@ def test_nothing_or_next_to_nothing_left_is_refused_with_a_limit_that_helps(toke
     with pytest.raises(ValueError, match=message):
         prepared(data, tokenizer)
     with pytest.raises(ValueError, match=message):
-        load_eval_prompts(data, EvaluationConfig(path=data.path, num_prompts=2), tokenizer)
+        load_eval_prompts(EvaluationConfig(path=data.path, num_prompts=2), encoder_of(data, tokenizer))
 
 
 def test_rows_that_cannot_be_used_are_never_drawn_and_keep_their_numbers(tokenizer, tmp_path):
@@ -103,14 +106,16 @@ def test_sources_whose_own_columns_differ_are_refused(tmp_path):
 # ---- What SFT learns
 
 
-def sft_of(path: str, **fields) -> SFTConfig:
-    return SFTConfig(data=config_of(path, shuffle=False), sequences_per_step=1, **{"max_sequence_tokens": 9} | fields)
+def chat_encoder(tokenizer, path: str, max_tokens=9, train_on="assistant", **options) -> Encoder:
+    data = config_of(path, shuffle=False, bad_rows=options.pop("bad_rows", "refuse"))
+    return Encoder(tokenizer, data, max_tokens, train_on, completion_column="completion", **options)
 
 
-def chats(config: SFTConfig, tokenizer) -> list[tuple[str, str]]:
+def chats(encoder: Encoder) -> list[tuple[str, str]]:
     """The examples of an epoch and their labels as texts."""
-    sources = usable_chats(load_chat_sources(config), config, tokenizer)
-    examples = ChatStream(sources, config).draw(sum(len(rows.usable) for rows in sources))
+    tokenizer = encoder.tokenizer
+    sources = encode_sources(load_chat_sources(encoder.data, "auto", "completion"), encoder, 1)
+    examples = ChatStream(sources, encoder.data, 0).draw(sum(len(rows.usable) for rows in sources))
     pairs = []
     for example in examples:
         labels = [*itertools.compress(example.ids, example.mask)]
@@ -128,22 +133,22 @@ def talks(tmp_path) -> str:
 
 
 def test_an_example_without_a_label_is_counted(tokenizer, talks, capsys):
-    assert chats(sft_of(talks), tokenizer) == [
+    assert chats(chat_encoder(tokenizer, talks)) == [
         ("<user> add <assistant> yes <eos>", "yes <eos>"),
         ("<user> add <assistant> yes <user> add <assistant> yes <eos>", "yes yes <eos>"),
     ]
     out = capsys.readouterr().out
     assert "data: 2 of 4 rows of" in out and "tokens 5 to 11, median 9" in out
     assert "left out: 1 without a token to learn, 1 longer than max_sequence_tokens=9" in out
-    assert len(chats(sft_of(talks, train_on="all"), tokenizer)) == 3  # there, every token is one
+    assert len(chats(chat_encoder(tokenizer, talks, train_on="all"))) == 3  # there, every token is one
 
 
 def test_too_long_examples_are_cut_off_and_counted(tokenizer, talks, capsys):
-    found = chats(sft_of(talks, too_long="truncate"), tokenizer)
+    found = chats(chat_encoder(tokenizer, talks, truncates=True))
     assert found[2] == ("<user> add <assistant> yes <user> add <assistant> n1 n2", "yes n1 n2")
     assert "left out: 1 without a token to learn; cut off: 1 longer than max_" in capsys.readouterr().out
     # of 7 tokens, the last answer's are all cut off
-    found = chats(sft_of(talks, too_long="truncate", max_sequence_tokens=7, train_on="last"), tokenizer)
+    found = chats(chat_encoder(tokenizer, talks, 7, "last", truncates=True))
     assert found == [("<user> add <assistant> yes <eos>", "yes <eos>")]
     assert "left out: 3 without a token to learn" in capsys.readouterr().out
 
@@ -154,8 +159,8 @@ def test_too_long_examples_are_cut_off_and_counted(tokenizer, talks, capsys):
 def test_held_out_rows_are_the_first_that_can_be_used(tokenizer, talks, tmp_path, capsys):
     answers = write_rows(tmp_path / "a.jsonl", [{"question": "add", "completion": f"n{i}"} for i in range(10)])
     sets = {"talks": talks, "answers": f"{answers}:train[5:]"}
-    config = sft_of(answers, validation=ValidationConfig(interval=1, num_examples=3, path=sets))
-    found = load_validation(config, tokenizer)
+    validation = ValidationConfig(interval=1, num_examples=3, path=sets)
+    found = load_validation(validation, chat_encoder(tokenizer, answers))
     texts = {name: [tokenizer.decode(example.ids) for example in examples] for name, examples in found.items()}
     assert texts["talks"] == [
         "<user> add <assistant> yes <eos>",
@@ -168,7 +173,7 @@ def test_held_out_rows_are_the_first_that_can_be_used(tokenizer, talks, tmp_path
 
     data = config_of(answers, max_prompt_tokens=6)
     evaluation = EvaluationConfig(path=long_rows(tmp_path, [4, 9, 5, 6]), num_prompts=2)
-    prompts = load_eval_prompts(data, evaluation, tokenizer)
+    prompts = load_eval_prompts(evaluation, encoder_of(data, tokenizer))
     assert [(p.index, p.row, p.columns["answer"]) for p in prompts] == [(0, 0, "4"), (1, 2, "5")]
     assert "held out: 2 of 4 rows of" in capsys.readouterr().out
 
@@ -177,9 +182,9 @@ def test_held_out_rows_that_cannot_be_read_are_named_by_their_field(tokenizer, t
     """They may be the recipe's, whose path the user never saw."""
     missing = str(tmp_path / "missing.jsonl")
     with pytest.raises(ValueError, match=r"^validation\.path: .*missing\.jsonl"):
-        load_validation(sft_of(talks, validation=ValidationConfig(interval=1, path=missing)), tokenizer)
+        load_validation(ValidationConfig(interval=1, path=missing), chat_encoder(tokenizer, talks))
     with pytest.raises(ValueError, match=r"^evaluation\.path: .*missing\.jsonl"):
-        load_eval_prompts(config_of(talks), EvaluationConfig(interval=1, path=missing), tokenizer)
+        load_eval_prompts(EvaluationConfig(interval=1, path=missing), encoder_of(config_of(talks), tokenizer))
 
 
 def test_held_out_rows_that_are_trained_on_under_another_name_are_counted(tokenizer, tmp_path, capsys):
@@ -190,7 +195,7 @@ def test_held_out_rows_that_are_trained_on_under_another_name_are_counted(tokeni
     )
     data = config_of(train)
     rows = prepared(data, tokenizer)
-    prompts = load_eval_prompts(data, EvaluationConfig(interval=1, path=test), tokenizer)
+    prompts = load_eval_prompts(EvaluationConfig(interval=1, path=test), encoder_of(data, tokenizer))
     capsys.readouterr()
     warn_of_repeated_rows("evaluation", [prompt.ids for prompt in prompts], rows)
     assert "warning: 3 of 5 held-out rows of evaluation are trained on too" in capsys.readouterr().out
@@ -213,10 +218,10 @@ def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in
 
     def load(bad_rows: str) -> list:
         data = config_of(path, bad_rows=bad_rows)
-        examples = load_validation(SFTConfig(data=data, validation=validation), tokenizer)[""]
+        examples = load_validation(validation, chat_encoder(tokenizer, path, bad_rows=bad_rows))[""]
         texts = [tokenizer.decode(example.ids) for example in examples]
         assert texts == [f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)]
-        return rows_of(load_eval_prompts(data, evaluation, tokenizer))
+        return rows_of(load_eval_prompts(evaluation, encoder_of(data, tokenizer)))
 
     told = "1 of 4 rows of .*rows.jsonl cannot be used: row 2: .* refuses .*TemplateError: not this"
     with pytest.raises(ValueError, match=f"{told}.*or leave them out with --data.bad-rows skip"):

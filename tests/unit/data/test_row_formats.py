@@ -9,7 +9,8 @@ import pytest
 from configs.examples.toys import trained_tokenizer
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load
-from grpo.data.prepare import load_chat_sources, load_sources, texts_of, usable_chats, usable_prompts
+from grpo.data.encode import Encoder
+from grpo.data.prepare import encode_sources, load_chat_sources, load_sources, texts_of
 from grpo.data.streams import ChatStream, PromptStream
 
 FORMATS = pathlib.Path(__file__).parent / "row_formats"
@@ -61,7 +62,8 @@ def prompts_of(path: str, *flags: str):
     fixed += ["--data.max-prompt-tokens", "3000"]
     config = load(GRPOConfig, str(ROOT / "configs/qwen3_1_7b_gsm8k.py"), [*fixed, *flags])
     tokenizer = tokenizer_of(sources := load_sources(config.data))
-    prompts = PromptStream(usable_prompts(sources, config, tokenizer), config).draw(3)
+    encoder = Encoder(tokenizer, config.data, config.data.max_prompt_tokens)
+    prompts = PromptStream(encode_sources(sources, encoder, 3), config.data, 0).draw(3)
     return prompts, [tokenizer.decode(prompt.ids) for prompt in prompts]
 
 
@@ -69,9 +71,10 @@ def chats_of(path: str, *flags: str) -> list[tuple[str, str]]:
     """What comes before the first label, and the labels, of three rows as SFT gets them."""
     fixed = ["--data.path", path, "--data.no-shuffle", "--sequences-per-step", "3", "--max-sequence-tokens", "4000"]
     config = load(SFTConfig, str(ROOT / "configs/toy_sft.py"), [*fixed, *flags])
-    tokenizer = tokenizer_of(sources := load_chat_sources(config))
+    tokenizer = tokenizer_of(sources := load_chat_sources(config.data, config.row_format, config.completion_column))
+    rows = encode_sources(sources, Encoder(tokenizer, config.data, 4000, config.train_on), 3)
     chats = []
-    for chat in ChatStream(usable_chats(sources, config, tokenizer), config).draw(3):
+    for chat in ChatStream(rows, config.data, 0).draw(3):
         labels = [token for token, is_label in zip(chat.ids, chat.mask, strict=True) if is_label]
         chats.append((tokenizer.decode(chat.ids[: chat.mask.index(True)]), tokenizer.decode(labels)))
     return chats

@@ -7,11 +7,11 @@ import re
 import datasets
 import pytest
 
-from grpo.config import DataConfig, GRPOConfig, SFTConfig
-from grpo.data.encode import EncodedRows
-from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
+from grpo.config import DataConfig
+from grpo.data.encode import EncodedRows, Encoder
+from grpo.data.prepare import encode_sources, load_chat_sources
 from grpo.data.rows import BadRow, ChatColumns, Example, TableRow, column_of, detect_format, read_chat, row_reader
-from tests.unit.data.test_data import word_tokenizer
+from tests.unit.data.test_data import prepared, word_tokenizer
 
 GOOD = {"question": "1+2", "answer": "3"}
 USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
@@ -36,13 +36,13 @@ def written(rows: tuple[dict, ...], table: bool, name: str = "f") -> str:
 
 def prompts(*rows: dict, table: bool = False, name: str = "f", **fields) -> EncodedRows:
     data = DataConfig(path=written(rows, table, name), **fields)
-    return usable_prompts(load_sources(data), GRPOConfig(data=data, prompts_per_step=1), TOKENIZER)[0]
+    return prepared(data, TOKENIZER)[0]
 
 
 def chats(*rows: dict, table: bool = False, row_format: str = "auto", **fields) -> EncodedRows:
     data = DataConfig(path=written(rows, table), system_prompt="", **fields)
-    config = SFTConfig(data=data, row_format=row_format, sequences_per_step=1, train_on="all")
-    return usable_chats(load_chat_sources(config), config, TOKENIZER)[0]
+    sources = load_chat_sources(data, row_format, "completion")
+    return encode_sources(sources, Encoder(TOKENIZER, data, 2048, "all"), 1)[0]
 
 
 def texts_of(found: EncodedRows) -> list[str]:
@@ -226,11 +226,10 @@ def test_a_token_that_the_model_has_no_row_for(is_chat):
 
     def load(vocab_size: int) -> None:
         if is_chat:
-            config = SFTConfig(data=data, sequences_per_step=1)
-            usable_chats(load_chat_sources(config), config, TOKENIZER, vocab_size)
+            sources = load_chat_sources(data, "auto", "completion")
+            encode_sources(sources, Encoder(TOKENIZER, data, 2048, "last", vocab_size=vocab_size), 1)
         else:
-            config = GRPOConfig(data=data, prompts_per_step=1)
-            usable_prompts(load_sources(data), config, TOKENIZER, vocab_size=vocab_size)
+            prepared(data, TOKENIZER, vocab_size=vocab_size)
 
     load(30)
     with pytest.raises(ValueError, match="row 2: token 'n19' .29. is not among the model's vocab_size=29"):

@@ -18,14 +18,10 @@ from grpo.roles.trainer import Trainer
 from grpo.types import Piece, Prompt
 from tests.rollouts import conversation, rewarded
 from tests.tiny_models import make_tiny
-from tests.unit.data.test_data import config_of, ids_of, prompts_of, word_tokenizer, write_rows
+from tests.unit.data.test_data import config_of, encoder_of, ids_of, prompts_of, word_tokenizer, write_rows
 from train_grpo import add_advantages, grpo_objective
 
 # ---- The prompt
-
-
-def hinted(template: str) -> AlgorithmConfig:
-    return AlgorithmConfig(distill_coef=1.0, teacher_template=template)
 
 
 def rows_of(tmp_path, *rows: dict) -> str:
@@ -34,22 +30,22 @@ def rows_of(tmp_path, *rows: dict) -> str:
 
 def test_it_goes_the_way_of_the_prompt_with_columns_of_the_row(tmp_path):
     """Of a chat it replaces the last message of the user; nothing within a value is taken for a placeholder."""
-    tokenizer, algorithm = word_tokenizer(), hinted("{hint} {question} {answer}")
+    tokenizer, template = word_tokenizer(), "{hint} {question} {answer}"
     fields = {"system_prompt": "Be brief", "shuffle": False, "columns": {"hint": "extra"}}
     path = rows_of(tmp_path, {"extra": "n7"}, {"question": "{hint}", "extra": "{answer} {question}"})
     data = config_of(path, **fields)
-    first, second = prompts_of(data, tokenizer, algorithm=algorithm).draw(2)
+    first, second = prompts_of(data, tokenizer, teacher_template=template).draw(2)
     assert first.ids == ids_of("<system> Be brief <user> add n1 <assistant>")
     assert first.teacher_ids == ids_of("<system> Be brief <user> n7 add n1 n2 <assistant>")
     assert second.teacher_ids == ids_of("<system> Be brief <user> <unk> <unk> <unk> n2 <assistant>")
-    (plain,) = load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=1), tokenizer)
+    (plain,) = load_eval_prompts(EvaluationConfig(path=path, num_prompts=1), encoder_of(data, tokenizer))
     assert plain.ids == first.ids and not plain.teacher_ids
     assert not prompts_of(data, tokenizer).draw(1)[0].teacher_ids
 
     turns = [("user", "add n1"), ("assistant", "n3"), ("user", "add n4")]
     chat = [{"role": role, "content": content} for role, content in turns]
     path = rows_of(tmp_path, {"question": chat, "extra": "n7"})
-    (prompt,) = prompts_of(config_of(path, **fields), tokenizer, algorithm=algorithm).draw(1)
+    (prompt,) = prompts_of(config_of(path, **fields), tokenizer, teacher_template=template).draw(1)
     text = "<system> Be brief <user> add n1 <assistant> n3 <user> n7 add n4 n2 <assistant>"
     assert prompt.teacher_ids == ids_of(text)
 
@@ -57,11 +53,11 @@ def test_it_goes_the_way_of_the_prompt_with_columns_of_the_row(tmp_path):
 def test_one_that_is_too_long_leaves_its_row_out_with_numbers(tmp_path, capsys):
     path = rows_of(tmp_path, {}, {"answer": "n2 n2 n2"}, {"answer": "n3"})
     data = config_of(path, max_prompt_tokens=5, shuffle=False)
-    prompts = prompts_of(data, word_tokenizer(), algorithm=hinted("{question} {answer}")).draw(2)
+    prompts = prompts_of(data, word_tokenizer(), teacher_template="{question} {answer}").draw(2)
     assert [prompt.row for prompt in prompts] == [0, 2]
     assert "2 of 3 rows" in (told := capsys.readouterr().out)
     with pytest.raises(ValueError, match=r"teacher_template .*\{solution\}.* data.columns"):
-        prompts_of(data, word_tokenizer(), algorithm=hinted("{question} {solution}"))
+        prompts_of(data, word_tokenizer(), teacher_template="{question} {solution}")
     assert "tokens 5 to 7" in told and "left out: 1 longer than data.max_prompt_tokens=5" in told
 
 

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from configs.examples import toys
-from grpo.config import DataConfig, SFTConfig
+from grpo.config import DataConfig
 from grpo.data.chat import Refused
-from grpo.data.encode import Encoded, RowStatus, chat_encoder
-from grpo.data.rows import Example, chat_reader
+from grpo.data.encode import Encoded, Encoder, RowStatus
+from grpo.data.rows import ChatColumns, Example, chat_reader
 from grpo.data.turns import end_of_turn, tokenize, write_example, write_prompt
 from tests.unit.data.test_data import encode_prompt
 
@@ -35,9 +35,8 @@ def encode_text(tokenizer, text) -> tuple[list[int], list[bool]]:
 
 def encode_within(tokenizer, row: dict, max_tokens: int, truncate=False) -> Encoded:
     """What becomes of a row with messages or a text."""
-    too_long = "truncate" if truncate else "leave_out"
-    config = SFTConfig(data=DATA, max_sequence_tokens=max_tokens, too_long=too_long, train_on="assistant")
-    (encoded,) = chat_encoder(tokenizer, config).encode([row], chat_reader(config, next(iter(row))))
+    encoder = Encoder(tokenizer, DATA, max_tokens, "assistant", truncates=truncate)
+    (encoded,) = encoder.encode([row], chat_reader("", next(iter(row)), ChatColumns("prompt", "completion")))
     return encoded
 
 

@@ -6,11 +6,12 @@ import textwrap
 
 import pytest
 
-from grpo.config import DataConfig, EnvironmentConfig, GRPOConfig
-from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
+from grpo.config import DataConfig, EnvironmentConfig, EvaluationConfig
+from grpo.data.prepare import load_eval_prompts
 from grpo.features.environments.host import EnvironmentHost
 from grpo.features.environments.tools import load_toolboxes
 from tests.unit import chat_templates as templates
+from tests.unit.data.test_data import encoder_of, prepared
 from tests.unit.features.environments.conversations import call, played
 from tests.unit.features.environments.test_turns_suffix import tokenizer_for
 
@@ -53,7 +54,7 @@ def write(folder, kinds):
 
 def prompts(data, tools):
     tokenizer = tokenizer_for(templates.QWEN2)
-    rows = usable_prompts(load_sources(data), GRPOConfig(data=data, prompts_per_step=1), tokenizer, tools)[0]
+    rows = prepared(data, tokenizer, tools=tools)[0]
     return [tokenizer.decode(rows.get(row).ids) for row in rows.usable]
 
 
@@ -76,7 +77,8 @@ def test_an_unknown_environment_is_told_with_its_row(data, tmp_path):
             prompts(data, tools)
         assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match="row 3: column 'environment' is"):
-        load_eval_prompts(data, GRPOConfig().evaluation, tokenizer_for(templates.QWEN2), tools)
+        encoder = encoder_of(data, tokenizer_for(templates.QWEN2), tools=tools)
+        load_eval_prompts(EvaluationConfig(), encoder)
 
 
 def test_a_rollout_plays_with_the_class_of_its_row(data):
