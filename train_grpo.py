@@ -104,7 +104,7 @@ def train(config: GRPOConfig, session: Session) -> None:
         rollouts = driver.collect_rewards()
         batch = comm.add_rewards(batch, driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
         if config.record:
-            driver.record(rollouts, batch)  # a file, for grpo/replay.py
+            driver.record(rollouts, batch)  # a file, for grpo/tools/replay.py
 
         timer.enter("train")
         metrics = StepMetrics(batch.num_sequences if trainer else 0)  # rank 0 can record means of `rollouts` here

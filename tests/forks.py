@@ -30,7 +30,7 @@ from unittest import mock
 from grpo.run.command_line import quiet_libraries
 
 MODULES = (
-    *("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay", "torch.distributed.run"),
+    *("train_grpo", "train_sft", "grpo.tools.evaluate", "grpo.tools.replay", "torch.distributed.run"),
     *("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "torch.utils.tensorboard", "datasets"),
     # what the first engine, the first model and the first command line of a process import, half a second of each rank
     *("vllm.entrypoints.launchers.cli_args", "vllm.plugins.lora_resolvers.filesystem_resolver"),

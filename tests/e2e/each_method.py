@@ -8,7 +8,7 @@ from functools import partial
 
 from grpo.config import change
 from grpo.config.checks import validate
-from grpo.replay import load_config, read, replay, run
+from grpo.tools.replay import load_config, read, replay, run
 from tests.methods import methods
 
 

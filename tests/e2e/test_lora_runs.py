@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo import export
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from grpo.folder.checkpoint import SafeReader
 from grpo.run.session import Session
 from grpo.run.start import read_grpo
+from grpo.tools import export
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY, assert_same_run, read_metrics
 from tests.e2e.test_layouts import COLOCATED, split

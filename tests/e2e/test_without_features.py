@@ -14,7 +14,7 @@ from tests.torchrun import ROOT, SETTINGS
 # What goes with each folder besides it and tests/unit/features/NAME
 ALSO = {
     "environments": [
-        "grpo/check_environment.py",
+        "grpo/tools/check_environment.py",
         "tests/e2e/test_environments.py",
         "tests/dist/test_turns.py",
         "tests/dist/programs/turns.py",

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 import train_grpo
 import train_sft
 from configs.examples import toys
-from grpo import evaluate
 from grpo.config import GRPOConfig, SFTConfig, change
 from grpo.config.recipes import load
 from grpo.folder.run_folder import begin_run
 from grpo.run.command_line import checked_config
 from grpo.run.session import Session
 from grpo.run.start import read_grpo
+from grpo.tools import evaluate
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY
 from tests.tiny_models import SMALL

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from grpo import check_loss
 from grpo.config import PAPER_DEFAULTS
+from grpo.tools import check_loss
 from grpo.watch.failures import BadInput
 
 MISTAKES = """

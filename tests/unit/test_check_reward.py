@@ -8,9 +8,9 @@ import sys
 import datasets
 import pytest
 
-from grpo.check_reward import main, some_completions
 from grpo.data.rows import Example
 from grpo.rewards.builtin import math_reward
+from grpo.tools.check_reward import main, some_completions
 from grpo.watch.failures import BadInput
 from grpo.workers.lockdown import missing_measures
 

@@ -15,11 +15,11 @@ import types
 import pytest
 import transformers
 
-from grpo import check_environment, check_loss, check_reward, evaluate, export, look, replay
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe, load_recipe
 from grpo.roles.engine.vllm_engine import WRONG_ON_CPU, check_engine
 from grpo.run.command_line import checked_config
+from grpo.tools import check_environment, check_loss, check_reward, evaluate, export, look, replay
 from tests.unit.models.test_hf_folder import QWEN3_1_7B
 
 ROOT = pathlib.Path(__file__).parents[2]

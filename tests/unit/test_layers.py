@@ -20,18 +20,17 @@ LAYERS = (
     ("folder",),
     ("features",),
     ("run",),
+    ("tools",),
 )
 LAYER_OF = {folder: number for number, folders in enumerate(LAYERS) for folder in folders}
 DOOR = "grpo.features"  # every layer may import it, nobody what is behind it
-TOOLS_OF = {"grpo.check_environment": f"{DOOR}.environments"}  # a tool that goes with its feature
-SCRIPTS = ("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay")
-SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.check_environment", "grpo.look")
+TOOLS_OF = {"grpo.tools.check_environment": f"{DOOR}.environments"}  # a tool that goes with its feature
+SCRIPTS = ("train_grpo", "train_sft")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "grpo").rglob("*.py")
     if path.name != "__init__.py"
 )
-MODULES_OF_FOLDERS = [module for module in MODULES if module not in SCRIPTS]
 MAKES_GROUPS = ("init_process_group", "new_group", "new_subgroups", "_new_process_group_helper")
 
 
@@ -61,12 +60,11 @@ def uses(module: str, package: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for name in imports_of(module))
 
 
-def test_every_module_is_in_a_folder_or_a_script():
-    assert {folder_of(module) for module in MODULES_OF_FOLDERS} | {"features"} == set(LAYER_OF)
-    assert {module for module in MODULES if module in SCRIPTS} == {s for s in SCRIPTS if s.startswith("grpo.")}
+def test_every_folder_has_a_layer():
+    assert {folder_of(module) for module in MODULES} | {"features"} == set(LAYER_OF)
 
 
-@pytest.mark.parametrize("module", MODULES_OF_FOLDERS)
+@pytest.mark.parametrize("module", MODULES)
 def test_imports_go_downward(module: str):
     folder = folder_of(module)
     known = {folder_of(name) for name in imports_of(module) - {DOOR} if name.startswith("grpo.")}
@@ -76,7 +74,7 @@ def test_imports_go_downward(module: str):
 
 def test_the_door_is_the_only_way_to_a_feature_and_knows_nothing_itself():
     assert not [name for name in imports_of(f"{DOOR}.__init__") if name.startswith("grpo")]
-    for module in (*MODULES_OF_FOLDERS, *SCRIPTS):
+    for module in (*MODULES, *SCRIPTS):
         own_folder = TOOLS_OF.get(module, ".".join(module.split(".")[:3]))
         behind = [name for name in imports_of(module) if name.startswith(f"{DOOR}.")]
         assert all(name.startswith(own_folder) for name in behind), module
@@ -90,7 +88,7 @@ def test_no_two_files_import_each_other():
     assert not waiting, f"a circle among {', '.join(waiting)}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES_OF_FOLDERS if LAYER_OF[folder_of(m)] <= 1])
+@pytest.mark.parametrize("module", [m for m in MODULES if LAYER_OF[folder_of(m)] <= 1])
 def test_the_two_lowest_layers_know_neither_engines_nor_other_ranks(module: str):
     assert not [package for package in ("torch.distributed", "torchtitan", "vllm") if uses(module, package)]
     for node in ast.walk(tree_of(module)):  # torch.distributed needs no import once torch is there
@@ -99,7 +97,7 @@ def test_the_two_lowest_layers_know_neither_engines_nor_other_ranks(module: str)
 
 def test_config_and_rewards_do_without_torch():
     """Bad input is refused before torch is loaded, and worker processes start fast."""
-    for module in MODULES_OF_FOLDERS:
+    for module in MODULES:
         # the pool is the driver's end and knows rollouts, whose tokens are tensors
         if folder_of(module) in ("config", "rewards") and module != "grpo.rewards.pool":
             assert not uses(module, "torch") and not uses(module, "grpo.types"), module
@@ -114,8 +112,8 @@ def test_below_run_nothing_takes_a_whole_config():
     """A function takes the section that it reads, so that its signature says on what it depends."""
     names = ("GRPOConfig", "SFTConfig", "RunConfig", "Config")
     whole = {f"{module}.{name}" for module in ("grpo.config", "grpo.config.fields") for name in names}
-    users = {module for module in MODULES_OF_FOLDERS if imports_of(module) & whole}
-    assert {module for module in users if folder_of(module) not in ("config", "run")} <= TAKE_IT_WHOLE
+    users = {module for module in MODULES if imports_of(module) & whole}
+    assert {module for module in users if folder_of(module) not in ("config", "run", "tools")} <= TAKE_IT_WHOLE
 
 
 def test_trainer_reference_and_generator_do_not_know_each_other():
@@ -125,19 +123,17 @@ def test_trainer_reference_and_generator_do_not_know_each_other():
 
 
 def test_three_files_import_vllm():
-    users = [m for m in (*MODULES_OF_FOLDERS, *SCRIPTS) if uses(m, "vllm")]
+    users = [m for m in (*MODULES, *SCRIPTS) if uses(m, "vllm")]
     assert users == [f"grpo.roles.engine.{name}" for name in ("loop", "shortcuts", "vllm_engine")]
 
 
-def test_only_tools_import_a_script_and_only_the_page():
-    for module in MODULES_OF_FOLDERS:
-        assert not imports_of(module) & set(SCRIPTS)
-    for module in SCRIPTS:
-        assert imports_of(module) & set(SCRIPTS) <= {"train_grpo"}
+def test_only_tools_import_a_script():
+    for module in MODULES:
+        assert folder_of(module) == "tools" or not imports_of(module) & set(SCRIPTS)
 
 
 def test_one_file_creates_process_groups():
-    for module in (*MODULES_OF_FOLDERS, *SCRIPTS):
+    for module in (*MODULES, *SCRIPTS):
         named = {node.attr for node in ast.walk(tree_of(module)) if isinstance(node, ast.Attribute)}
         named |= {name.rpartition(".")[2] for name in imports_of(module)}
         assert bool(named & set(MAKES_GROUPS)) == (module == "grpo.roles.process_groups"), module
@@ -145,7 +141,7 @@ def test_one_file_creates_process_groups():
 
 def test_what_checks_input_imports_without_the_engines():
     """The two lowest layers. In a fresh process, because this one may have imported anything."""
-    names = ", ".join(m for m in MODULES_OF_FOLDERS if LAYER_OF[folder_of(m)] <= 1)
+    names = ", ".join(m for m in MODULES if LAYER_OF[folder_of(m)] <= 1)
     program = f"import sys, {names}; print([m for m in ('vllm', 'torchtitan') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import written_fields
-from grpo.look import main
+from grpo.tools.look import main
 from grpo.watch.failures import BadInput
 
 ROOT = pathlib.Path(__file__).parents[2]

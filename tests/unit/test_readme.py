@@ -180,10 +180,10 @@ def test_every_field_that_is_named_exists():
 
 
 def test_other_commands_start_what_exists():
-    modules = re.findall(r"\bpython -m (grpo[\w.]*)", EVERYTHING)
+    tools = re.findall(r"\bpython -m grpo\.(\w+)", EVERYTHING)
     scripts = re.findall(r"\b(?:python|bash) ([\w/]+\.(?:py|sh))", EVERYTHING)
-    assert "grpo.look" in modules and "launch/quickstart.sh" in scripts
-    for path in (*(module.replace(".", "/") + ".py" for module in modules), *scripts):
+    assert "look" in tools and "launch/quickstart.sh" in scripts
+    for path in (*(f"grpo/tools/{tool}.py" for tool in tools), *scripts):
         assert (ROOT / path).is_file(), path
 
 

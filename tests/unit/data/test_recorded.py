@@ -10,7 +10,7 @@ from grpo.config import GRPOConfig, ModelConfig, RolesConfig
 from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step, save_step
-from grpo.replay import load_config
+from grpo.tools.replay import load_config
 from grpo.types import TrainBatch
 from tests.rollouts import rewarded, sequence
 

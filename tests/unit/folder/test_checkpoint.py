@@ -18,13 +18,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
-from grpo import export
 from grpo.config import CheckpointConfig, GRPOConfig
 from grpo.config.recipes import as_recipe
-from grpo.export import find_checkpoint
 from grpo.folder import checkpoint
 from grpo.folder.checkpoint import CheckpointSaver, SafeReader
 from grpo.folder.run_folder import begin_run, step_folders, step_of
+from grpo.tools import export
+from grpo.tools.export import find_checkpoint
 from grpo.watch.failures import BadInput
 from tests.unit.folder.room import largest_file
 

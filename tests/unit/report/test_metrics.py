@@ -9,10 +9,8 @@ import types
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo import look
 from grpo.config import MetricsConfig
 from grpo.data.recorded import batch_path
-from grpo.look import terminal_curves
 from grpo.report import log as run_log
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
@@ -25,6 +23,8 @@ from grpo.report.samples import (
 from grpo.rewards.builtin import math_reward
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
+from grpo.tools import look
+from grpo.tools.look import terminal_curves
 from grpo.types import Prompt
 from tests.rollouts import completion
 

@@ -14,8 +14,8 @@ import torch
 from configs.examples.toys import addition_tokenizer
 from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.look import main
-from grpo.report.page import speller
+from grpo.tools.look import main
+from grpo.tools.page import speller
 from grpo.watch.failures import BadInput
 from tests.browser import Page, open_browser
 from tests.rollouts import rewarded, sequence

@@ -7,12 +7,12 @@ import sys
 import pytest
 
 import train_grpo
-from grpo import check_loss, evaluate, replay
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import SHARED_GPU
 from grpo.config.recipes import FIELDS_OF_FLAGS, as_recipe, change, for_one_process
 from grpo.config.values import field_paths
 from grpo.run.command_line import check_folder_early, checked_config
+from grpo.tools import check_loss, evaluate, replay
 from grpo.watch.failures import BadInput
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -55,7 +55,7 @@ def test_torch_is_quiet_from_its_import_on(monkeypatch):
         "    def find_spec(self, name, *_):\n"
         "        if name == 'torch': print(os.environ.get('TORCH_CPP_LOG_LEVEL'))\n"
         "sys.meta_path.insert(0, Watch())\n"
-        "import grpo.evaluate\n"
+        "import grpo.tools.evaluate\n"
     )
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

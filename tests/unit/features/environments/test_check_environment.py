@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from grpo.check_environment import NUM_EPISODES, main
 from grpo.features.environments.calls import STYLES
+from grpo.tools.check_environment import NUM_EPISODES, main
 from grpo.watch.failures import BadInput
 
 EXAMPLES = pathlib.Path(__file__).parents[4] / "configs" / "examples"

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from configs.examples import toys
 from grpo.config import GRPOConfig, ModelConfig, SFTConfig, TrainerConfig, change
 from grpo.config.checks import check_effects, validate
-from grpo.evaluate import load_config
 from grpo.features.reward_model.model import RewardModel, conversation, open_reward_model
 from grpo.models.hf_folder import check_folder
 from grpo.rewards.pool import RewardPool
 from grpo.run.scorer import Scorer, other_parts
+from grpo.tools.evaluate import load_config
 from grpo.types import Prompt, Rollout, TrainBatch
 from tests.rollouts import completion
 from tests.tiny_models import SMALL, make_reward_model

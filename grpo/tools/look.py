@@ -25,9 +25,9 @@ import tyro
 from tyro.conf import Positional
 
 from grpo.folder.run_folder import read_marker
-from grpo.report.page import write_page
 from grpo.report.samples import describe, is_number, number_text, ranked_by_reward
 from grpo.text import compact_number, one_line, printable, shorten
+from grpo.tools.page import write_page
 from grpo.types import Record
 from grpo.watch.failures import refuse_bad_input, run_rank
 

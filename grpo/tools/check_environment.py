@@ -31,7 +31,7 @@ from grpo.types import Piece, Prompt
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_EPISODES = 3
-STAND_IN = f"{pathlib.Path(__file__).parents[1]}/configs/examples/toys.py:trained_tokenizer"
+STAND_IN = f"{pathlib.Path(__file__).parents[2]}/configs/examples/toys.py:trained_tokenizer"
 WORDS = ["attic", "box", "cellar", "door", "east", "find", "go", "7", "42"]
 NUMBERS = range(1, 17)
 VALUES = {"integer": NUMBERS, "number": NUMBERS, "boolean": [True, False], "array": [[]]}  # by JSON's types
