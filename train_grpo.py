@@ -158,7 +158,7 @@ def add_advantages(config: GRPOConfig, batch: TrainBatch, kl_coef: float, metric
         penalty_R = penalty_R.where(penalty_R.isfinite(), 0)  # not finite: trainer.py will skip the update
         batch = replace(batch, rewards_R=batch.rewards_R - penalty_R)
 
-    x = AdvantageInputs.of(batch, config)
+    x = AdvantageInputs.of(batch, config.group_size, config.reward_weights)
     if algorithm.advantages == "group_std":
         mean_P1, std_P1 = group_mean_std(x.rewards_PG, x.has_PG)
         advantages = (x.rewards_PG - mean_P1) / (std_P1 + 1e-4)

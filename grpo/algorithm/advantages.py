@@ -8,7 +8,7 @@ or, where tokens of a completion differ, advantages_N. What it returns for a com
 `group_std`, GRPO's, stands in train_grpo.py; one of your own is named `path/file.py:function`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from grpo.algorithm.groups import by_group, equal_rewards
 from grpo.algorithm.inputs import clamped
-from grpo.config import GRPOConfig
 from grpo.config.user_files import load_function
 from grpo.types import TrainBatch
 
@@ -42,19 +41,23 @@ class AdvantageInputs:
     """The step's N tokens and P * G rollouts, group after group; `batch.rollout_N` is each token's rollout."""
 
     @classmethod
-    def of(cls, batch: TrainBatch, config: GRPOConfig) -> "AdvantageInputs":
-        """Return the rewards of a step's batch by group.
+    def of(
+        cls,
+        batch: TrainBatch,
+        group_size: int,
+        weights: Mapping[str, float],
+    ) -> "AdvantageInputs":
+        """Return the rewards of a step's batch by group. weights: of each reward function, by its name.
 
-        Raises ValueError for a reward that is not finite, and if the config has another number of reward functions.
+        Raises ValueError for a reward that is not finite, and if there are weights of another number of functions.
         """
-        weights = config.reward_weights
         parts_FR = batch.parts_FR
         if len(parts_FR) != len(weights):
             raise ValueError(
                 f"the step has values of {len(parts_FR)} reward functions, and the config has {len(weights)} "
                 f"({', '.join(weights)}); name those that scored it"
             )
-        rewards_PG, has_PG = by_group(batch.rewards_R, batch.has_reward_R, config.group_size)
+        rewards_PG, has_PG = by_group(batch.rewards_R, batch.has_reward_R, group_size)
         has_FR = ~parts_FR.isnan() & batch.has_reward_R
         parts_FPG = parts_FR.double().where(has_FR, 0.0).view(-1, *has_PG.shape)
         weights_F = torch.tensor(list(weights.values()), dtype=torch.float64)

@@ -16,7 +16,7 @@ import pathlib
 import pickle
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,11 +28,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
-from grpo.config.fields import Config
+from grpo.config.fields import CheckpointConfig
 from grpo.folder.run_folder import (
     CHECKPOINTS,
     PARTIAL,
-    check_run_folder,
     read_marker,
     read_metrics,
     step_folders,
@@ -65,28 +64,6 @@ ALLOWED["builtins", "getattr"] = enum.EnumMeta.__getitem__
 
 
 # ---- Which checkpoints there are
-
-
-def open_run_folder(
-    config: Config,
-    script: str,
-    inputs: Iterable[str],
-) -> tuple[pathlib.Path | None, dict[str, Any]]:
-    """Return the newest checkpoint and the driver's state in it, if the run resumes from one. Changes nothing.
-
-    inputs: paths and hub names that the run reads. Raises ValueError if the folder is not for this run (see
-    `check_run_folder`), or if the checkpoint cannot be used.
-    """
-    check_run_folder(config, script, inputs)
-    if not config.resume:
-        return None, {}
-    checkpoint, state = newest_checkpoint(config.run_dir)
-    if checkpoint and step_of(checkpoint) > config.num_steps:
-        raise ValueError(
-            f"{checkpoint} is beyond num_steps={config.num_steps}; --num-steps {step_of(checkpoint)} exports what it "
-            "has, and a larger number trains it further; remove its folder to go back to the one before"
-        )
-    return checkpoint, state
 
 
 def newest_checkpoint(run_dir: str) -> tuple[pathlib.Path | None, dict[str, Any]]:
@@ -152,11 +129,17 @@ class CheckpointSaver:
     saved stays in the host's memory for the next save; on a GPU's host it is pinned.
     """
 
-    def __init__(self, config: Config):
+    def __init__(
+        self,
+        run_dir: str,
+        config: CheckpointConfig,
+        deadline_minutes: float,
+    ):
         """Collective over the trainer ranks. Raises BadInput if some do not see the run folder that rank 0 opened."""
+        self.run_dir = run_dir
         self.config = config
-        self.group = make_savers_group(config.deadline_minutes)
-        _check_shared(config.run_dir, self.group)
+        self.group = make_savers_group(deadline_minutes)
+        _check_shared(run_dir, self.group)
         on_gpu = torch.cuda.is_available()
         options = StagingOptions(
             use_pinned_memory=on_gpu,
@@ -181,7 +164,7 @@ class CheckpointSaver:
         state["random"] = {str(dist.get_rank()): _random_state()}
         self.writing = dcp.async_save(
             state,
-            storage_writer=_Writer(self.config, step, driver_state),
+            storage_writer=_Writer(self.run_dir, self.config, step, driver_state),
             process_group=self.group,
             async_stager=self.stager,
         )
@@ -208,13 +191,13 @@ class CheckpointSaver:
         try:
             writing.result()
         except dcp.api.CheckpointException as error:  # the same on every rank
-            partial = _partial_folder(self.config.run_dir, self.step)
+            partial = _partial_folder(self.run_dir, self.step)
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             cause = _cause(error)
             if not isinstance(cause, OSError):
                 raise cause from error
-            free_gib = shutil.disk_usage(self.config.run_dir).free / 2**30
+            free_gib = shutil.disk_usage(self.run_dir).free / 2**30
             raise BadInput(
                 f"the checkpoint of step {self.step} could not be saved in {partial.parent}: {cause}; without it "
                 f"{free_gib:.2f} GiB are free, and older checkpoints stay. Make room and continue with --resume"
@@ -277,14 +260,16 @@ class _Writer(dcp.FileSystemWriter):
 
     def __init__(
         self,
-        config: Config,
+        run_dir: str,
+        config: CheckpointConfig,
         step: int,
         driver_state: dict[str, Any] | None,
     ):
         # All lies in the host's memory. With a number above 0 torch's thread would wait, again and again, for what
         # GPU 0 computes, and take memory there, whichever GPU this rank has.
-        super().__init__(_partial_folder(config.run_dir, step), per_thread_copy_ahead=0)
+        super().__init__(_partial_folder(run_dir, step), per_thread_copy_ahead=0)
         self.fs = _SummedFiles()
+        self.run_dir = run_dir
         self.config = config
         self.driver_file = io.BytesIO()
         torch.save(driver_state, self.driver_file)  # now: the driver goes on
@@ -308,11 +293,10 @@ class _Writer(dcp.FileSystemWriter):
         _bring_to_disk(partial)
         partial.rename(partial.with_suffix(""))  # atomic: a crash before it leaves the older ones as they are
         _bring_to_disk(partial.parent)
-        options = self.config.checkpoint
         best = None
-        if options.keep_best:
-            best = best_checkpoint(self.config.run_dir, options.keep_best)
-        for old in step_folders(self.config.run_dir)[: -options.keep]:
+        if self.config.keep_best:
+            best = best_checkpoint(self.run_dir, self.config.keep_best)
+        for old in step_folders(self.run_dir)[: -self.config.keep]:
             if old != best:
                 _delete(old)
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import httpx
 from huggingface_hub import HfApi
 
-from grpo.config.fields import RunConfig
-from grpo.config.recipes import as_recipe
+from grpo.config.fields import ModelConfig
 from grpo.folder.run_folder import read_metrics
 from grpo.models.hf_folder import name_and_revision
-from grpo.text import reason_of, without_secrets
+from grpo.text import reason_of
 
 # Weights of an earlier upload. One in other pieces would stay beside the new one, and be loaded in its place.
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
@@ -34,14 +33,19 @@ def open_repository(name: str) -> str:
     return repository
 
 
-def push(config: RunConfig, repository: str) -> str:
-    """Upload a run's exported folder with a card, in place of weights that are there.
+def push(
+    run_dir: str,
+    repository: str,
+    model: ModelConfig,
+    recipe: str,
+) -> str:
+    """Upload a run's exported folder with a card, in place of parameters that are there.
 
-    Returns a line that says where it is, or why not and what to do.
+    model: what was trained. recipe: the config's text, without secrets, for the card. Returns a line that says where
+    the folder is, or why not and what to do.
     """
-    run_dir = Path(config.run_dir)
-    folder = run_dir / "model"
-    card = model_card(config, repository, run_dir)
+    folder = Path(run_dir) / "model"
+    card = model_card(run_dir, repository, model, recipe)
     (folder / "README.md").write_text(card, "utf-8")
     try:
         commit = HfApi().upload_folder(
@@ -56,8 +60,13 @@ def push(config: RunConfig, repository: str) -> str:
     return f"uploaded {folder}: {commit.repo_url}"
 
 
-def model_card(config: RunConfig, repository: str, run_dir: Path) -> str:
-    """Write a model's card: its base, what was measured first and last, and the recipe without secrets."""
+def model_card(
+    run_dir: str,
+    repository: str,
+    model: ModelConfig,
+    recipe: str,
+) -> str:
+    """Write a model's card: its base, what was measured first and last, and the recipe."""
     measured = {}
     for record in read_metrics(run_dir):
         for name, value in record.items():
@@ -69,19 +78,16 @@ def model_card(config: RunConfig, repository: str, run_dir: Path) -> str:
     for name, cells in sorted(measured.items()):
         rows.append(f"| `{name}` | {cells[0]} | {cells[-1]} |")
 
-    config = without_secrets(config)
     facts = ["library_name: transformers", "tags: [plainrl]"]
-    base = config.model.path
-    if not config.model.is_built and not Path(base).exists():  # the hub refuses a base that it does not know
-        name, _ = name_and_revision(base)
+    if not model.is_built and not Path(model.path).exists():  # the hub refuses a base that it does not know
+        name, _ = name_and_revision(model.path)
         facts.append(f"base_model: {name}")
-    recipe = as_recipe(config).strip()
     return "\n\n".join(
         [
             "\n".join(["---", *facts, "---"]),
             f"# {repository}",
-            f"Trained from `{base}` with PlainRL. What its run measured:",
+            f"Trained from `{model.path}` with PlainRL. What its run measured:",
             "\n".join(rows),
-            f"The recipe:\n\n```python\n{recipe}\n```\n",
+            f"The recipe:\n\n```python\n{recipe.strip()}\n```\n",
         ]
     )

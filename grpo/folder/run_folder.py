@@ -25,10 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from grpo.config.fields import RunConfig
-from grpo.config.recipes import as_recipe, written_fields
-from grpo.config.values import settings
-from grpo.text import naming, replace_file, without_secrets
+from grpo.text import naming, replace_file
 
 MARKER = "run.json"
 LOCK = "run.lock"
@@ -67,9 +64,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def check_run_folder(
-    config: RunConfig,
+    run_dir: str,
     script: str,
-    inputs: Iterable[str],
+    inputs: Iterable[str] = (),
+    *,
+    resume: bool,
+    overwrite: bool,
 ) -> None:
     """Refuse a `run_dir` that this run must not write into. Changes nothing: a trial folder is made and removed.
 
@@ -78,7 +78,6 @@ def check_run_folder(
     holds an earlier run and neither `resume` nor `overwrite` is set, if `resume` cannot continue that run, or if the
     run would replace or delete one of its inputs.
     """
-    run_dir = config.run_dir
     if run_dir.startswith("~"):  # as --run-dir=~/x, or in a recipe
         raise ValueError(f"run_dir {run_dir} would be a folder named ~ in this one; write $HOME, or the whole path")
     folder = Path(run_dir)
@@ -117,14 +116,14 @@ def check_run_folder(
             )
 
     written = [name for name in RUN_FILES if name in names and name not in WRITTEN_BEFORE_RUN]
-    if written and not (config.resume or config.overwrite):
+    if written and not (resume or overwrite):
         raise ValueError(
             f"{run_dir} holds an earlier run ({', '.join(written)}); continue it with --resume, delete it with "
             "--overwrite, or choose another --run-dir"
         )
-    if written and config.resume and marker["script"] != script:
+    if written and resume and marker["script"] != script:
         raise ValueError(f"{run_dir} holds a run of {marker['script']}, which {script} cannot resume")
-    if config.resume and not config.overwrite and "model" in names and not step_folders(folder):
+    if resume and not overwrite and "model" in names and not step_folders(folder):
         raise ValueError(
             f"{run_dir} holds a finished run without checkpoints, and --resume would begin it again and replace it; go "
             f"on from --model.path {run_dir}/model in another --run-dir, or delete it with --overwrite"
@@ -132,20 +131,25 @@ def check_run_folder(
 
 
 def begin_run(
-    config: RunConfig,
+    run_dir: str,
     script: str,
+    fields: Mapping[str, str],
+    texts: Mapping[str, str],
+    *,
     step: int = 0,
-    texts: Mapping[str, str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
 ) -> int:
-    """Take the folder, delete what must go, save config, texts and `run.json`; prints the versions of packages.
+    """Take the folder, delete what must go, save texts and `run.json`; prints the versions of packages.
 
-    Files that an earlier run was writing when it was killed are deleted, and with `overwrite` all that it left. texts:
-    the script and the user's files, by their names in the folder. A resumed run replaces `run.json`, config and texts,
-    so they describe what ran last. If the config has changed, the one of the steps up to `step` stays as
-    config-step-N.py, and likewise script-step-N.py and the others. Returns the descriptor of the lock: the folder
-    belongs to this process until it ends or closes the descriptor. Raises ValueError if another run holds the lock.
+    Files that an earlier run was writing when it was killed are deleted, and with `overwrite` all that it left.
+    fields: those of the config, see `written_fields`. texts: the config, the script and the user's files, by their
+    names in the folder. A resumed run replaces `run.json` and texts, so they describe what ran last. If the config has
+    changed, the one of the steps up to `step` stays as config-step-N.py, and likewise script-step-N.py and the others.
+    Returns the descriptor of the lock: the folder belongs to this process until it ends or closes the descriptor.
+    Raises ValueError if another run holds the lock.
     """
-    folder = Path(config.run_dir)
+    folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     lock = _take_lock(folder, os.O_CREAT)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -156,7 +160,7 @@ def begin_run(
     with naming(folder / LOCK):
         os.pwrite(lock, f"{holder}, since {now}\n".encode(), 0)
 
-    overwrites = config.overwrite and not config.resume
+    overwrites = overwrite and not resume
     for path in _files_of_runs(folder):
         is_unfinished = path.name.endswith(UNFINISHED)
         is_old = overwrites and path.name not in ("initial_model", LOCK, MARKER)
@@ -172,23 +176,16 @@ def begin_run(
         "created": now,
         "versions": versions,
         "commit": commit,
-        "config": written_fields(config),
+        "config": fields,
     }
     replace_file(folder / MARKER, json.dumps(marker, indent=2) + "\n")
 
-    secret = [path for path, value in settings(config).items() if without_secrets(value) != value]
-    if secret:
-        print(
-            f"warning: {', '.join(secret)} holds what looks like a secret, and {CONFIG} and {MARKER} keep it; "
-            "put it into the environment, and its variable's name into reward.environment"
-        )
-    texts = {CONFIG: as_recipe(config), **(texts or {})}
     for name, text in texts.items():
         saved = folder / name
         saved.parent.mkdir(exist_ok=True)
         earlier = saved.with_name(f"{saved.stem}-step-{step:08d}{saved.suffix}")
         # if `earlier` exists, it has what led up to this step; what came later led to no checkpoint
-        may_differ = config.resume and step and saved.is_file() and not earlier.exists()
+        may_differ = resume and step and saved.is_file() and not earlier.exists()
         if may_differ and saved.read_text("utf-8") != text:
             saved.rename(earlier)
         replace_file(saved, text)

@@ -6,11 +6,9 @@ Such a change is printed, and the folder keeps the text of the steps before (see
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from grpo.config.fields import Config
-from grpo.config.recipes import is_resume_safe, written_fields
 from grpo.folder.run_folder import FILES
 from grpo.text import one_line
 
@@ -28,14 +26,13 @@ class WasRead:
 
     def __init__(
         self,
-        config: Config,
-        state: Mapping[str, Any] | None = None,
+        run_dir: str,
+        allow_changes: bool,
+        state: Mapping[str, Any],
     ):
-        """Note the config. state: the driver's in the checkpoint from which the run is resumed, if it is.
-
-        Raises what `note` raises.
-        """
-        self.config = config
+        """Begin with nothing read. state: the driver's in the checkpoint from which the run is resumed, or empty."""
+        self.run_dir = run_dir
+        self.allow_changes = allow_changes
         self.parts: dict[str, dict[str, str]] = {}
         self.saved: dict[str, dict[str, str]] = {}
         self.step = 0
@@ -43,12 +40,17 @@ class WasRead:
             self.saved = state[READ]
             self.step = state["step"]
         self.is_same_run = True
-        self.note(CONFIG, written_fields(config))
 
-    def note(self, part: str, facts: dict[str, str]) -> bool:
+    def note(
+        self,
+        part: str,
+        facts: dict[str, str],
+        may_change: Collection[str] = (),
+    ) -> bool:
         """Note a part of what is read. Returns whether it is what it was, as it is if the run is not resumed.
 
-        Prints each change. Raises ValueError for one that makes it another run, unless `allow_changes` is set.
+        may_change: facts of which another value leaves the run the same. Prints each change. Raises ValueError for one
+        that makes it another run, unless `allow_changes` is set.
         """
         self.parts[part] = facts
         if not self.saved:
@@ -65,15 +67,15 @@ class WasRead:
             change = f"{name}: {old} -> {new}"
             if part == FILES:
                 changes.append(f"{name.removeprefix(f'{FILES}/')} differs from the one of step {self.step}")
-            elif part == CONFIG and name in facts and is_resume_safe(name, self.config):
+            elif name in may_change:
                 changes.append(change)
             else:
                 refused.append(change)
         if refused:
             self.is_same_run = False
-            if not self.config.allow_changes:
+            if not self.allow_changes:
                 raise ValueError(
-                    f"{self.config.run_dir} would not go on as the run that it is, since step {self.step} was saved: "
+                    f"{self.run_dir} would not go on as the run that it is, since step {self.step} was saved: "
                     f"{'; '.join(refused)}. Resume with what it had, take --allow-changes if the change is meant, or "
                     "start a new run in another --run-dir"
                 )

@@ -74,7 +74,12 @@ def check_folder_early(config: Config, script: str) -> None:
         check_model_path(config.model.path)
         check_model_path(config.model.reference_path)
         check_model_path(config.reward.model)
-        check_run_folder(config, script, inputs=())
+        check_run_folder(
+            config.run_dir,
+            script,
+            resume=config.resume,
+            overwrite=config.overwrite,
+        )
 
 
 def checked_config(config_type: type[Config], words: list[str] | None = None) -> Config:

@@ -5,11 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.config.fields import RunConfig
+from grpo.config.fields import Config
+from grpo.config.recipes import is_resume_safe, written_fields
+from grpo.config.values import settings
 from grpo.data.streams import Stream
-from grpo.folder.checkpoint import open_run_folder
-from grpo.folder.was_read import READ, WasRead
+from grpo.folder.checkpoint import newest_checkpoint
+from grpo.folder.run_folder import CONFIG as CONFIG_FILE
+from grpo.folder.run_folder import MARKER, check_run_folder, step_of
+from grpo.folder.was_read import CONFIG, READ, WasRead
 from grpo.run.groups import Group, saved_groups
+from grpo.text import without_secrets
 from grpo.types import check_saved
 
 
@@ -30,7 +35,7 @@ class Saved:
 
 
 def find_saved(
-    config: RunConfig,
+    config: Config,
     script: str,
     paths: Sequence[str],
     parts: Sequence[str] = (),
@@ -38,12 +43,50 @@ def find_saved(
     """Check the run folder and find the checkpoint to continue from. Changes nothing.
 
     script: its name in run.json. paths: folders, files and hub names that the run reads besides its model and reward
-    model. parts: what the script saves of its driver. Raises what `open_run_folder`, `check_saved` and `WasRead` raise.
+    model. parts: what the script saves of its driver. Raises ValueError if the folder is not for this run (see
+    `check_run_folder`), if the checkpoint cannot be used, or for a change that makes it another run.
     """
-    checkpoint, state = open_run_folder(config, script, [config.model.path, config.reward.model, *paths])
+    check_run_folder(
+        config.run_dir,
+        script,
+        [config.model.path, config.reward.model, *paths],
+        resume=config.resume,
+        overwrite=config.overwrite,
+    )
+    checkpoint = None
+    state: dict[str, Any] = {}
+    if config.resume:
+        checkpoint, state = newest_checkpoint(config.run_dir)
+    if checkpoint and step_of(checkpoint) > config.num_steps:
+        raise ValueError(
+            f"{checkpoint} is beyond num_steps={config.num_steps}; --num-steps {step_of(checkpoint)} exports what it "
+            "has, and a larger number trains it further; remove its folder to go back to the one before"
+        )
     if state:
         check_saved("the driver's state", state, ("step", READ, *parts))
-    return Saved(checkpoint, state, WasRead(config, state))
+    return Saved(checkpoint, state, begin_to_read(config, state))
+
+
+def begin_to_read(config: Config, state: Mapping[str, Any]) -> WasRead:
+    """Note the config as the first thing that a run reads. state: the driver's, empty if the run is not resumed.
+
+    Raises what `WasRead.note` raises.
+    """
+    read = WasRead(config.run_dir, config.allow_changes, state)
+    fields = written_fields(config)
+    may_change = {path for path in fields if is_resume_safe(path, config)}
+    read.note(CONFIG, fields, may_change)
+    return read
+
+
+def warn_of_secrets(config: Config) -> None:
+    """Print which fields of the config, which the run folder keeps, look like secrets."""
+    secret = [path for path, value in settings(config).items() if without_secrets(value) != value]
+    if secret:
+        print(
+            f"warning: {', '.join(secret)} holds what looks like a secret, and {CONFIG_FILE} and {MARKER} keep it; "
+            "put it into the environment, and its variable's name into reward.environment"
+        )
 
 
 def resume_data(saved: Saved, stream: Stream) -> list[Group]:

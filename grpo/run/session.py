@@ -20,10 +20,11 @@ from grpo import features
 from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.checks import check_world_size, describe_roles, num_processes, validate
 from grpo.config.fields import Config
+from grpo.config.recipes import as_recipe, written_fields
 from grpo.config.user_files import own_files
 from grpo.folder import checkpoint
 from grpo.folder.hub import open_repository, push
-from grpo.folder.run_folder import FILES, SCRIPT, begin_run
+from grpo.folder.run_folder import CONFIG, FILES, SCRIPT, begin_run
 from grpo.folder.was_read import READ, checksum_of
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
@@ -38,10 +39,11 @@ from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
 from grpo.run.machine import fit_to_machine
-from grpo.run.saved import Saved
+from grpo.run.saved import Saved, warn_of_secrets
 from grpo.run.scorer import check_version
 from grpo.run.start import Start
 from grpo.run.step_timer import StepTimer, profile_step
+from grpo.text import without_secrets
 from grpo.types import Prompt, Requests, Rollout
 from grpo.watch.failures import here, refuse_bad_input, set_place, show_lines_at_once
 from grpo.watch.stopping import (
@@ -118,7 +120,8 @@ def run(
                     session.leave()
             raise
     if session.repository and session.is_exported:  # here no rank waits, however long it takes
-        print(push(config, session.repository))
+        shown = without_secrets(config)
+        print(push(config.run_dir, session.repository, shown.model, as_recipe(shown)))
     watchdog.exit_if_interrupted()
 
 
@@ -244,8 +247,16 @@ class Session:
         if self.script_text:
             texts[SCRIPT] = self.script_text
         saved.read.note(FILES, {name: checksum_of(text) for name, text in texts.items()})
-        # another run may have begun there meanwhile
-        lock = begin_run(config, self.script, saved.step, texts)
+        warn_of_secrets(config)
+        lock = begin_run(  # another run may have begun there meanwhile
+            config.run_dir,
+            self.script,
+            written_fields(config),
+            texts | {CONFIG: as_recipe(config)},
+            step=saved.step,
+            resume=config.resume,
+            overwrite=config.overwrite,
+        )
         self.held.callback(os.close, lock)
         forget_old_stop(config.run_dir)
         logged_config = config
@@ -314,7 +325,7 @@ class Session:
                     roles,
                     config.seed,
                 )
-                self.saver = checkpoint.CheckpointSaver(config)
+                self.saver = checkpoint.CheckpointSaver(config.run_dir, config.checkpoint, config.deadline_minutes)
             if roles.references and roles.has_reference:
                 reference = Reference(
                     config.model,

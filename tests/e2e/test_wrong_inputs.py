@@ -273,7 +273,7 @@ def start(*arguments: object) -> None:
 
 def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib.Path):
     run = tmp_path / "run"
-    os.close(begin_run(GRPOConfig(run_dir=str(run)), "train_grpo.py"))
+    os.close(begin_run(str(run), "train_grpo.py", {}, {}))
     (run / "checkpoints/step-00000001").mkdir(parents=True)
     (run / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(BadInput):

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from grpo.config import GRPOConfig
+from grpo.config import CheckpointConfig
 from grpo.folder.checkpoint import CheckpointSaver
 from grpo.folder.run_folder import begin_run
 from grpo.roles.comm import wait_for_all
@@ -15,12 +15,11 @@ def main() -> None:
     roles = setup_trainers()
     for where, folder in (("one disk", sys.argv[1]), ("two disks", sys.argv[1 + roles.rank])):
         os.chdir(folder)
-        config = GRPOConfig(run_dir="run", overwrite=True)
         if roles.is_driver:
-            os.close(begin_run(config, "train_grpo.py"))
+            os.close(begin_run("run", "train_grpo.py", {}, {}, overwrite=True))
         wait_for_all(roles)
         try:
-            CheckpointSaver(config)
+            CheckpointSaver("run", CheckpointConfig(), deadline_minutes=20)
             print(f"rank {roles.rank}, {where}: taken", flush=True)
         except BadInput as error:
             print(f"rank {roles.rank}, {where}: {error}", flush=True)

@@ -207,7 +207,7 @@ def test_clip_cov(monkeypatch):
     logprobs_T = torch.tensor([0.0, -0.1, -1.0, -2.9])
     batch = make_batch([sequence(torch.arange(4), torch.arange(4) > 0, logprobs_T)] * 2)
     config = GRPOConfig(group_size=2, reward=RewardConfig(functions={"a": 1.0}))
-    x = AdvantageInputs.of(rewarded(batch, torch.tensor([1.0, 0.0])), config)
+    x = AdvantageInputs.of(rewarded(batch, torch.tensor([1.0, 0.0])), config.group_size, config.reward_weights)
     for bounds, share, cut in (((0.5, 1.0), 0.0, {1}), ((0.5, 2.0), 0.5, {1, 7}), ((1.2, 2.0), 0.5, set())):
         monkeypatch.setitem(clip_cov.__globals__, "COVARIANCES", bounds)
         monkeypatch.setitem(clip_cov.__globals__, "CLIPPED_FRAC", share)  # of 6 tokens, at least one

@@ -9,14 +9,15 @@ from grpo.config import GRPOConfig, SFTConfig, change
 from grpo.config.recipes import RESUME_SAFE, field_paths, is_resume_safe, load_recipe
 from grpo.config.user_files import load_function, own_files
 from grpo.folder.was_read import READ, WasRead
+from grpo.run.saved import begin_to_read
 
 RECIPES = sorted((pathlib.Path(__file__).parents[3] / "configs").glob("*.py"))
 
 
 def resumed(config: GRPOConfig | SFTConfig, before: GRPOConfig | SFTConfig, **parts: dict[str, str]) -> WasRead:
     """What a run reads that is resumed with `config` from step 3 of another one."""
-    saved = json.loads(json.dumps({**WasRead(before).parts, **parts}))
-    return WasRead(config, {"step": 3, READ: saved})
+    saved = json.loads(json.dumps({**begin_to_read(before, {}).parts, **parts}))
+    return begin_to_read(config, {"step": 3, READ: saved})
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -67,10 +68,10 @@ def test_changes_are_shown_and_refused(config, capsys):
 
 def test_a_field_of_another_version_is_a_change():
     for added, message in (({"sed": "0"}, "sed: 0 -> not there"), ({}, "seed: not there -> 0")):
-        saved = WasRead(GRPOConfig()).parts
+        saved = begin_to_read(GRPOConfig(), {}).parts
         saved["config"] = {name: value for name, value in saved["config"].items() if name != "seed" or added} | added
         with pytest.raises(ValueError, match=message):
-            WasRead(GRPOConfig(), {"step": 3, READ: saved})
+            begin_to_read(GRPOConfig(), {"step": 3, READ: saved})
 
 
 def test_an_edited_file_is_named_and_other_weights_are_refused(capsys):

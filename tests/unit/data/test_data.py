@@ -13,8 +13,7 @@ from grpo.data.encode import EncodedRows, Encoder
 from grpo.data.prepare import encode_sources, load_sources
 from grpo.data.streams import PromptStream
 from grpo.data.turns import tokenize, write_prompt
-from grpo.folder.was_read import WasRead
-from grpo.run.saved import Saved, resume_data
+from grpo.run.saved import Saved, begin_to_read, resume_data
 
 # One token per word; the template writes "<role> content .." and, for the generation prompt, "<assistant>".
 WORDS = ["<unk>", "<eos>", "<system>", "<user>", "<assistant>", "<nothink>", "Be", "brief", "add", "yes"]
@@ -149,7 +148,7 @@ def test_other_rows_are_refused_or_begin_again(tokenizer, ten_rows, capsys):
 
     def started(state: dict, **changes: bool) -> tuple[list[int], dict]:
         config = GRPOConfig(data=config_of(ten_rows), **changes)
-        read = WasRead(config, state)
+        read = begin_to_read(config, state)
         stream = prompts_of(config.data, tokenizer)
         resume_data(Saved(None, state, read), stream)
         drawn = rows_of(stream.draw(3))

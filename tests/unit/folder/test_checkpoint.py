@@ -19,10 +19,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
 from grpo.config import CheckpointConfig, GRPOConfig
-from grpo.config.recipes import as_recipe
+from grpo.config.recipes import as_recipe, written_fields
 from grpo.folder import checkpoint
 from grpo.folder.checkpoint import CheckpointSaver, SafeReader
 from grpo.folder.run_folder import begin_run, step_folders, step_of
+from grpo.run.saved import find_saved
 from grpo.tools import export
 from grpo.tools.export import find_checkpoint
 from grpo.watch.failures import BadInput
@@ -66,12 +67,13 @@ LOGPROBS = torch.rand(50)
 
 
 def saver_of(run_dir: pathlib.Path, **config) -> CheckpointSaver:
-    return CheckpointSaver(GRPOConfig(run_dir=str(run_dir), checkpoint=CheckpointConfig(**config)))
+    return CheckpointSaver(str(run_dir), CheckpointConfig(**config), deadline_minutes=20)
 
 
 def save(run_dir: pathlib.Path, step: int, **config) -> pathlib.Path:
     """A checkpoint; returns its folder."""
     state = {"step": step, "data": {"num_drawn": 8 * step}, "tensors": [LOGPROBS, torch.empty(0)]}
+    state["read"] = {"config": written_fields(GRPOConfig(run_dir=str(run_dir)))}
     saver = saver_of(run_dir, **{"keep": 2} | config)
     saver.save(step, Trained(step), state)
     saver.finish()
@@ -316,21 +318,21 @@ def test_a_kill_while_the_old_one_is_deleted_leaves_no_half_checkpoint(run_dir, 
         (run_dir / "checkpoints" / name).mkdir()
     assert newest(run_dir) == 6
     assert names(run_dir) == sorted(["step-00000002.partial", "step-00000004", "step-00000006", *others])
-    os.close(begin_run(GRPOConfig(run_dir=str(run_dir)), "train_grpo.py"))  # deletes only what a run names so
+    os.close(begin_run(str(run_dir), "train_grpo.py", {}, {}))  # deletes only what a run names so
     others.remove("step-00000007.partial")
     assert names(run_dir) == sorted(["step-00000004", "step-00000006", *others])
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused_with_the_numbers(run_dir):
     """Of steps 2 and 4. A run of as many steps only exports."""
-    os.close(begin_run(GRPOConfig(run_dir=str(run_dir)), "train_grpo.py"))
+    os.close(begin_run(str(run_dir), "train_grpo.py", {}, {}))
     for num_steps in (4, 5):
         config = GRPOConfig(run_dir=str(run_dir), resume=True, num_steps=num_steps)
-        found, _ = checkpoint.open_run_folder(config, "train_grpo.py", [])
-        assert found.name == "step-00000004"
+        found = find_saved(config, "train_grpo.py", [])
+        assert found.checkpoint.name == "step-00000004"
     config = GRPOConfig(run_dir=str(run_dir), resume=True, num_steps=3)
     with pytest.raises(ValueError, match="step-00000004 is beyond num_steps=3; --num-steps 4 exports what it has"):
-        checkpoint.open_run_folder(config, "train_grpo.py", [])
+        find_saved(config, "train_grpo.py", [])
 
 
 def test_weights_of_another_shape_are_one_line(run_dir):

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from grpo.config import GRPOConfig, SamplingConfig
-from grpo.folder.was_read import WasRead
 from grpo.report.rollout_metrics import stale_frac
 from grpo.rewards.builtin import math_reward, overlong_penalty
 from grpo.run.driver import Driver
 from grpo.run.groups import Group, GroupBuffer, Life, saved_groups
-from grpo.run.saved import Saved, resume_data
+from grpo.run.saved import Saved, begin_to_read, resume_data
 from grpo.run.scorer import Scorer
 from grpo.types import EpisodeFacts, Prompt, Request, Requests, Rollout
 from tests.rollouts import counting_up, hands, logprobs_of
@@ -309,9 +308,9 @@ def test_groups_in_flight_of_another_run_are_left_out(capsys):
     buffer, run = buffer_of(carry_over=1)
     buffer.fill(run.stream.draw, run.score)
     for seed, num_left in ((0, 5), (1, 0)):
-        before = WasRead(GRPOConfig()).parts | {"rows": {}}
+        before = begin_to_read(GRPOConfig(), {}).parts | {"rows": {}}
         state = {"step": 1, "read": before, "data": run.stream.state_dict(), "flight": buffer.state()}
-        read = WasRead(GRPOConfig(seed=seed, allow_changes=True), state)
+        read = begin_to_read(GRPOConfig(seed=seed, allow_changes=True), state)
         stream = SimpleNamespace(orders={}, load_state_dict=lambda _: None)
         assert len(resume_data(Saved(None, state, read), stream)) == num_left
     assert "5 groups in flight are left out: they are of the old config or data\n" in capsys.readouterr().out

@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 from configs.examples import toys
 from configs.examples.toys import addition_tokenizer
 from grpo.config import GRPOConfig, change
-from grpo.folder.was_read import WasRead
 from grpo.models.hf_folder import weights_checksum
 from grpo.rewards.pool import EPISODE_COLUMNS
-from grpo.run.saved import Saved
+from grpo.run.saved import Saved, begin_to_read, warn_of_secrets
 from grpo.run.scorer import check_functions
 from grpo.run.start import Start, note_weights
 from tests.tiny_models import SMALL
@@ -29,6 +28,14 @@ class Silent:
     def reply(self, text):
         return None
 """
+
+
+def test_a_secret_that_the_folder_would_keep_is_named(capsys):
+    options = {"judge.py:Judge": {"url": "https://me:123@host"}}
+    warn_of_secrets(change(GRPOConfig(), {"reward.options": options}))
+    assert "warning: reward.options holds what looks like a secret" in capsys.readouterr().out
+    warn_of_secrets(GRPOConfig())
+    assert not capsys.readouterr().out
 
 
 def test_a_column_that_rewards_would_get_otherwise_is_refused(tmp_path: pathlib.Path):
@@ -93,7 +100,7 @@ def test_other_weights_than_the_checkpoint_relies_on_are_refused(folders, change
     config = change(GRPOConfig(), changes)
 
     def note(folder: str, state: dict) -> dict[str, dict[str, str]]:
-        saved = Saved(None, state, WasRead(config, state))
+        saved = Saved(None, state, begin_to_read(config, state))
         reward_model = folder if config.reward.model else ""
         note_weights(config, Start(saved, SimpleNamespace(folder=folder), folder, reward_model=reward_model))
         return saved.read.parts
