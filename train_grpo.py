@@ -73,10 +73,11 @@ def main(config: GRPOConfig) -> None:
 
 def train(config: GRPOConfig, session: Session) -> None:
     """Run the steps up to `config.num_steps`, from the checkpoint's step or 0. On every rank."""
+    config = replace(config, algorithm=config.algorithm.resolved)  # with the values that follow from the loss
     roles = session.roles
     timer = session.timer
     trainer, reference, generator = session.start_up()  # also evaluates before the first step
-    driver = Driver(session)
+    driver = Driver.of(session)
 
     for step in session.steps():  # the number of steps before this one
         source_weights = config.data.weights  # shares that change while training go here, as a function of the step
@@ -151,7 +152,7 @@ def add_advantages(config: GRPOConfig, batch: TrainBatch, kl_coef: float, metric
     True for tokens that the policy sampled with a finite log-prob. It becomes False for rollouts with neither reward
     nor teacher and, with `mask_truncated`, for truncated ones, whose rewards still count in their group.
     """
-    algorithm = config.algorithm.resolved  # with the values that follow from the loss
+    algorithm = config.algorithm
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_R = kl_coef * rollout_kl(batch, algorithm.kl_estimator)  # by the generator's log-probs
         metrics.record(**{"reward/kl_penalty": penalty_R[batch.has_reward_R].mean().item()})
@@ -179,7 +180,7 @@ def add_advantages(config: GRPOConfig, batch: TrainBatch, kl_coef: float, metric
 
 def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> None:
     """Make the step's optimizer updates, one for each mini-batch of each epoch; by default there is one."""
-    algorithm = config.algorithm.resolved
+    algorithm = config.algorithm
     if kl_coef and batch.ref_logprobs_N is None:
         raise ValueError(f"kl_coef is {kl_coef}, and no reference is loaded: set algorithm.kl_coef above 0")
     if algorithm.kl_coef:
@@ -203,7 +204,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
     It has log-probs at the sampling temperature by three versions of the policy: as it is (`logprobs`), at the start of
     the step (`old_logprobs`, unless `algorithm.old_logprobs` is generator) and when it sampled (`generator_logprobs`).
     """
-    algorithm = config.algorithm.resolved
+    algorithm = config.algorithm
     totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)  # however it is split over ranks
 
     def objective(micro: MicroBatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict]:

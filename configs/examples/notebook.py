@@ -37,7 +37,7 @@ prompt = Prompt(index=0, ids=[5, 6])
 completion = Piece.sampled([7, 8, 9], logprobs=[-1.0, -2.0, -0.5])  # by the generator
 pieces = (Piece.written(prompt.ids), completion)
 batch = make_batch([Rollout(prompt, index, sequences=(pieces,)) for index in range(2)])
-pair = change(grpo_config, {"group_size": 2})
+pair = change(grpo_config, {"group_size": 2, "algorithm": grpo_config.algorithm.resolved})
 by_function = torch.tensor([[1.0, 0.0], [0.0, 0.0]])  # of which the rewards are the weighted sums
 has_reward = torch.tensor([True, True])
 batch = replace(batch, rewards_R=torch.tensor([1.0, 0.0]), has_reward_R=has_reward, parts_FR=by_function)
@@ -50,7 +50,7 @@ from grpo.algorithm.inputs import LossInputs
 batch = replace(batch, old_logprobs_N=batch.generator_logprobs_N)
 micro = next(plan(batch, num_ranks=1, max_tokens=batch.num_tokens).micro_batches(rank=0))
 policy_BT = micro.generator_logprobs_BT + 0.5
-loss_BT, metrics = policy_loss(LossInputs.of(micro, policy_BT, entropy_BT=-policy_BT), pair.algorithm.resolved)
+loss_BT, metrics = policy_loss(LossInputs.of(micro, policy_BT, entropy_BT=-policy_BT), pair.algorithm)
 print(loss_BT)  # -0.8484 where the ratio exp(0.5) is clipped to 1.2, 1.1657 where it is not; 0 outside the mask
 
 # %% The toy's two scripts, in this process

@@ -63,6 +63,7 @@ class RunLog:
         """
         self.run_dir = Path(run_dir)
         self.num_steps = num_steps
+        self.last_line = f"done; everything is in {run_dir}"  # of the run, printed when all is closed
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
         self.curve_reader = CurveReader(kl_is_to_start, launcher_seconds)

@@ -12,10 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo.algorithm.groups import pass_rate, pass_values, reward_tensors
+from grpo.algorithm.groups import reward_tensors
+from grpo.config import SamplingConfig
 from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.metrics import StepMetrics
+from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
@@ -26,32 +28,71 @@ from grpo.report.rollout_metrics import (
 )
 from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
+from grpo.roles.process_groups import Roles
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.groups import GroupBuffer, rollouts_of
-from grpo.run.scorer import check_lost, check_version
+from grpo.run.scorer import Scorer, check_lost, check_version
 from grpo.run.session import Session
-from grpo.run.steps import Steps
+from grpo.run.start import Prompts
+from grpo.run.step_timer import StepTimer
+from grpo.run.steps import Schedule, Steps
 from grpo.types import Prompt, Requests, Rollout, Scalars, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
+
+EARLY_PLANS = 2  # so many steps of a process get a sync check: before its first sync, and behind it
 
 
 class Driver(Steps):
     """Prompts, rewards, decisions and the log."""
 
-    def __init__(self, session: Session):
-        """Take the prompts and the scorer of a session that has started up; they are on rank 0 alone."""
-        super().__init__(session)
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        prompts: Prompts | None,
+        scorer: Scorer | None,
+        run_log: RunLog | None,
+        schedule: Schedule,
+        roles: Roles,
+        timer: StepTimer,
+        reward_model: Any = None,
+    ):
+        """Take what a driver uses; prompts, scorer and log are on rank 0 alone. reward_model: as in `on_driver`."""
+        super().__init__(schedule, run_log, roles, timer)
+        self.sampling = sampling
+        self.prompts = prompts
+        self.scorer = scorer
+        self.reward_model = reward_model
+        self.num_plans = 0
+        if prompts:
+            self.buffer = GroupBuffer(
+                sampling,
+                prompts.per_step,
+                prompts.group_size,
+                prompts.groups,
+                scorer.judging_parts,
+            )
+
+    @classmethod
+    def of(cls, session: Session) -> "Driver":
+        """Take it from a session that has started up."""
         config = session.config
-        start = session.start
-        self.stream = start.data.stream if start else None
-        self.scorer = start.scorer if start else None
-        self.reward_model = session.reward_model
-        self.buffer = GroupBuffer(
+        schedule = Schedule(
+            num_steps=config.num_steps,
+            checkpoint_every=config.checkpoint.interval,
+            evaluate_every=config.evaluation.interval,
+            sync_check_every=config.sync_check_interval,
+            samples_every=config.metrics.samples_interval,
+            overlap_steps=config.overlap_steps,
+        )
+        return cls(
             config.sampling,
-            config.prompts_per_step,
-            config.group_size,
-            start.data.groups if start else (),
-            self.scorer.judging_parts if self.scorer else (),
+            session.start.data,
+            session.start.scorer,
+            session.run_log,
+            schedule,
+            session.roles,
+            session.timer,
+            session.reward_model,
         )
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -69,24 +110,25 @@ class Driver(Steps):
         """
         if self.is_stopped(step):
             return StepPlan(step, stop=True)
-        config = self.config
         self.step = step
         self.times_ahead: Scalars = {}
-        self.stream.begin_step(step + 1, weights, keep_prompt)
+        number = step + 1
+        self.prompts.stream.begin_step(number, weights, keep_prompt)
         self.buffer.begin_step()
         requests = self._fill()
+        schedule = self.schedule
+        self.num_plans += 1
+        is_early = self.num_plans <= EARLY_PLANS
         probe = []
-        is_early = step <= self.session.shared.step + 1  # before the first sync, and after it
-        if config.sync_check_interval and (is_early or step % config.sync_check_interval == 0):
+        if schedule.sync_check_every and (is_early or step % schedule.sync_check_every == 0):
             probe = [group.prompt for group in self.buffer.taken]
             if requests:
                 probe = requests.prompts
-        number = step + 1
         return StepPlan(
             step=step,
             requests=requests,
-            save=self.is_due(config.checkpoint.interval, number),
-            evaluate=self.is_due(config.evaluation.interval, number),
+            save=schedule.is_due(schedule.checkpoint_every, number),
+            evaluate=schedule.is_due(schedule.evaluate_every, number),
             probe=probe[:PROBE_PROMPTS],
         )
 
@@ -102,9 +144,9 @@ class Driver(Steps):
 
         Not empty in the last step either, because its checkpoint holds the groups in case the run is made longer.
         """
-        if not self.config.overlap_steps:
+        if not self.schedule.overlap_steps:
             return None
-        return self.buffer.ask(self.config.prompts_per_step, self.stream.draw)
+        return self.buffer.ask(self.prompts.per_step, self.prompts.stream.draw)
 
     @on_driver
     def receive_ahead(
@@ -126,40 +168,24 @@ class Driver(Steps):
 
     def _fill(self) -> Requests | None:
         """Take complete groups into the step. Returns what must be sampled before it is full, None if it is."""
-        buffer = self.buffer
-        requests = buffer.fill(self.stream.draw, self._score)
-        num_informative = len(buffer.informative)
-        is_full = num_informative >= self.config.prompts_per_step
-        is_one_round = buffer.num_rounds == 1 and num_informative  # no further round was asked for
-        if requests is None and not (is_full or is_one_round):
-            remaining = "these" if num_informative else "groups of equal rewards"
-            print(
-                f"dynamic sampling: {num_informative} of {self.config.prompts_per_step} groups have different rewards "
-                f"after {buffer.num_rounds} rounds with {len(buffer.taken)} prompts; the step goes on with {remaining}",
-            )
-        return requests
+        return self.buffer.fill(self.prompts.stream.draw, self._score)
 
     def _score(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Begin to score. Only dynamic sampling waits for it, because it trains on groups whose rewards differ."""
-        rollouts = self.scorer.submit(rollouts, self.config.group_size, self.step + 1)
-        if self.config.sampling.dynamic:
+        rollouts = self.scorer.submit(rollouts, self.prompts.group_size, self.step + 1)
+        if self.sampling.dynamic:
             with self.timer.phase("reward"):
                 rollouts = self.scorer.collect()
         return rollouts
 
     def rollouts(self) -> list[Rollout] | None:
         """Return what the step trains on, None on other ranks. Not collective."""
-        if not self.roles.is_driver:
-            return None
-        return self.buffer.rollouts()
+        return self.buffer.rollouts() if self.roles.is_driver else None
 
     @on_driver_for_learners
     def make_batch(self, rollouts: list[Rollout]) -> TrainBatch:
         """Lay the step's rollouts end to end."""
-        turn_weight = None
-        if self.config.turns_earn:
-            turn_weight = self.config.environment.weight
-        batch = make_batch(rollouts, turn_weight)
+        batch = make_batch(rollouts, self.scorer.turn_weight)
         if not batch.loss_mask_N.any():
             check_lost(rollouts)
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
@@ -174,33 +200,32 @@ class Driver(Steps):
     def collect_rewards(self) -> list[Rollout]:
         """Wait for the rewards that workers compute, ask the reward model, and return the step's rollouts with them."""
         buffer = self.buffer
-        if not self.config.sampling.dynamic:
+        if not self.sampling.dynamic:
             buffer.set_rollouts(buffer.taken, self.scorer.collect())
         with refuse_bad_input():
             check_all_failed(rollouts_of(buffer.taken))
         for group in buffer.finished():
-            values_R = pass_values(group.rollouts, self.scorer.pass_functions)
-            rate = pass_rate(values_R, self.config.reward.pass_value)
+            rate = self.scorer.pass_rate(group.rollouts)
             if rate is not None:
-                self.stream.remember(group.prompt, rate, self.step + 1)
-        return self.buffer.rollouts()
+                self.prompts.stream.remember(group.prompt, rate, self.step + 1)
+        return buffer.rollouts()
 
     @on_driver_for_learners
     def reward_tensors(self, rollouts: list[Rollout]) -> tuple[Tensor, Tensor, Tensor]:
         """Return rewards (float32 [R]), which there are (bool [R]), and values of its parts (float32 [F, R])."""
-        return reward_tensors(rollouts, self.config.reward_weights)
+        return reward_tensors(rollouts, self.scorer.weights)
 
     @on_driver_for_learners
     def record(self, rollouts: list[Rollout], batch: TrainBatch) -> None:
         """Write what the trainers get in this step, for a replay."""
-        metrics = self._sampling_metrics(rollouts, batch)
-        recorded_step = RecordedStep(batch, self.config.group_size, metrics)
-        save_step(self.config.run_dir, self.step + 1, recorded_step)
+        metrics = self.sampling_metrics(rollouts, batch)
+        recorded_step = RecordedStep(batch, self.prompts.group_size, metrics)
+        save_step(self.run_log.run_dir, self.step + 1, recorded_step)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the driver. On rank 0."""
         return {
-            "data": self.stream.state_dict(),
+            "data": self.prompts.stream.state_dict(),
             "flight": self.buffer.state(),
         }
 
@@ -215,40 +240,35 @@ class Driver(Steps):
         measured: StepMetrics,
     ) -> Scalars:
         """Log step number `step`. Returns its metrics by name."""
-        num_tokens = sum(piece.num_tokens for rollout in self._finished() for piece in rollout.pieces)
+        finished = rollouts_of(self.buffer.finished())
+        num_tokens = sum(piece.num_tokens for rollout in finished for piece in rollout.pieces)
         times = self.timer.close_step() | self.times_ahead
-        metrics = self._sampling_metrics(rollouts, batch)
+        metrics = self.sampling_metrics(rollouts, batch)
         metrics |= measured_metrics(measured, times, num_tokens)
-        interval = self.config.metrics.samples_interval
-        if interval and (step - 1) % interval == 0:
+        every = self.schedule.samples_every
+        if every and (step - 1) % every == 0:
             measured_rollouts = []
             advantages = sequence_advantages(batch)
             mismatches = measured.sequence_means()
             for rollout, advantage, mismatch in zip(rollouts, advantages, mismatches, strict=True):
                 measured_rollouts.append(replace(rollout, advantage=advantage, mismatch=mismatch))
             prompts = self.scorer.prompt_texts(rollouts)
-            self.session.run_log.completions(step, measured_rollouts, prompts)
+            self.run_log.completions(step, measured_rollouts, prompts)
         self.log_step(step, metrics)
         return metrics
 
-    def _finished(self) -> list[Rollout]:
-        """Return what the step took, except groups that go back, which the step that trains on them counts."""
-        return rollouts_of(self.buffer.finished())
-
-    def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
-        config = self.config
-        metrics = rollout_metrics(
-            self._finished(),
-            config.group_size,
-            self.scorer.answer_format,
-        )
+    def sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
+        """Return the metrics of sampling. Groups that go back count in the step that trains on them."""
+        group_size = self.prompts.group_size
+        finished = rollouts_of(self.buffer.finished())
+        metrics = rollout_metrics(finished, group_size, self.scorer.answer_format)
         metrics["mismatch/nonfinite_frac"] = nonfinite_frac(rollouts)
-        if config.turns_earn:
-            metrics["environment/alone_frac"] = alone_frac(rollouts, config.group_size)
-        if config.has_lag:
+        if self.scorer.turn_weight is not None:
+            metrics["environment/alone_frac"] = alone_frac(rollouts, group_size)
+        if self.schedule.overlap_steps or self.sampling.carry_over:
             lag_S = (self.step - batch.versions_S).double()
             metrics["lag/mean"] = lag_S.mean().item()
             metrics["lag/max"] = lag_S.max().item()
-        if config.sampling.carry_over:
+        if self.sampling.carry_over:
             metrics["lag/stale_frac"] = stale_frac(rollouts, self.step)
         return metrics | self.buffer.metrics()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from grpo import features
+from grpo.algorithm.groups import pass_rate, pass_values
 from grpo.config.fields import RunConfig
 from grpo.config.user_files import near_miss
 from grpo.data.chat import detokenize, look_at_prompt
@@ -80,20 +81,23 @@ class Scorer:
         weights: Mapping[str, float],
         pass_functions: Sequence[str],
         policy: PolicyFiles,
+        turn_weight: float | None = None,
         lines_once: Sequence[Callable] = (),
     ):
         """Hold what scores; `pool` has started.
 
         parts: the parts of the reward that no function computes, by their names. Each has a method `values(rollouts,
         opening)`, which returns for each rollout its value or None, and the reason if it failed. weights: of all parts.
-        pass_functions: names of what says whether a completion passes, the first that gives it a value. lines_once:
-        functions that warn of a step's rollouts, each of which is heard once.
+        pass_functions: names of what says whether a completion passes, the first that gives it a value. turn_weight: of
+        the environment, if each turn earns its own reward. lines_once: functions that warn of a step's rollouts, each
+        of which is heard once.
         """
         self.pool = pool
         self.parts = parts
         self.weights = weights
         self.pass_functions = pass_functions
         self.policy = policy
+        self.turn_weight = turn_weight
         self.answer_format = answer_format_of(pool.functions)
         self.collected_before = False
         self.lines_once = list(lines_once)
@@ -113,7 +117,10 @@ class Scorer:
 
         step: the number of the step that reward functions get, as the log counts it.
         """
-        ids = list(map(self._ids_to_show, rollouts))
+        ids = [rollout.ids_T.tolist() for rollout in rollouts]
+        for completion in ids:
+            if completion and completion[-1] in self.policy.stop_token_ids:
+                completion.pop()
         texts = detokenize(self.policy.tokenizer, ids)
         self.submitted = [replace(rollout, text=text) for rollout, text in zip(rollouts, texts, strict=True)]
         self.pool.submit(self.submitted, group_size, step)
@@ -146,17 +153,14 @@ class Scorer:
             print(printable(f"warning: {where}{line}"))
         return rollouts
 
+    def pass_rate(self, rollouts: list[Rollout]) -> float | None:
+        """Return the share of rollouts that pass, None if nothing says whether one does."""
+        return pass_rate(pass_values(rollouts, self.pass_functions), self.pool.config.pass_value)
+
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:
         """Return the prompts as the model saw them, special tokens included."""
         ids = [rollout.prompt_ids_T.tolist() for rollout in rollouts]
         return detokenize(self.policy.tokenizer, ids)
-
-    def _ids_to_show(self, rollout: Rollout) -> list[int]:
-        """Return the ids of a completion without the stop token at the end."""
-        ids = rollout.ids_T.tolist()
-        if ids and ids[-1] in self.policy.stop_token_ids:
-            ids.pop()
-        return ids
 
 
 # ---- Before the first step: what cannot be used is refused
@@ -199,18 +203,24 @@ def read_rewards(config: RunConfig, policy: PolicyFiles, held_out: Sequence[Prom
         print(before_rewards(config))
     parts = other_parts(config)
     ends, *warnings = describe_ends(config, policy)
-    print(ends)
     pass_functions = passing_parts(config)
+    lines = [ends]
     if pass_functions:
         first, *rest = pass_functions
         otherwise = f", or {rest[0]} where it gives none" if rest else ""
-        print(f"a completion passes if {first} gives at least {config.reward.pass_value:g}{otherwise}")
+        lines.append(f"a completion passes if {first} gives at least {config.reward.pass_value:g}{otherwise}")
     opening, notes = look_at_prompt(policy.tokenizer, config.data)
-    for line in [*warnings, *notes]:
+    for line in [*lines, *warnings, *notes]:
         print(printable(line))
-    pool = RewardPool(config.reward, config.generator.max_completion_tokens, opening)
-    lines_once = [line_of for _, lines in features.turned_on(config, "lines") for line_of in lines()]
-    scorer = Scorer(pool, parts, config.reward_weights, pass_functions, policy, lines_once)
+    scorer = Scorer(
+        RewardPool(config.reward, config.generator.max_completion_tokens, opening),
+        parts,
+        config.reward_weights,
+        pass_functions,
+        policy,
+        turn_weight=config.environment.weight if config.turns_earn else None,
+        lines_once=[line_of for _, lines in features.turned_on(config, "lines") for line_of in lines()],
+    )
     on_gpu = config.gpus > 0 or torch.cuda.is_available()  # a dry run may be for another machine
     check_engine(config.generator, policy.hf, on_gpu=on_gpu)
     for _, check in features.turned_on(config, "check"):

@@ -179,7 +179,8 @@ class Session:
         self.held = contextlib.ExitStack()  # on rank 0: reward processes, run folder and log, until the run ends
         self.repository = ""  # on rank 0: the one at the hub that gets the exported model
         self.is_exported = False
-        self.start: Start | None = None  # on rank 0, once it is read
+        self.start = Start()  # on rank 0, once it is read
+        self.run_log: RunLog | None = None  # on rank 0, once it is open
         self.folders: dict[str, str] = {}  # of the models, once they are there
         self.saver: checkpoint.CheckpointSaver | None = None  # on trainers, once their model is loaded
         self.reward_model: Any = None  # on learners, once it is loaded
@@ -223,7 +224,6 @@ class Session:
                 self.repository = open_repository(config.checkpoint.push_to_hub)
             self.begin_to_write(start.saved)
         self.start = start
-        self.last_line = f"done; everything is in {config.run_dir}"
         fitted, _ = fit_to_machine(config, self.layout, start.policy.folder, start.reward_model)
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {start.saved.step}")
         return Shared(
@@ -343,7 +343,7 @@ class Session:
             if "reward model" in self.folders and roles.learns:
                 for name, load in features.turned_on(config, "load"):
                     self.reward_model = load(config, self.folders["reward model"], roles)
-                    if self.start:
+                    if self.start.scorer:
                         self.start.scorer.parts[name].model = self.reward_model
         return trainer, reference
 
@@ -481,5 +481,5 @@ class Session:
     @on_driver
     def _finish(self) -> None:
         self.held.close()
-        print(self.last_line)
-        repeat_behind_launcher(self.last_line)
+        print(self.run_log.last_line)
+        repeat_behind_launcher(self.run_log.last_line)

@@ -7,10 +7,14 @@ from typing import Any, Literal
 from grpo.data.batches import make_batch
 from grpo.data.encode import Encoded
 from grpo.metrics import StepMetrics
+from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
+from grpo.roles.process_groups import Roles
 from grpo.run.session import Session
-from grpo.run.steps import Steps
+from grpo.run.start import Examples
+from grpo.run.step_timer import StepTimer
+from grpo.run.steps import Schedule, Steps
 from grpo.types import Piece, Rollout, Scalars, TrainBatch
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
@@ -28,13 +32,40 @@ class Due:
 class SFTDriver(Steps):
     """Examples, decisions and the log."""
 
-    def __init__(self, session: Session):
-        """Take the examples of a session that has started up; they are on rank 0 alone."""
-        super().__init__(session)
-        self.recent_losses = collections.deque(maxlen=STOP_WINDOW)
-        if session.start:
-            self.examples = session.start.data
-            self.recent_losses.extend(session.start.saved.state.get("recent_losses", ()))
+    def __init__(
+        self,
+        examples: Examples | None,
+        stop_at_loss: float,
+        run_log: RunLog | None,
+        schedule: Schedule,
+        roles: Roles,
+        timer: StepTimer,
+    ):
+        """Take what a driver uses; examples and log are on rank 0 alone."""
+        super().__init__(schedule, run_log, roles, timer)
+        self.examples = examples
+        self.stop_at_loss = stop_at_loss
+        recent_losses = examples.recent_losses if examples else ()
+        self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
+
+    @classmethod
+    def of(cls, session: Session) -> "SFTDriver":
+        """Take it from a session that has started up."""
+        config = session.config
+        schedule = Schedule(
+            num_steps=config.num_steps,
+            checkpoint_every=config.checkpoint.interval,
+            evaluate_every=config.evaluation.interval,
+            validate_every=config.validation.interval,
+        )
+        return cls(
+            session.start.data,
+            config.stop_at_loss,
+            session.run_log,
+            schedule,
+            session.roles,
+            session.timer,
+        )
 
     @on_driver
     def held_out_batch(self, name: str) -> TrainBatch:
@@ -58,21 +89,19 @@ class SFTDriver(Steps):
     @from_driver
     def due(self, step: int, measured: StepMetrics) -> Due:
         """Decide what follows step number `step`. A low loss can make it the last one."""
-        config = self.config
         self.recent_losses.append(measured.means()["loss"])
         is_last = self._is_learned()
+        schedule = self.schedule
         return Due(
-            validate=self.is_due(config.validation.interval, step, is_last),
-            evaluate=self.is_due(config.evaluation.interval, step, is_last),
-            save=self.is_due(config.checkpoint.interval, step, is_last),
+            validate=schedule.is_due(schedule.validate_every, step, is_last),
+            evaluate=schedule.is_due(schedule.evaluate_every, step, is_last),
+            save=schedule.is_due(schedule.checkpoint_every, step, is_last),
         )
 
     def _is_learned(self) -> bool:
         """Return whether the mean loss of the last STOP_WINDOW steps is below `stop_at_loss`."""
         losses = self.recent_losses
-        if len(losses) < STOP_WINDOW:
-            return False
-        return sum(losses) / STOP_WINDOW < self.config.stop_at_loss
+        return len(losses) == STOP_WINDOW and sum(losses) / STOP_WINDOW < self.stop_at_loss
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the driver. On rank 0."""
@@ -91,7 +120,7 @@ class SFTDriver(Steps):
         """Log step number `step`. A metric of examples belongs here."""
         times = self.timer.close_step()
         metrics = measured_metrics(measured, times, batch.num_tokens)
-        if self.config.too_long == "truncate":
+        if self.examples.are_cut:
             metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
         self.log_step(step, metrics)
 
@@ -100,7 +129,7 @@ class SFTDriver(Steps):
         """Log the loss of each validation set and, if there are several, their plain mean."""
         metrics = {f"validation/{name}/loss": loss for name, loss in losses.items() if name}
         metrics["validation/loss"] = sum(losses.values()) / len(losses)
-        self.session.run_log.log_held_out(step, metrics)
+        self.run_log.log_held_out(step, metrics)
 
 
 def batch_of(examples: list[Encoded]) -> TrainBatch:

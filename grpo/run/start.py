@@ -4,32 +4,58 @@ Bad input is refused here, before GPUs are used: ValueError or FileNotFoundError
 checks come first, and processes start last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import EvaluationConfig, RunConfig, ValidationConfig
-from grpo.data.prepare import first_columns, load_chat_sources, load_sources, texts_of, warn_of_repeated_rows
+from grpo.data import prepare
+from grpo.data.encode import Encoded, Encoder
+from grpo.data.streams import ChatStream, PromptStream
 from grpo.models import hf_folder
+from grpo.report.samples import show_examples
+from grpo.run.groups import Group
 from grpo.run.policy import PolicyFiles, read_policy, read_reference
-from grpo.run.prompts import read_examples, read_held_out, read_prompts
-from grpo.run.saved import Saved, find_saved
-from grpo.run.scorer import Scorer, check_functions, read_rewards
+from grpo.run.saved import Saved, find_saved, resume_data
+from grpo.run.scorer import Scorer, check_functions, read_rewards, tool_schemas
 from grpo.run.trial import try_algorithm
 from grpo.types import Prompt
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a run starts from. What a script does not need is empty."""
+class Prompts:
+    """What GRPO samples for: in each step `per_step` prompts, with `group_size` completions each."""
 
-    saved: Saved
-    policy: PolicyFiles
+    stream: PromptStream
+    per_step: int
+    group_size: int
+    groups: Sequence[Group] = ()
+    """Those in flight in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What SFT learns from."""
+
+    stream: ChatStream
+    validation: Mapping[str, list[Encoded]]
+    """The examples of each validation set, by its name."""
+    are_cut: bool
+    """Long examples are truncated."""
+    recent_losses: Sequence[float]
+    """Those in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from. What a script does not need is empty, and on other ranks than 0 everything."""
+
+    saved: Saved | None = None
+    policy: PolicyFiles | None = None
     reference: str = ""
     """Folder or hub name of the frozen model."""
-    data: Any = None
-    """`Prompts` or `Examples`, from which training draws."""
+    data: Prompts | Examples | None = None
+    """What training draws from."""
     held_out: Sequence[Prompt] = ()
     """The prompts that evaluation completes."""
     scorer: Scorer | None = None
@@ -49,20 +75,24 @@ def read_grpo(
     """Read the prompts, reference, held-out prompts and rewards of a GRPO run."""
     check_functions(config)
     try_algorithm(config.algorithm)
-    sources = load_sources(config.data)
-    check_functions(config, first_columns(sources))  # the encoder compares the other rows with these
+    sources = prepare.load_sources(config.data)
+    check_functions(config, prepare.first_columns(sources))  # the encoder compares the other rows with these
 
     paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
     saved = find_saved(config, script, paths, parts=("data", "flight"))
-    policy = read_policy(config, texts_of(sources), build_dir)
+    policy = read_policy(config, prepare.texts_of(sources), build_dir)
     reference = read_reference(config, policy)
-    prompts = read_prompts(config, sources, policy, saved)
+    encoder = prompt_encoder(config, policy, config.algorithm.teacher_template)
+    rows = prepare.encode_sources(sources, encoder, config.prompts_per_step)
+    stream = PromptStream(rows, config.data, config.seed)
+    groups = resume_data(saved, stream)
+    prompts = Prompts(stream, config.prompts_per_step, config.group_size, groups)
     held_out = []
     if config.evaluation.interval:
         held_out = read_held_out(config, policy)
         if not config.environment.all_classes:  # whose rows may have one prompt for all, and differ in their columns
-            rows = [order.rows for order in prompts.stream.orders.values()]
-            warn_of_repeated_rows("evaluation", [prompt.ids for prompt in held_out], rows)
+            rows = [order.rows for order in stream.orders.values()]
+            prepare.warn_of_repeated_rows("evaluation", [prompt.ids for prompt in held_out], rows)
     scorer = read_rewards(config, policy, held_out)
     start = Start(saved, policy, reference, prompts, held_out, scorer, config.reward.model)
     note_weights(config, start)
@@ -74,18 +104,42 @@ def read_sft(
     script: str,
     build_dir: str,
 ) -> Start:
-    """Read the examples of a supervised run, and what it validates and evaluates on."""
+    """Read the examples of a supervised run, and what it validates and evaluates on. Show some if asked."""
     if config.evaluation.interval:
         check_functions(config)
-    sources = load_chat_sources(config.data, config.row_format, config.completion_column)
+    sources = prepare.load_chat_sources(config.data, config.row_format, config.completion_column)
     paths = data_paths(config, config.validation, config.evaluation)
     saved = find_saved(config, script, paths, parts=("data", "recent_losses"))
-    policy = read_policy(config, texts_of(sources), build_dir)
-    examples = read_examples(config, sources, policy, saved)
-    start = Start(saved, policy, "", examples)
+    policy = read_policy(config, prepare.texts_of(sources), build_dir)
+    truncates = config.too_long == "truncate"
+    encoder = Encoder(
+        policy.tokenizer,
+        config.data,
+        config.max_sequence_tokens,
+        config.train_on,
+        truncates,
+        row_format=config.row_format,
+        completion_column=config.completion_column,
+        vocab_size=policy.hf.vocab_size,
+    )
+    rows = prepare.encode_sources(sources, encoder, config.sequences_per_step)
+    if config.show:
+        first_examples = ChatStream(rows, config.data, config.seed).draw(config.show)
+        show_examples(first_examples, policy.tokenizer)
+    stream = ChatStream(rows, config.data, config.seed)
+    resume_data(saved, stream)
+    validation = {}
+    if config.validation.interval:
+        validation = prepare.load_validation(config.validation, encoder)
+        ids = [example.ids for examples in validation.values() for example in examples]
+        prepare.warn_of_repeated_rows("validation", ids, rows)
+    recent_losses = saved.state.get("recent_losses", ())
+    examples = Examples(stream, validation, truncates, recent_losses)
+    held_out = []
+    scorer = None
     if config.evaluation.interval:
         held_out, scorer = read_evaluation(config, policy)
-        start = Start(saved, policy, "", examples, held_out, scorer, config.reward.model)
+    start = Start(saved, policy, "", examples, held_out, scorer, config.reward.model if scorer else "")
     note_weights(config, start)
     return start
 
@@ -101,6 +155,25 @@ def read_evaluation(config: RunConfig, policy: PolicyFiles) -> tuple[list[Prompt
             f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
         ) from error
     return prompts, read_rewards(config, policy, prompts)
+
+
+def read_held_out(config: RunConfig, policy: PolicyFiles) -> list[Prompt]:
+    """Read the prompts that evaluation completes, with all columns that the reward functions need."""
+    prompts = prepare.load_eval_prompts(config.evaluation, prompt_encoder(config, policy))
+    check_functions(config, [prompt.columns for prompt in prompts])
+    return prompts
+
+
+def prompt_encoder(config: RunConfig, policy: PolicyFiles, teacher_template: str = "") -> Encoder:
+    """Return what makes tokens of prompts, and with a template also of those that a teacher reads."""
+    return Encoder(
+        policy.tokenizer,
+        config.data,
+        config.data.max_prompt_tokens,
+        tools=tool_schemas(config),
+        teacher_template=teacher_template,
+        vocab_size=policy.hf.vocab_size,
+    )
 
 
 def data_paths(config: RunConfig, *sections: EvaluationConfig | ValidationConfig) -> list[str]:

@@ -4,7 +4,11 @@ Every rank holds one and calls the same methods, in the order of the loop; rank 
 decisions (`comm.on_driver`, `comm.from_driver`).
 """
 
-from grpo.run.session import Session
+from dataclasses import dataclass
+
+from grpo.report.log import RunLog
+from grpo.roles.process_groups import Roles
+from grpo.run.step_timer import StepTimer
 from grpo.types import Scalars
 from grpo.watch.failures import BadInput
 from grpo.watch.stopping import obey_stop, stop_reason
@@ -12,38 +16,60 @@ from grpo.watch.stopping import obey_stop, stop_reason
 MOST_SKIPPED = 3  # steps in a row without an update, which end the run
 
 
-class Steps:
-    """Requests to stop, what is due, and the line of a step in the log."""
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How many steps a run takes, and what happens every so many of them. 0 is never."""
 
-    def __init__(self, session: Session):
-        """Take what a session that has started up holds; what it has read is on rank 0 alone."""
-        self.session = session
-        self.config = session.config
-        self.roles = session.roles
-        self.timer = session.timer
+    num_steps: int
+    checkpoint_every: int
+    evaluate_every: int = 0
+    validate_every: int = 0
+    sync_check_every: int = 0
+    samples_every: int = 0
+    """Steps between those whose completions are written."""
+    overlap_steps: int = 0
+    """Steps that sampling is ahead of training."""
+
+    def is_due(self, every: int, step: int, is_last: bool = False) -> bool:
+        """Return whether what happens `every` steps, and at the end, follows step `step`.
+
+        is_last: the run ends before its `num_steps`.
+        """
+        is_last = is_last or step == self.num_steps
+        return every > 0 and (is_last or step % every == 0)
+
+
+class Steps:
+    """Requests to stop, and the line of a step in the log."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        run_log: RunLog | None,
+        roles: Roles,
+        timer: StepTimer,
+    ):
+        """Take what every script has. run_log: on rank 0 alone."""
+        self.schedule = schedule
+        self.run_log = run_log
+        self.roles = roles
+        self.timer = timer
         self.num_skipped = 0  # in a row
 
     def is_stopped(self, step: int) -> bool:
         """Return whether a signal or a file asked the run to end after `step` steps. On rank 0 alone."""
-        reason = stop_reason(self.config.run_dir)
+        run_log = self.run_log
+        reason = stop_reason(run_log.run_dir)
         if reason:
-            self.session.last_line = obey_stop(reason, step, self.config.run_dir)
+            run_log.last_line = obey_stop(reason, step, run_log.run_dir)
         return bool(reason)
-
-    def is_due(self, interval: int, step: int, is_last: bool = False) -> bool:
-        """Return whether step `step` is followed by what happens every `interval` steps, 0 is never, and at the end.
-
-        is_last: the run ends before its `num_steps`.
-        """
-        is_last = is_last or step == self.config.num_steps
-        return interval > 0 and (is_last or step % interval == 0)
 
     def log_step(self, step: int, metrics: Scalars) -> None:
         """Log step number `step`, and warn if its update was skipped. On rank 0 alone.
 
         Raises BadInput after MOST_SKIPPED skipped updates in a row.
         """
-        self.session.run_log.log(step, metrics)
+        self.run_log.log(step, metrics)
         prefix = "skipped/"
         causes = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
         if not causes:

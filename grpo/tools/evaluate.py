@@ -104,7 +104,8 @@ def evaluate(config: Config, session: Session) -> None:
     """Start the engines, complete the held-out prompts, score and log. Every rank calls it."""
     session.start_up()  # evaluates once everything is there
     num_prompts = len(session.shared.held_out)
-    session.last_line = f"{num_prompts} prompts; every completion is in {config.run_dir}/evaluation.jsonl"
+    if session.run_log:
+        session.run_log.last_line = f"{num_prompts} prompts; every completion is in {config.run_dir}/evaluation.jsonl"
     session.end()
 
 

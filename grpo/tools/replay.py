@@ -26,6 +26,7 @@ import math
 import pathlib
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ from grpo.run.policy import read_policy
 from grpo.run.saved import find_saved
 from grpo.run.session import Session, run
 from grpo.run.start import Start
-from grpo.run.steps import Steps
+from grpo.run.steps import Schedule, Steps
 from grpo.run.trial import try_algorithm
 from grpo.text import compact_number
 from grpo.types import Scalars
@@ -148,7 +149,7 @@ def read(
 def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
     """Take the recorded run's steps. Every rank calls it, and reads the batches for itself."""
     trainer, _, _ = session.start_up()
-    driver = Steps(session)
+    driver = steps_of(session)
     vocab_size = read_hf_config(trainer.model.folder).vocab_size
     for step in session.steps():
         if session.ask_driver(driver.is_stopped, step):
@@ -160,11 +161,18 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
         times = session.timer.close_step()
         metrics = measured_metrics(measured, times, recorded_step.batch.num_tokens)
         session.ask_driver(driver.log_step, step + 1, recorded_step.metrics | metrics)
-        if driver.is_due(config.checkpoint.interval, step + 1):
+        if driver.schedule.is_due(config.checkpoint.interval, step + 1):
             session.save(step + 1, trainer)
     else:  # not stopped
         session.export(trainer)
     session.end()
+
+
+def steps_of(session: Session) -> Steps:
+    """Return what rank 0 decides and logs."""
+    config = session.config
+    schedule = Schedule(num_steps=config.num_steps, checkpoint_every=config.checkpoint.interval)
+    return Steps(schedule, session.run_log, session.roles, session.timer)
 
 
 def train_on(
@@ -173,6 +181,7 @@ def train_on(
     trainer: Trainer,
 ) -> StepMetrics:
     """Update the policy on a recorded step. Return what the updates measured."""
+    config = replace(config, algorithm=config.algorithm.resolved)
     metrics = StepMetrics(recorded_step.batch.num_sequences)
     batch = add_advantages(
         config,
@@ -234,7 +243,7 @@ def compare(
     config: the run's, which is that of the first method.
     """
     first, _, _ = session.start_up()
-    driver = Steps(session)
+    driver = steps_of(session)
     trainers = {}
     history = {}
     for name, method in configs.items():

@@ -124,7 +124,7 @@ def make_config(
             compile=False,
             learning_rate=LEARNING_RATE,
         ),
-        algorithm=AlgorithmConfig(kl_coef=0.1),
+        algorithm=AlgorithmConfig(kl_coef=0.1).resolved,
         prompts_per_step=len(PROMPTS),
         group_size=GROUP_SIZE,
     )

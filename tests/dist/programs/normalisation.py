@@ -114,7 +114,7 @@ def main() -> None:
 
     for name, algorithm in ALGORITHMS.items():
         algorithm = dataclasses.replace(algorithm, **EVERYTHING)
-        config = GRPOConfig(generator=GeneratorConfig(max_completion_tokens=32), algorithm=algorithm)
+        config = GRPOConfig(generator=GeneratorConfig(max_completion_tokens=32), algorithm=algorithm.resolved)
         file = baselines / f"{name}.safetensors"
         if num_ranks == 1:
             save_file(undivided(config), file)

@@ -24,7 +24,7 @@ def compare(rewards_S, group_size, kind):
     has_reward_S = ~rewards_S.isnan()
     sample = sequence(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))
     reward, algorithm = RewardConfig(functions={"math_reward": 1.0}), AlgorithmConfig(advantages=kind)
-    config = GRPOConfig(group_size=group_size, algorithm=algorithm, reward=reward)
+    config = GRPOConfig(group_size=group_size, algorithm=algorithm.resolved, reward=reward)
     batch = rewarded(make_batch([sample] * len(rewards_S)), rewards_S)
     batch = add_advantages(config, batch, 0.0, StepMetrics(1))
     advantages_S = batch.advantages_N  # of sequences of one token
@@ -95,7 +95,7 @@ def test_maxrl_has_in_expectation_the_gradient_of_the_expansion_of_log_p():
 def decoupled(parts, group_size, has=None):
     """GDPO's advantages of two reward functions with the weights 1 and 0.5; NONE in `parts` is None."""
     reward, algorithm = RewardConfig(functions={"a": 1.0, "b": 0.5}), AlgorithmConfig(advantages=GDPO)
-    config = GRPOConfig(group_size=group_size, algorithm=algorithm, reward=reward)
+    config = GRPOConfig(group_size=group_size, algorithm=algorithm.resolved, reward=reward)
     parts_FR = torch.tensor(parts)
     rewards_R = torch.tensor([1.0, 0.5]) @ parts_FR.nan_to_num(0.0)
     has_R = torch.tensor(has or [True] * parts_FR.shape[1])

@@ -512,7 +512,7 @@ def test_loss_and_gradient_do_not_depend_on_the_layout(loss_name, kind):
         correction("mask_sequences", 0.8, 1.25),
         **{"loss": loss_name, "loss_options": EVERYTHING_ON[loss_name], "aggregation": kind, "kl_coef": 0.1},
     )
-    config = GRPOConfig(algorithm=algorithm, generator=GeneratorConfig(max_completion_tokens=8))
+    config = GRPOConfig(algorithm=algorithm.resolved, generator=GeneratorConfig(max_completion_tokens=8))
     objective = grpo_objective(config, batch, 0.1, first_update=True)
 
     def total_and_gradient(micros: list[MicroBatch]) -> tuple[float, torch.Tensor]:

@@ -31,7 +31,7 @@ def gradients(algorithm, rewards):
     """What the project takes as gradient, of each sequence's log-probs."""
     config = GRPOConfig(
         group_size=3,
-        algorithm=dataclasses.replace(algorithm, old_logprobs="generator"),
+        algorithm=dataclasses.replace(algorithm, old_logprobs="generator").resolved,
         reward=RewardConfig(functions={"a": 1.0}),
         generator=GeneratorConfig(max_completion_tokens=LONGEST),
     )

@@ -48,7 +48,8 @@ def on_fake_device(micro: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
 
 @pytest.mark.parametrize("changes", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_the_objective_and_its_metrics_do_not_wait_for_the_device(changes):
-    config = GRPOConfig(algorithm=AlgorithmConfig(kl_coef=0.1, entropy_coef=0.1, old_logprobs="policy", **changes))
+    algorithm = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.1, old_logprobs="policy", **changes)
+    config = GRPOConfig(algorithm=algorithm.resolved)
     micro = one_row(step(), share_prompts=False)
     objectives = {first: grpo_objective(config, step(), 0.1, first) for first in (True, False)}
     with FakeTensorMode() as mode:

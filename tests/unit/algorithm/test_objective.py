@@ -33,7 +33,7 @@ def step(
     batch = dataclasses.replace(make_batch(samples(1)), advantages_N=torch.ones(3), **fields)
     micro = one_row(batch, multiple=4)
     logprobs_BT = torch.tensor([[*logprobs, 0.0, 0.0]], requires_grad=True)
-    config = GRPOConfig(algorithm=algorithm)
+    config = GRPOConfig(algorithm=algorithm.resolved)
     objective = grpo_objective(config, batch, algorithm.kl_coef, first)
     loss, metrics = objective(micro, logprobs_BT, torch.full((1, 4), entropy))
     loss.backward()
@@ -153,7 +153,7 @@ HAS_REWARD = torch.tensor([True, True, True, False])
 def advantages(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
     """Two groups of two; the last completion has no reward."""
     metrics = StepMetrics(4)
-    config = GRPOConfig(algorithm=algorithm, group_size=2)
+    config = GRPOConfig(algorithm=algorithm.resolved, group_size=2)
     batch = rewarded(batch, REWARDS, torch.zeros(2, 4), HAS_REWARD)
     return add_advantages(config, batch, algorithm.kl_coef, metrics), metrics.means()
 
@@ -199,7 +199,7 @@ def distilled(algorithm: AlgorithmConfig, teacher: list[float], has_reward: list
     """Two completions of a prompt, rewards 1 and 0, whose two tokens have these log-probs by the teacher."""
     batch = make_batch(samples(2))
     batch = dataclasses.replace(batch, ref_logprobs_N=torch.tensor([math.nan, *teacher] * 2))
-    config, metrics = GRPOConfig(algorithm=algorithm, group_size=2), StepMetrics(2)
+    config, metrics = GRPOConfig(algorithm=algorithm.resolved, group_size=2), StepMetrics(2)
     batch = rewarded(batch, torch.tensor([1.0, 0.0]), torch.zeros(2, 2), torch.tensor(has_reward))
     return add_advantages(config, batch, algorithm.kl_coef, metrics), metrics.means()
 
@@ -232,7 +232,7 @@ def test_its_gradient_is_that_of_the_reverse_kl_on_a_vocabulary_of_two(loss):
     = 3/16 * (log(3/2) - log(1/2)) = 3/16 * log 3 = 0.2060.
     """
     t = torch.tensor(math.log(3), requires_grad=True)
-    config = GRPOConfig(algorithm=AlgorithmConfig(loss=loss, distill_coef=1.0), group_size=1)
+    config = GRPOConfig(algorithm=AlgorithmConfig(loss=loss, distill_coef=1.0).resolved, group_size=1)
     policy, teacher = torch.log_softmax(torch.stack([t, torch.tensor(0.0)]), 0), math.log(1 / 2)
     gradient = 0.0
     for token in (0, 1):

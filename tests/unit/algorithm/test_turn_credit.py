@@ -64,7 +64,9 @@ def batch_of(group_size: int, episodes: list[Played], kind: str, loss: str = "gr
     algorithm = AlgorithmConfig(loss=loss, advantages=kind)
     environment = EnvironmentConfig(name="made.py:Up", weight=WEIGHT)
     generator = GeneratorConfig(max_completion_tokens=40)
-    config = GRPOConfig(group_size=group_size, algorithm=algorithm, environment=environment, generator=generator)
+    config = GRPOConfig(
+        group_size=group_size, algorithm=algorithm.resolved, environment=environment, generator=generator
+    )
     weight = WEIGHT if config.turns_earn else None
     rollouts = [episode.rollout(random.Random(repr(episode))) for episode in episodes]
     rewards = [math.nan if episode.reward is None else episode.reward for episode in episodes]

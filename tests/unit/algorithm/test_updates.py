@@ -21,6 +21,7 @@ from train_grpo import update
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROLES = SimpleNamespace(device=torch.device("cpu"), is_driver=False)
+IN_PAIRS = GRPOConfig(algorithm=AlgorithmConfig().resolved, group_size=2)
 TWO_BY_TWO = AlgorithmConfig(num_mini_batches=2, num_epochs=2)
 
 
@@ -43,7 +44,7 @@ def step_batch() -> TrainBatch:
 
 def take_step(trainer: Trainer, algorithm: AlgorithmConfig) -> dict[str, float]:
     metrics = StepMetrics(4)
-    update(GRPOConfig(algorithm=algorithm, group_size=2), trainer, step_batch(), 0.0, metrics)
+    update(GRPOConfig(algorithm=algorithm.resolved, group_size=2), trainer, step_batch(), 0.0, metrics)
     return metrics.means()
 
 
@@ -61,7 +62,7 @@ def test_a_schedule_of_the_kl_without_a_reference_is_refused(folder):
     """Written into the script, it would change nothing, and nobody would see it."""
     trainer = trainer_of(folder)
     with pytest.raises(ValueError, match="no reference is loaded: set algorithm.kl_coef above 0"):
-        update(GRPOConfig(group_size=2), trainer, step_batch(), 0.5, StepMetrics(4))
+        update(IN_PAIRS, trainer, step_batch(), 0.5, StepMetrics(4))
 
 
 @pytest.mark.filterwarnings("error")
@@ -72,7 +73,7 @@ def test_a_first_step_in_which_no_token_counts_is_no_fault_of_the_schedule(folde
     metrics = StepMetrics(4)
     batch = step_batch()
     batch = dataclasses.replace(batch, loss_mask_N=torch.zeros_like(batch.loss_mask_N))
-    update(GRPOConfig(group_size=2), trainer, batch, 0.0, metrics)
+    update(IN_PAIRS, trainer, batch, 0.0, metrics)
     assert math.isnan(metrics.means()["entropy"]) and metrics.means()["learning_rate"] == 0.005
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.module.state_dict().items())
     assert take_step(trainer, AlgorithmConfig())["learning_rate"] == 0.01
@@ -209,7 +210,7 @@ def test_without_a_gradient_muon_stands_still(folder, optimizer):
     before = [p.detach().clone() for p in trainer.model.module.parameters()]
     batch = dataclasses.replace(step_batch(), advantages_N=torch.zeros(16))
     metrics = StepMetrics(4)
-    update(GRPOConfig(group_size=2), trainer, batch, 0.0, metrics)
+    update(IN_PAIRS, trainer, batch, 0.0, metrics)
     assert metrics.means()["grad_norm"] == 0
     after = trainer.model.module.parameters()
     has_moved = any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))

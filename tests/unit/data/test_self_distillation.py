@@ -142,7 +142,7 @@ def test_log_probs_and_gradient_of_three_sequences(folders, teacher):
         torch.testing.assert_close(
             batch.ref_logprobs_N[batch.loss_mask_N], torch.cat(expected)[sampled_N], rtol=0, atol=1e-5
         )
-        config = GRPOConfig(algorithm=algorithm, group_size=1, reward=RewardConfig(functions={}))
+        config = GRPOConfig(algorithm=algorithm.resolved, group_size=1, reward=RewardConfig(functions={}))
         metrics = StepMetrics(3)
         batch = rewarded(batch, torch.full((3,), torch.nan), torch.zeros(0, 3))
         batch = add_advantages(config, batch, 0.0, metrics)

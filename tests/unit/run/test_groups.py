@@ -15,9 +15,11 @@ from grpo.config import GRPOConfig, SamplingConfig
 from grpo.report.rollout_metrics import stale_frac
 from grpo.rewards.builtin import math_reward, overlong_penalty
 from grpo.run.driver import Driver
-from grpo.run.groups import Group, GroupBuffer, Life, saved_groups
+from grpo.run.groups import Group, GroupBuffer, Life, rollouts_of, saved_groups
 from grpo.run.saved import Saved, begin_to_read, resume_data
 from grpo.run.scorer import Scorer
+from grpo.run.start import Prompts
+from grpo.run.steps import Schedule
 from grpo.types import EpisodeFacts, Prompt, Request, Requests, Rollout
 from tests.rollouts import counting_up, hands, logprobs_of
 
@@ -281,23 +283,24 @@ def test_a_group_that_goes_back_counts_in_the_step_that_trains_on_it():
     """
     sampling = SamplingConfig(dynamic=True, carry_over=1)
     run = Run(sampling, overlap=False, seed=0)
-    driver = object.__new__(Driver)
-    driver.buffer = run.buffer
-    driver.config = GRPOConfig(sampling=sampling, group_size=GROUP_SIZE, prompts_per_step=PROMPTS)
-    driver.scorer = SimpleNamespace(answer_format=None)
+    prompts = Prompts(run.stream, PROMPTS, GROUP_SIZE)
+    scorer = SimpleNamespace(judging_parts=(), answer_format=None, turn_weight=None)
+    schedule = Schedule(num_steps=NUM_STEPS, checkpoint_every=0)
+    driver = Driver(sampling, prompts, scorer, None, schedule, None, None)
     driver.step = 0
     counted = []
     carried = []
+    buffer = driver.buffer
     for _ in range(2):
-        run.buffer.begin_step()
-        while requests := run.buffer.fill(run.stream.draw, run.score):
+        buffer.begin_step()
+        while requests := buffer.fill(run.stream.draw, run.score):
             first_tokens = [completion(p.index * GROUP_SIZE + k, 3) for p in requests.prompts for k in (0, 1)]
-            run.buffer.add(first_tokens)
-        rollouts = run.buffer.rollouts()
-        carried.append(indices(group.prompt for group in run.buffer.groups))
-        metrics = driver._sampling_metrics(rollouts, SimpleNamespace(versions_S=torch.zeros(len(rollouts))))
+            buffer.add(first_tokens)
+        rollouts = buffer.rollouts()
+        carried.append(indices(group.prompt for group in buffer.groups))
+        metrics = driver.sampling_metrics(rollouts, SimpleNamespace(versions_S=torch.zeros(len(rollouts))))
         counted.append(metrics["reward/mean"])
-        run.finished += [rollout.index for rollout in driver._finished()]
+        run.finished += [rollout.index for rollout in rollouts_of(buffer.finished())]
     assert counted[0] == pytest.approx(52 / 14)
     assert carried[0] == [7, 8]  # the oldest is the next to be taken
     assert 14 in run.finished and len(set(run.finished)) == len(run.finished)
