@@ -30,7 +30,7 @@ from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.process_groups import Roles
 from grpo.roles.weight_sync import PROBE_PROMPTS
-from grpo.run.groups import GroupBuffer, rollouts_of
+from grpo.run.groups import GroupBuffer, rollouts_of, set_rollouts
 from grpo.run.scorer import Scorer, check_lost, check_version
 from grpo.run.session import Session
 from grpo.run.start import Prompts
@@ -199,16 +199,16 @@ class Driver(Steps):
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:
         """Wait for the rewards that workers compute, ask the reward model, and return the step's rollouts with them."""
-        buffer = self.buffer
+        taken = self.buffer.taken
         if not self.sampling.dynamic:
-            buffer.set_rollouts(buffer.taken, self.scorer.collect())
+            set_rollouts(taken, self.scorer.collect())
         with refuse_bad_input():
-            check_all_failed(rollouts_of(buffer.taken))
-        for group in buffer.finished():
+            check_all_failed(rollouts_of(taken))
+        for group in taken:
             rate = self.scorer.pass_rate(group.rollouts)
             if rate is not None:
                 self.prompts.stream.remember(group.prompt, rate, self.step + 1)
-        return buffer.rollouts()
+        return self.buffer.rollouts()
 
     @on_driver_for_learners
     def reward_tensors(self, rollouts: list[Rollout]) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,8 +240,7 @@ class Driver(Steps):
         measured: StepMetrics,
     ) -> Scalars:
         """Log step number `step`. Returns its metrics by name."""
-        finished = rollouts_of(self.buffer.finished())
-        num_tokens = sum(piece.num_tokens for rollout in finished for piece in rollout.pieces)
+        num_tokens = sum(piece.num_tokens for rollout in rollouts_of(self.buffer.taken) for piece in rollout.pieces)
         times = self.timer.close_step() | self.times_ahead
         metrics = self.sampling_metrics(rollouts, batch)
         metrics |= measured_metrics(measured, times, num_tokens)
@@ -260,8 +259,7 @@ class Driver(Steps):
     def sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
         """Return the metrics of sampling. Groups that go back count in the step that trains on them."""
         group_size = self.prompts.group_size
-        finished = rollouts_of(self.buffer.finished())
-        metrics = rollout_metrics(finished, group_size, self.scorer.answer_format)
+        metrics = rollout_metrics(rollouts_of(self.buffer.taken), group_size, self.scorer.answer_format)
         metrics["mismatch/nonfinite_frac"] = nonfinite_frac(rollouts)
         if self.scorer.turn_weight is not None:
             metrics["environment/alone_frac"] = alone_frac(rollouts, group_size)

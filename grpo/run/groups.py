@@ -31,7 +31,6 @@ class Life(enum.Enum):
     COMPLETE = "all of its rollouts have ended; a step takes the oldest such groups"
     TAKEN = "it belongs to the current step and is scored"
     DULL = "taken, and comparing its rewards teaches nothing (dynamic sampling); counted, and not trained on"
-    SPARE = "taken, and the step was full (dynamic sampling with carry_over); complete again in the next step"
 
 
 @dataclass(eq=False)
@@ -106,10 +105,11 @@ class GroupBuffer:
                 return requests
             self.take(num_groups, score)
         if self.sampling.carry_over:
-            spare = self.informative[self.prompts_per_step :]
+            spare = self.informative[self.prompts_per_step :]  # the next step scores them again
             for group in spare:
-                group.life = Life.SPARE
-            self.groups = spare + self.groups  # the next step scores them again
+                group.life = Life.COMPLETE
+            self.taken = [group for group in self.taken if group not in spare]
+            self.groups = spare + self.groups
         self.num_carried = len(self.groups)
         return None
 
@@ -120,7 +120,7 @@ class GroupBuffer:
             for prompt in draw(num_fresh):
                 requests = Requests.of([prompt], self.group_size).requests
                 self.groups.append(Group(prompt, [Rollout.begin(prompt, request.index) for request in requests]))
-        unfinished = self.unfinished
+        unfinished = [group for group in self.groups if group.life is not Life.COMPLETE]
         if len(self.groups) - len(unfinished) >= num_groups:
             return None
         requests = []
@@ -132,22 +132,16 @@ class GroupBuffer:
     def add(self, sampled: Sequence[Rollout]) -> None:
         """Add what was sampled for `ask`: whole rollouts, and further tokens of those that were begun."""
         by_index = {rollout.index: rollout for rollout in sampled}
-        for group in self.unfinished:
+        for group in self.groups:
             group.add(by_index)
-
-    @property
-    def unfinished(self) -> list[Group]:
-        """Groups in flight some of whose rollouts have not ended."""
-        return [group for group in self.groups if group.life in (Life.DRAWN, Life.BEGUN)]
 
     # ---- what a step trains on ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Forget what the step before took."""
-        for group in self.groups:
-            if group.life is Life.SPARE:
-                group.life = Life.COMPLETE
-        self.taken: list[Group] = []
+        self.taken: list[Group] = []  # without those that went back
+        self.num_taken = 0
+        self.num_informative = 0
         self.num_rounds = 0
         self.num_carried = 0
 
@@ -159,13 +153,12 @@ class GroupBuffer:
     @property
     def num_groups_to_take(self) -> int:
         """Number of groups that the step is expected to need still. 0 if it is full or had its last round."""
-        num_informative = len(self.informative)
-        num_lacking = self.prompts_per_step - num_informative
+        num_lacking = self.prompts_per_step - self.num_informative
         if num_lacking <= 0 or self.num_rounds >= self.sampling.max_rounds:
             return 0
         informative_frac = 1.0
-        if self.taken:
-            informative_frac = num_informative / len(self.taken)
+        if self.num_taken:
+            informative_frac = self.num_informative / self.num_taken
         informative_frac = max(informative_frac, LEAST_INFORMATIVE_FRAC)
         num_groups = math.ceil(num_lacking / informative_frac)
         return min(num_groups, self.prompts_per_step)
@@ -176,24 +169,16 @@ class GroupBuffer:
         taken = complete[:num_groups]
         self.groups = [group for group in self.groups if group not in taken]
         self.taken += taken
+        self.num_taken += num_groups
         self.num_rounds += 1
         rollouts = score(rollouts_of(taken))
-        self.set_rollouts(taken, rollouts)
-        informative = [True] * len(taken)
+        set_rollouts(taken, rollouts)
+        informative = [True] * num_groups
         if self.sampling.dynamic:
             informative = are_informative(rollouts, self.group_size, self.judging_parts).tolist()
+        self.num_informative += sum(informative)
         for group, is_informative in zip(taken, informative, strict=True):
             group.life = Life.TAKEN if is_informative else Life.DULL
-
-    def set_rollouts(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
-        """Give groups their rollouts, which lie group after group: with texts, or with rewards."""
-        for place, group in enumerate(groups):
-            first = place * self.group_size
-            group.rollouts = list(rollouts[first : first + self.group_size])
-
-    def finished(self) -> list[Group]:
-        """Return the groups taken, except those that go back."""
-        return [group for group in self.taken if group.life is not Life.SPARE]
 
     def rollouts(self) -> list[Rollout]:
         """Return what the step trains on, group after group: informative groups, or any if there are none."""
@@ -207,9 +192,8 @@ class GroupBuffer:
             metrics["sampling/carried"] = self.num_carried
         if self.sampling.dynamic:
             metrics["sampling/rounds"] = self.num_rounds
-            num_informative = len(self.informative)
-            metrics["sampling/informative_frac"] = num_informative / len(self.taken)
-            metrics["sampling/full_frac"] = min(1.0, num_informative / self.prompts_per_step)
+            metrics["sampling/informative_frac"] = self.num_informative / self.num_taken
+            metrics["sampling/full_frac"] = min(1.0, self.num_informative / self.prompts_per_step)
         return metrics
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -235,13 +219,19 @@ def saved_groups(state: Mapping[str, Any]) -> list[Group]:
     for rollout in rollouts:
         if rollout.episode is not None:
             check_saved("an episode", rollout.episode, EpisodeFacts.__annotations__)
-    groups = []
-    for place, prompt in enumerate(prompts):
-        first = place * requests.group_size
-        group = Group(prompt, rollouts[first : first + requests.group_size])
+    groups = [Group(prompt, []) for prompt in prompts]
+    set_rollouts(groups, rollouts)
+    for group in groups:
         group.add({})
-        groups.append(group)
     return groups
+
+
+def set_rollouts(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
+    """Give groups their rollouts, which lie group after group."""
+    for place, group in enumerate(groups):
+        group_size = len(rollouts) // len(groups)
+        first = place * group_size
+        group.rollouts = list(rollouts[first : first + group_size])
 
 
 def rollouts_of(groups: Iterable[Group]) -> list[Rollout]:

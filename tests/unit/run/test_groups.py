@@ -15,7 +15,7 @@ from grpo.config import GRPOConfig, SamplingConfig
 from grpo.report.rollout_metrics import stale_frac
 from grpo.rewards.builtin import math_reward, overlong_penalty
 from grpo.run.driver import Driver
-from grpo.run.groups import Group, GroupBuffer, Life, rollouts_of, saved_groups
+from grpo.run.groups import Group, GroupBuffer, rollouts_of, saved_groups
 from grpo.run.saved import Saved, begin_to_read, resume_data
 from grpo.run.scorer import Scorer
 from grpo.run.start import Prompts
@@ -74,15 +74,15 @@ class Run:
             while requests := buffer.fill(self.stream.draw, self.score):
                 self.sample(requests)
             trained = buffer.rollouts()
-            finished = indices(group.prompt for group in buffer.finished())
-            for group in buffer.finished():
+            finished = indices(group.prompt for group in buffer.taken)
+            for group in buffer.taken:
                 assert indices(r.prompt for r in group.rollouts) == [group.prompt.index] * GROUP_SIZE
             self.finished += finished
             in_flight = {group.prompt.index for group in buffer.groups} | {r.prompt.index for r in trained}
             self.dropped |= {group.prompt.index for group in buffer.taken} - in_flight
             if self.overlap and (requests := buffer.ask(PROMPTS, self.stream.draw)):
                 self.sample(requests)
-            assert indices(group.prompt for group in buffer.finished()) == finished  # the log asks for them only now
+            assert indices(group.prompt for group in buffer.taken) == finished  # the log asks for them only now
             self.metrics.append(buffer.metrics())
             yield trained
             if self.version in interrupted_after:
@@ -300,7 +300,7 @@ def test_a_group_that_goes_back_counts_in_the_step_that_trains_on_it():
         carried.append(indices(group.prompt for group in buffer.groups))
         metrics = driver.sampling_metrics(rollouts, SimpleNamespace(versions_S=torch.zeros(len(rollouts))))
         counted.append(metrics["reward/mean"])
-        run.finished += [rollout.index for rollout in rollouts_of(buffer.finished())]
+        run.finished += [rollout.index for rollout in rollouts_of(buffer.taken)]
     assert counted[0] == pytest.approx(52 / 14)
     assert carried[0] == [7, 8]  # the oldest is the next to be taken
     assert 14 in run.finished and len(set(run.finished)) == len(run.finished)
@@ -322,8 +322,8 @@ def test_groups_in_flight_of_another_run_are_left_out(capsys):
 def test_a_round_expects_an_eighth_of_its_groups_to_differ_at_least():
     """One group is lacking: 8 are asked for, although 15 of 200 would call for 14."""
     buffer = GroupBuffer(SamplingConfig(dynamic=True), prompts_per_step=16, group_size=GROUP_SIZE)
-    informative = [Group(Prompt(0, [1]), [], Life.TAKEN)] * 15
-    buffer.taken = informative + [Group(Prompt(0, [1]), [], Life.DULL)] * 185
+    buffer.num_taken = 200
+    buffer.num_informative = 15
     assert buffer.num_groups_to_take == 8
 
 
