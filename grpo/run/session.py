@@ -408,36 +408,32 @@ class Session:
         Collective over `roles.control`.
         """
         evaluation = self.config.evaluation
-        gathered = []
-        for num_samples, temperature in ((1, 0.0), (evaluation.num_samples, evaluation.temperature)):
+        kinds = {"greedy": (1, 0.0), "sample": (evaluation.num_samples, evaluation.temperature)}
+        gathered = {}
+        for kind, (num_samples, temperature) in kinds.items():
             requests = Requests.of(self.shared.held_out, num_samples)
             rollouts = None
             if generator:
                 rollouts = generator.generate(requests, temperatures=(temperature,), held_out=True)
-            gathered.append(gather_rollouts(rollouts, requests, self.roles))
+            gathered[kind] = gather_rollouts(rollouts, requests, self.roles)
         if generator:
             generator.forget_prefixes()
-        greedy, sampled = gathered
-        self._log_evaluation(greedy, sampled, step)
+        self._log_evaluation(gathered, step)
 
     @partial(on_driver, scores=True)
-    def _log_evaluation(
-        self,
-        greedy: list[Rollout],
-        sampled: list[Rollout],
-        step: int,
-    ) -> None:
+    def _log_evaluation(self, gathered: dict[str, list[Rollout]], step: int) -> None:
         """Score and write the completions of the held-out prompts by the weights after `step` steps."""
         scorer = self.start.scorer
-        scored = {"sample": []}
-        for kind, rollouts in {"greedy": greedy, "sample": sampled}.items():
-            if not rollouts:  # no samples were asked for
-                continue
-            check_version(rollouts, step)
-            scorer.submit(rollouts, len(rollouts) // len(greedy), step)
-            scored[kind] = scorer.collect("evaluation: ")
-            prompts = scorer.prompt_texts(scored[kind])
-            self.run_log.completions(step, scored[kind], prompts, held_out=kind)
+        num_prompts = len(self.shared.held_out)
+        scored = {}
+        for kind, rollouts in gathered.items():
+            scored[kind] = rollouts
+            if rollouts:  # else no samples were asked for
+                check_version(rollouts, step)
+                scorer.submit(rollouts, len(rollouts) // num_prompts, step)
+                scored[kind] = scorer.collect("evaluation: ")
+                prompts = scorer.prompt_texts(rollouts)
+                self.run_log.completions(step, scored[kind], prompts, held_out=kind)
         metrics = evaluation_metrics(
             scored["greedy"],
             scored["sample"],

@@ -117,7 +117,7 @@ def read_sft(
         config.data,
         config.max_sequence_tokens,
         config.train_on,
-        truncates,
+        truncates=truncates,
         row_format=config.row_format,
         completion_column=config.completion_column,
         vocab_size=policy.hf.vocab_size,
