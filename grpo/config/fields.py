@@ -181,8 +181,8 @@ class DataConfig:
     """Where prompts come from, what the rewards see of them, and how they become token ids."""
 
     path: OneOrSeveral = "openai/gsm8k[main]"
-    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or your own
-    `path/file.py:function`, which gives rows; in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and
+    """Hub data set, local .jsonl, .json, .csv or .parquet files (one, or a pattern such as rows/train*.jsonl), or your
+    own `path/file.py:function`, which gives rows; in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and
     revision; split train, or e.g. train[:90%]. Several: names of your own, each with its data set."""
     weights: Table[NotNegative] = field(default_factory=dict)
     """Shares of the prompts that come from each of several data sets, by their names and relative to each other; 1 for

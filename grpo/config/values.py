@@ -188,13 +188,10 @@ def parse_source(spec: str, field: str, label: str = "", split: str = "train") -
         )
     source = Source(label, parts["path"], parts["name"] or "", parts["revision"] or "", parts["split"] or split)
     kind = "file" if source.is_file else source.kind
-    if source.revision and kind != "hub":
+    if kind != "hub" and (source.revision or source.name):
         raise ValueError(
-            f"{field}={spec!r}: {source.path} is a local {kind}, which has no revisions; leave @{source.revision} out"
-        )
-    if source.name and kind not in ("hub", "folder"):
-        raise ValueError(
-            f"{field}={spec!r}: {source.path} is a local {kind}, which has no configurations; leave [{source.name}] out"
+            f"{field}={spec!r}: {source.path} is a local {kind}, which has no revisions (@) and no configurations "
+            "([ ]); leave them out"
         )
     return source
 

@@ -1,20 +1,16 @@
-"""A model's tokenizer and its chat template, or the user's prompt template: messages in, text out, within bounds.
+"""A model's tokenizer and its chat template, or the user's prompt template: messages in, text out.
 
 A chat template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
-attribute of Python's, but loops can be nested and texts can grow without a bound. So each rendering of a row has a
-deadline and a limit of memory (`template_bounds`), and the template is tried on a random text before the run.
+attribute of Python's. It is tried on a random text before the run. Left out: bounds on the time and memory of a
+template; one without an end holds the start up until its deadline.
 """
 
-import contextlib
 import datetime
 import re
-import resource
 import secrets
-import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig
 from grpo.data.rows import BadRow, Messages, Tools, as_messages
@@ -28,13 +24,6 @@ Span = tuple[int, int]
 # A text of messages, and its spans inside the template's generation markers, None without any
 Rendered = tuple[str, list[Span] | None]
 
-# Deadline of one rendering, in the CPU's time; a rendering takes about a millisecond
-TEMPLATE_SECONDS = 10
-# Memory that one rendering may take beyond what its process has
-TEMPLATE_BYTES = 2**30
-# Characters that a template may write around a short message. Templates of current models write fewer than 10,000, even
-# with their advice on tools.
-TEMPLATE_CHARACTERS = 1_000_000
 # The day of all templates that write the date, so that a run repeats: the one that Llama 3's write without a clock
 TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
 # What the operators of a template raise when a row is not what they expect
@@ -70,15 +59,11 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
         except (OSError, UnicodeDecodeError) as error:
             path = Path(own).absolute()
             raise ValueError(f"data.prompt_template file {path} cannot be read as text in UTF-8 ({error})") from error
-    if not tokenizer.chat_template and not own and (Path(folder) / "chat_template.json").is_file():
-        raise ValueError(
-            f"{folder} has its chat template in chat_template.json, which is read for models that see images alone; "
-            "write the entry chat_template of it to a file chat_template.jinja in the same folder"
-        )
     if not tokenizer.chat_template and not own:
         raise ValueError(
             f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or say what a prompt "
-            "looks like, such as --data.prompt-template 'Question: {question} Answer:' (or a .jinja file)"
+            "looks like, such as --data.prompt-template 'Question: {question} Answer:' (or a .jinja file, such as the "
+            "entry of a chat_template.json)"
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -201,11 +186,10 @@ def check_template(
     data: DataConfig,
     answered: bool = False,
 ) -> None:
-    """Try the chat template on a short random message. Call it in the main thread, see `template_bounds`.
+    """Try the chat template on a short random message, and print what would surprise a user.
 
-    answered: the message has an answer, which must be written too. Prints what would surprise a user. Raises ValueError
-    if the template needs more than TEMPLATE_SECONDS, TEMPLATE_BYTES or TEMPLATE_CHARACTERS, raises an error, or leaves
-    the message out.
+    answered: the message has an answer, which must be written too. Raises ValueError if the template raises an error or
+    leaves the message out.
     """
     if data.is_text_template:  # nothing is run
         return
@@ -216,49 +200,29 @@ def check_template(
     if answered:
         messages.append({"role": "assistant", "content": f"It is {secrets.token_hex(4)}."})
     try:
-        with template_bounds(name):
-            text, _ = render(tokenizer, data, messages, opening=not answered)
+        text, _ = render(tokenizer, data, messages, opening=not answered)
     except Refused as error:
-        raise ValueError(f"{error} (one short message, within {TEMPLATE_BYTES >> 30} GiB); {way_out}") from error
-    if len(text) > TEMPLATE_CHARACTERS + len(data.system_prompt):
-        raise ValueError(f"{name} makes {len(text)} characters of one short message; {way_out}")
+        raise ValueError(f"{error} (one short message); {way_out}") from error
     if question not in text:
         as_variable = ", or as {{ question }}" if data.prompt_template else ""
         raise ValueError(f"{name} leaves the prompt out; write it as the content of `messages`{as_variable}")
     if messages[-1]["content"] not in text:
         raise ValueError(f"{name} leaves the assistant's answer out; {way_out}")
-    for note in _notes_on_template(tokenizer, data, text):
-        print(printable(note), flush=True)
-
-
-def _notes_on_template(
-    tokenizer: "PreTrainedTokenizerBase",
-    data: DataConfig,
-    text: str,
-) -> list[str]:
-    """Write what of a template would surprise a user. text: what it made of a short message."""
-    name = template_name(tokenizer, data)
-    notes = []
-    if "strftime_now" in str(tokenizer.chat_template):
-        notes.append(
-            f"where {name} writes the date, it is {TEMPLATE_DAY:%d %b %Y}, so that a run repeats; some templates take "
-            "another one as date_string in data.chat_template_kwargs"
-        )
     template = tokenizer.get_chat_template(data.chat_template_kwargs.get("chat_template"))
     read = {*WORDS.findall(template), *OF_LIBRARY}
     unread = [argument for argument in data.chat_template_kwargs if argument not in read]
     if unread:
-        notes.append(
-            f"{name} does not read {', '.join(unread)} of data.chat_template_kwargs, so it changes nothing; correct "
-            "the name, or leave it out"
+        line = (
+            f"{name} does not read {', '.join(unread)} of data.chat_template_kwargs; correct the name, or leave it out"
         )
+        print(printable(line), flush=True)
     adds_bos = tokenizer.bos_token and tokenizer("?")["input_ids"][0] == tokenizer.bos_token_id
     if data.prompt_template and adds_bos and not text.startswith(tokenizer.bos_token):
-        notes.append(
+        line = (
             f"warning: {name} does not begin with {tokenizer.bos_token}, which the tokenizer puts before plain text; "
             "begin it with {{ bos_token }}, since many models fail without it"
         )
-    return notes
+        print(printable(line), flush=True)
 
 
 def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tuple[str, list[str]]:
@@ -279,40 +243,4 @@ def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tu
         )
     if opened:
         notes.append("prompts open <think>; reward functions get it in front of each completion")
-    is_off = data.chat_template_kwargs.get("enable_thinking") is False
-    if is_off and text.rstrip().endswith("</think>"):
-        notes.append(
-            "thinking is off: with enable_thinking False in data.chat_template_kwargs, prompts end with empty thoughts "
-            "(--data.chat-template-kwargs with nothing behind it turns it on)"
-        )
     return opened, notes
-
-
-@contextlib.contextmanager
-def template_bounds(what: str) -> Iterator[None]:
-    """Limit the block to TEMPLATE_SECONDS, else ValueError, and to TEMPLATE_BYTES more memory, else MemoryError.
-
-    Call it in the main thread, which alone gets signals. Time and memory are those of all threads. `what` begins the
-    message. A single operation, such as a power of huge numbers, ends before the deadline is noticed.
-    """
-
-    def expired(*_: Any) -> None:
-        raise ValueError(
-            f"{what} was not done after {TEMPLATE_SECONDS} s; look for endless loops, or use another model"
-        )
-
-    before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[0])
-    limit = pages * resource.getpagesize() + TEMPLATE_BYTES
-    if before != resource.RLIM_INFINITY:
-        limit = min(before, limit)
-    handler = signal.signal(signal.SIGPROF, expired)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
-        signal.signal(signal.SIGPROF, handler)

@@ -22,7 +22,6 @@ import numpy as np
 
 from grpo.config import DataConfig, RowFormat, TrainOn
 from grpo.config.values import Source
-from grpo.data.chat import template_bounds, template_name
 from grpo.data.rows import (
     BadRow,
     Example,
@@ -144,10 +143,7 @@ class Encoder:
         return f"{name}={self.max_tokens}"
 
     def encode(self, rows: Sequence[Row], read: RowReader) -> list[Encoded]:
-        """Read each row with `read`, write it with the template and tokenize it.
-
-        Raises ValueError if the chat template does not end.
-        """
+        """Read each row with `read`, write it with the template and tokenize it."""
         results = []
         texts_by_row = []
         for row in rows:
@@ -177,11 +173,10 @@ class Encoder:
         A very long text is cut where more tokens than are used or counted lie behind it. A prompt's columns are kept in
         `encoded`. Raises BadRow.
         """
-        with template_bounds(template_name(self.tokenizer, self.data)):
-            if self.train_on:
-                texts = [write_example(self.tokenizer, self.data, example, self.train_on)]
-            else:
-                texts = self._write_prompts(example, encoded)
+        if self.train_on:
+            texts = [write_example(self.tokenizer, self.data, example, self.train_on)]
+        else:
+            texts = self._write_prompts(example, encoded)
         encoded.notes = list(texts[0].notes)
         max_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
         max_characters = max_tokens * longest_token(self.tokenizer)
@@ -243,7 +238,7 @@ def as_json(value: Any) -> str:
 def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
     """Make a table with an Encoded for each row, or find that of an earlier start with the same fingerprint.
 
-    Raises ValueError for a line that is not a JSON object, and if the chat template does not end.
+    Raises ValueError for a line that is not a JSON object.
     """
     import datasets
 

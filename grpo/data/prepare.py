@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 Sources = list[Rows]
 # First rows of a source, from which its columns and its format are found out
 LISTED_ROWS = 100
-# Reasons that a message gives, and rows that it lists for each
-SHOWN_ROWS = 5
+# Reasons that a message gives
+SHOWN_REASONS = 5
 # The line about a source is a warning if a larger share of rows is left out.
 WARNED_FRAC = 0.05
 # The run is refused if a smaller share of rows is left.
@@ -118,15 +118,9 @@ def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
 
 
 def _names(rows: Rows) -> list[str]:
-    """List the columns of the first rows; those of tables as paths."""
-    names = {}  # a dict, because a set has no fixed order
-    for row in itertools.islice(rows, LISTED_ROWS):
-        for name, value in row.items():
-            if isinstance(value, dict):
-                names |= dict.fromkeys(f"{name}.{key}" for key in value)
-            else:
-                names[str(name)] = None
-    return list(names)
+    """List the columns of the first rows."""
+    first_rows = itertools.islice(rows, LISTED_ROWS)
+    return list(dict.fromkeys(itertools.chain(*first_rows)))  # a dict, because a set has no fixed order
 
 
 def first_columns(sources: Sources) -> list[dict[str, Any]]:
@@ -134,15 +128,14 @@ def first_columns(sources: Sources) -> list[dict[str, Any]]:
 
     Raises ValueError if sources differ in them, which `data.row` may cause.
     """
-    found = []
-    listed = []
+    columns_by_path = {}
     for rows in sources:
         for example in itertools.islice(rows.examples(), 1):
-            found.append(example.columns)
-            names = ", ".join(example.columns) or "none"
-            listed.append(f"{names} for {rows.source.path}")
+            columns_by_path[rows.source.path] = example.columns
+    found = list(columns_by_path.values())
     if len({frozenset(columns) for columns in found}) > 1:
-        raise ValueError(f"data.row gives the columns {'; '.join(listed)}; give the same for all sources")
+        names = {path: list(columns) for path, columns in columns_by_path.items()}
+        raise ValueError(f"data.row gives the columns {names}; give the same for all sources")
     return found
 
 
@@ -158,17 +151,12 @@ def texts_of(sources: Sources) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def encode_sources(sources: Sources, encoder: Encoder, rows_per_step: int) -> list[EncodedRows]:
-    """Encode the sources, and print how many rows can be used. rows_per_step: rows that a step draws from all of them.
+def encode_sources(sources: Sources, encoder: Encoder) -> list[EncodedRows]:
+    """Encode the sources, and print how many rows can be used.
 
     Raises ValueError if rows cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
     """
-    total_weight = sum(rows.source.weight for rows in sources)
-    encoded = []
-    for rows in sources:
-        own_rows_per_step = rows_per_step / total_weight * rows.source.weight
-        encoded.append(_encode_usable(rows, encoder, rows_per_step=own_rows_per_step))
-    return encoded
+    return [_encode_usable(rows, encoder) for rows in sources]
 
 
 def load_held_out(section: HeldOutConfig, encoder: Encoder, max_rows: int) -> Iterator[EncodedRows]:
@@ -220,16 +208,11 @@ def warn_of_repeated_rows(section: str, held_out: Sequence[Sequence[int]], train
         )
 
 
-def _encode_usable(
-    rows: Rows,
-    encoder: Encoder,
-    max_rows: int | None = None,
-    rows_per_step: float = 0.0,
-) -> EncodedRows:
+def _encode_usable(rows: Rows, encoder: Encoder, max_rows: int | None = None) -> EncodedRows:
     """Encode a source, keep its first `max_rows` usable rows, and print a line about it.
 
-    rows_per_step: rows of this source in a step, 0 for held-out rows. Raises ValueError if there are rows that cannot
-    be used and `data.bad_rows` is refuse, or if too few are left.
+    max_rows: None for rows that are trained on. Raises ValueError if there are rows that cannot be used and
+    `data.bad_rows` is refuse, or if too few are left.
     """
     source = rows.source
     table = encode_rows(rows, encoder)
@@ -257,29 +240,25 @@ def _encode_usable(
     sizes = _describe_lengths(lengths)
     num_considered = len(table) - counts[RowStatus.DROPPED]  # `data.row` left the others out on purpose
     if len(usable) < max(1, MIN_FRAC * num_considered):
-        reasons = [f"{len(usable)} of {len(table)} rows of {source.path} are left: {left_out}"]
-        if sizes:
-            reasons.append(sizes)
-        raise ValueError(f"{'; '.join(reasons)}; correct them, raise the limit or bring others")
+        raise ValueError(
+            f"{len(usable)} of {len(table)} rows of {source.path} are left: {left_out}{sizes}; correct them, raise the "
+            "limit or bring others"
+        )
 
     name = "data" if max_rows is None else "held out"
     if len(usable) < (1 - WARNED_FRAC) * num_considered:
         name = f"warning: {name}"
-    parts = [f"{name}: {len(usable[:max_rows]):,} of {len(table):,} rows of {source.name_and_text}"]
-    if rows_per_step:
-        parts.append(f"an epoch is {len(usable) / rows_per_step:,.1f} steps")
-    if sizes:
-        parts.append(sizes)
     kept = EncodedRows(source, table, usable[:max_rows])
+    line = f"{name}: {len(kept.usable):,} of {len(table):,} rows of {source.name_and_text}{sizes}"
     num_repeated = len(kept.usable) - len(np.unique(kept.keys))
     if num_repeated:
-        parts.append(f"{num_repeated:,} of them have the tokens of an earlier one")
+        line += f"; {num_repeated:,} of them have the tokens of an earlier one"
     if left_out:
-        parts.append(f"left out: {left_out}")
+        line += f"; left out: {left_out}"
     num_cut = int((lengths > encoder.max_tokens).sum())
     if encoder.truncates and num_cut:
-        parts.append(f"cut off: {num_cut:,} longer than {encoder.limit}")
-    print(printable("; ".join(parts)))
+        line += f"; cut off: {num_cut:,} longer than {encoder.limit}"
+    print(printable(line))
 
     notes = table.data.column("notes").take(usable).to_pylist()
     num_rows_by_note = Counter(itertools.chain(*notes))
@@ -294,8 +273,8 @@ def _describe_lengths(lengths: np.ndarray) -> str:
         return ""
     quantile = np.quantile(lengths, LISTED_QUANTILE, method="inverted_cdf")  # as many tokens as a row has
     return (
-        f"tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}, {LISTED_QUANTILE:.0%} have at "
-        f"most {quantile:,}"
+        f"; tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}, {LISTED_QUANTILE:.0%} have "
+        f"at most {quantile:,}"
     )
 
 
@@ -323,21 +302,15 @@ def _refuse_or_warn(
     data: DataConfig,
 ) -> None:
     """Raise ValueError about rows that cannot be used (index -> reason), or warn of them if `data.bad_rows` is skip."""
-    numbers_by_reason = {}
+    first_rows = {}
     for row, reason in sorted(bad_rows.items()):
-        numbers_by_reason.setdefault(reason, []).append(row + 1)
-    reasons = []
-    for reason, numbers in itertools.islice(numbers_by_reason.items(), SHOWN_ROWS):
-        plural = "s" if len(numbers) > 1 else ""
-        shown = list(map(str, numbers[:SHOWN_ROWS]))
-        if len(numbers) > SHOWN_ROWS:
-            shown.append("..")
-        reasons.append(f"row{plural} {', '.join(shown)}: {reason}")
-    if len(numbers_by_reason) > SHOWN_ROWS:
-        reasons.append("and other reasons")
+        first_rows.setdefault(reason, row)
+    reasons = [f"row {row + 1}: {reason}" for reason, row in first_rows.items()]
+    if len(reasons) > SHOWN_REASONS:
+        reasons[SHOWN_REASONS:] = ["and others"]
     message = (
-        f"{len(bad_rows)} of {num_rows} rows of {source.path} cannot be used: {'; '.join(reasons)} (counted from 1, "
-        "without blank lines)"
+        f"{len(bad_rows)} of {num_rows} rows of {source.path} cannot be used: {'; '.join(reasons)} (the first of each "
+        "kind, counted from 1 without blank lines)"
     )
     if data.bad_rows == "refuse":
         raise ValueError(f"{message}; correct them, name other columns, or leave them out with --data.bad-rows skip")

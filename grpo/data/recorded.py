@@ -111,12 +111,9 @@ def check_recorded(
     folder = Path(run_dir) / BATCHES
     missing = [step for step in steps if not batch_path(run_dir, step).is_file()]
     if missing:
-        fewer = ""
-        if missing[0] > steps[0]:
-            fewer = f"use --num-steps {missing[0] - 1}, or "
         raise ValueError(
             f"{folder} has {len(steps) - len(missing)} of the {len(steps)} steps from {steps[0]} to {steps[-1]}, and "
-            f"step {missing[0]} is not among them; {fewer}train that run with --record first"
+            f"step {missing[0]} is not among them; train that run with --record first, or use fewer --num-steps"
         )
     first = read_step(run_dir, steps[0])
     if first.group_size != group_size:

@@ -230,9 +230,8 @@ def no_format(names: Iterable[str], columns: ChatColumns) -> str:
     listed = ", ".join(map(str, names)) or "none"
     choices = ", or ".join(" and ".join(needed) for needed in columns.of_format.values())
     return (
-        f"the columns {listed} are no row format; there must be {choices}; rename columns, or name those of "
-        "--row-format prompt_completion with --data.prompt-column and --completion-column, or make other rows of them "
-        "with --data.row"
+        f"the columns {listed} are no row format; there must be {choices}; name those of --row-format prompt_completion "
+        "with --data.prompt-column and --completion-column, or make other rows of them with --data.row"
     )
 
 
@@ -440,9 +439,8 @@ def _message(message: Any, place: str) -> Message:
     """Return a message as chat templates take it: content is text, and the arguments of tool calls are tables."""
     _check_kind(message, place, dict)
     message = _present(message)
-    for ours, theirs in (("role", "from"), ("content", "value")):
-        if theirs in message and ours not in message:
-            raise BadRow(f"{place} has ShareGPT's {theirs}; make role and content of from and value with --data.row")
+    if "from" in message and "role" not in message:
+        raise BadRow(f"{place} has ShareGPT's from; make role and content of from and value with --data.row")
     role = message.get("role")
     _check_kind(role, f"{place}, role", str)
     usual_role = ROLES.get(role.lower(), role)

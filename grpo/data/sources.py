@@ -1,11 +1,10 @@
-"""The rows of a source: a file, a folder or a hub data set, read with the library `datasets`, or a user's function.
+"""The rows of a source: files, a hub data set, read with the library `datasets`, or a user's function.
 
 JSON is parsed here, line by line, and so is CSV. The library's reader of JSON (4.7) was seen to turn texts that look
 like dates into dates, to stop at blank lines and at rows with different columns without saying where, and to accept or
 refuse mixed types depending on their place in the file. Its reader of CSV loses cells of rows that have too many.
 """
 
-import codecs
 import contextlib
 import csv
 import glob
@@ -23,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 from grpo.config.user_files import cause_and_line, load_function
 from grpo.config.values import FILE_KINDS, Source
 from grpo.data.rows import BadRow, Example, Row, RowReader, TableRow
-from grpo.text import printable, reason_of
+from grpo.text import reason_of
 
 if TYPE_CHECKING:
     import datasets
 
-# Paths of files by their split
-Files = dict[str, list[str]]
 # Rows that are read together: one by one takes five times as long.
 READ_ROWS = 1000
 # Rows that a function may give if its source does not say how many to take: it may be one without an end.
@@ -38,34 +35,6 @@ MAX_FUNCTION_ROWS = 1_000_000
 LINES = "text"
 # What the library says of a split and of a file without rows
 NO_ROWS = ("corresponds to no data", "Please pass `features` or at least one example")
-# What files are that other tools write: the beginning of a file, or the end of its name, and the way out
-PACKED = "is compressed or broken; unpack it"
-OTHER_FILES = {
-    b"\x1f\x8b": PACKED,
-    b"BZh": PACKED,
-    b"\xfd7zXZ": PACKED,
-    b"\x28\xb5\x2f\xfd": PACKED,
-    b"PK\x03\x04": PACKED,
-    b"\0": PACKED,
-    b"version https://git-lfs": "is a pointer of git-lfs to a file that was not downloaded; run git lfs pull",
-    ".tsv": "has tabs between its cells; write commas, as in CSV, or JSON lines",
-    ".arrow": "is a table of Arrow; write it with to_parquet, and name that file",
-    ".feather": "is a table of Arrow; write it with to_parquet, and name that file",
-}
-# Bytes at the beginning and at the end of a file by which its cached table is known
-CHECKED_BYTES = 2**20
-# Words in the names of files that say of which split they are, and how the hub names the parts of a split
-SPLITS = {
-    "train": {"train", "training"},
-    "validation": {"validation", "valid", "val", "dev"},
-    "test": {"test", "testing", "eval", "evaluation"},
-}
-SHARD = re.compile(r"(?:.*/)?(\w+)-\d{5}-of-\d{5}\.\w+")
-# Files that the warning about files that are not read names
-SHOWN_FILES = 5
-# What stands for cells that a row of CSV has too many, and too few; no text is equal to them
-TOO_MANY = object()
-TOO_FEW = object()
 # A cell may be a whole book; the module csv takes 131,072 by default.
 MAX_CELL_CHARACTERS = 2**31 - 1
 
@@ -114,10 +83,7 @@ class Rows:
 
     def narrowed(self, paths: Iterable[str]) -> "Rows":
         """Keep only the columns of the table that these paths lead into, since others may be large."""
-        names = set()
-        for path in paths:
-            first_name, _, _ = path.partition(".")
-            names |= {path, first_name}
+        names = {name for path in paths for name in (path, path.partition(".")[0])}
         columns = [name for name in self.table.column_names if name in names]
         if self.is_json or not columns:
             return self
@@ -132,16 +98,18 @@ def load_rows(source: Source) -> Rows:
         ValueError: it cannot be read, a line is not a JSON object, or there are no rows; one line with the way out.
     """
     _check_cache()
+    if source.kind == "folder":
+        raise ValueError(
+            f"data folder {source.path} is not read as a whole; name files of one split in it, such as "
+            f"{source.path}/train*.jsonl (.json, .csv, .parquet); for tables of Arrow call to_parquet first"
+        )
     if source.kind == "function":
         rows = _call_function(source)
+    elif source.is_file:
+        rows = _read_files(source)
     else:
-        kind, files = _files_of(source)
-        if kind in READERS:
-            lines = [json.dumps(row) for row in _read_whole(source, kind, files)]
-            rows = _in_memory(lines, source)
-        else:
-            table = _load(source, kind, files)
-            rows = Rows(table, source, is_json=kind == "json")
+        options = {"revision": source.revision} if source.revision else {}
+        rows = Rows(_load(source, source.path, name=source.name or None, **options), source)
     if next(iter(rows), None) is None:
         raise ValueError(f"data set {source.path} (split {source.split!r}) has no rows; give one that has")
     return rows
@@ -196,7 +164,7 @@ def _call_function(source: Source) -> Rows:
             f"data {source.text} gives {MAX_FUNCTION_ROWS:,} rows or more; name how many to take, as in "
             f"{source.path}:{split}[:10000]"
         )
-    lines = _part_of({split: lines}, source)
+    lines = _part_of(lines, split, source)
     content = "\n".join(lines).encode()
     checksum = hashlib.sha256(content).hexdigest()
     return _in_memory(lines, replace(source, revision=checksum[:8]))
@@ -207,178 +175,65 @@ def _call_function(source: Source) -> Rows:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _files_of(source: Source) -> tuple[str, Files]:
-    """Find the files of a source: their kind (json, list, csv or parquet) and their paths by split.
+def _read_files(source: Source) -> Rows:
+    """Read a file, or those that a pattern such as `rows/train-*.parquet` names, in the order of their names.
 
-    Both are empty for a hub data set, and for a folder with the card of a data set, which names its files. Raises
-    FileNotFoundError for a file that does not exist, ValueError for a compressed file, a split of a single file, a
-    folder without files or with files of several kinds, and a configuration of a folder without a card.
+    Raises FileNotFoundError if there is none, and ValueError for a split of a single file.
     """
-    path = Path(source.path)
-    if source.is_file:
-        if not path.is_file():
-            raise FileNotFoundError(f"data file {path.absolute()} does not exist; correct the path or create it")
-        # A file has one split, which goes by the name that is asked for, so that `train[:90%]` takes a part of it.
-        split = source.split.partition("[")[0]
-        if split not in ("train", "test"):
-            raise ValueError(
-                f"{source.text}: a file has no splits; name the file alone, or a part as {path}:train[:90%]"
-            )
-        files = {split: [str(path)]}
-    elif source.kind == "folder" and not _has_card(path):
-        if source.name:
-            raise ValueError(
-                f"{source.text}: a folder has configurations only if its README.md names their files, under `configs` "
-                f"in its front matter; leave [{source.name}] out"
-            )
-        _check_not_saved(path)
-        files = _files_in_folder(path.absolute())
-    else:
-        return "", {}
-    kinds = {_kind_of(path) for path in itertools.chain(*files.values())}
-    if len(kinds) != 1:
-        content = f"no {', '.join(FILE_KINDS)} file"
-        if kinds:
-            content = f"files of several kinds ({', '.join(sorted(kinds))})"
-        raise ValueError(f"data folder {source.path} has {content}; give one with files of one kind, or a single file")
-    return kinds.pop(), files
-
-
-def _check_not_saved(folder: Path) -> None:
-    """Raise ValueError for a folder that the library's `save_to_disk` wrote: its files are no data files."""
-    has_splits = (folder / "dataset_dict.json").is_file()
-    has_rows = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-    if has_splits or has_rows:
-        saved = folder / "train" if has_splits else folder
+    paths = [source.path] if os.path.isfile(source.path) else sorted(glob.glob(source.path))
+    if not paths:
+        path = os.path.abspath(source.path)
+        raise FileNotFoundError(f"data file {path} does not exist; correct the path or create it")
+    # Files have one split, which goes by the name that is asked for, so that `train[:90%]` takes a part of it.
+    split = source.split.partition("[")[0]
+    if split not in ("train", "test"):
         raise ValueError(
-            f"data folder {folder} is one that save_to_disk wrote, which is not read; write a file with "
-            f"datasets.load_from_disk({str(saved)!r}).to_parquet('train.parquet') and name that file"
+            f"{source.text}: a file has no splits; name the file alone, or a part as {source.path}:train[:90%]"
         )
-
-
-def _has_card(folder: Path) -> bool:
-    """Say whether the folder's README.md names the files of its configurations, as the card of a data set may.
-
-    Raises ValueError for front matter that cannot be read, since it may name files.
-    """
-    import yaml
-    from huggingface_hub import metadata_load
-
-    path = folder / "README.md"
-    try:
-        entries = metadata_load(path) if path.is_file() else None
-    except ValueError:  # notes, and no card
-        return False
-    except yaml.YAMLError as error:
-        raise ValueError(
-            f"{path} begins with front matter that is not YAML ({reason_of(error)}); correct it, or begin the file "
-            "with another line than ---"
-        ) from error
-    return bool(entries and entries.get("configs"))
-
-
-def _files_in_folder(folder: Path) -> Files:
-    """Find the files of each split by their names; all are of the split train if no name has a split.
-
-    Prints which files are not read. Raises ValueError for a name with several splits, for files of a split in several
-    folders, and for compressed data.
-    """
-    files = {}
-    unread = []
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if not path.is_file() or name == "README.md" or re.search(r"(^|/)[._]", name):
-            continue
-        if path.suffix not in FILE_KINDS:
-            if FILE_KINDS.keys() & set(path.suffixes):  # rows.jsonl.gz is data, rows.jsonl.bak a backup
-                _check_packed(str(path))
-            unread.append(name)
-            continue
-        files.setdefault(_split_of(name), []).append(str(path))
-    if len(files) > 1:
-        unread += [os.path.relpath(path, folder) for path in files.pop("", [])]
-    else:
-        files = {split or "train": paths for split, paths in files.items()}
-    if unread:
-        names = ", ".join(unread[:SHOWN_FILES]) + ", .." * (len(unread) > SHOWN_FILES)
-        print(
-            printable(
-                f"warning: data folder {folder}: files are not read if their names have no split and others have one, "
-                f"or do not end in {', '.join(FILE_KINDS)}: {names}"
-            )
-        )
-    for split, paths in files.items():
-        folders = sorted({os.path.relpath(os.path.dirname(path), folder) for path in paths})
-        if len(folders) > 1:
-            raise ValueError(
-                f"data folder {folder} has rows of the split {split} in several folders ({', '.join(folders)}), which "
-                "may be configurations; name one of them, or each as a data set of its own"
-            )
-    return files
-
-
-def _split_of(name: str) -> str:
-    """Return the split that a file's name says, empty for none.
-
-    `data/train_sft-00000-of-00003.parquet` is a part of train_sft, `test/more-eval.csv` one of test.
-    """
-    shard = SHARD.fullmatch(name)
-    if shard:
-        return shard[1]
-    words = re.split(r"[^a-z]+", name.lower())
-    splits = sorted({split for split, known in SPLITS.items() if known & {*words}})
-    if len(splits) > 1:
-        raise ValueError(
-            f"data file {name} is of the splits {' and '.join(splits)} by its name; rename it, or give single files"
-        )
-    return "".join(splits)
-
-
-def _check_packed(path: str) -> None:
-    """Raise ValueError for one of OTHER_FILES. The library would unpack some of them, and fail in as many ways."""
-    with open(path, "rb") as file:
-        beginning = file.read(40)
-    for known, what in OTHER_FILES.items():
-        if path.endswith(known) if isinstance(known, str) else beginning.startswith(known):
-            raise ValueError(f"data file {path} {what}")
+    kind = _kind_of(paths[0])
+    if kind in READERS:
+        lines = []
+        for path in paths:
+            _check_text(path)
+            lines += map(json.dumps, READERS[kind](path))
+        return _in_memory(_part_of(lines, split, source), source)
+    # the time of a change, which nobody can set: the library knows files by another time, which other content may have
+    changed = [os.stat(path).st_ctime_ns for path in paths]
+    table = _load(
+        source,
+        "text" if kind == "json" else kind,
+        name=hashlib.sha256(repr(changed).encode()).hexdigest()[:16],
+        # escaped, because the library takes paths for patterns: rows[1].jsonl would be rows1.jsonl
+        data_files={split: [*map(glob.escape, paths)]},
+    )
+    return Rows(table, source, is_json=kind == "json")
 
 
 def _kind_of(path: str) -> str:
-    """Return the kind that the file's name says, or `list` for a .json file with one list of all rows."""
-    _check_packed(path)
-    if path.endswith(".json"):
-        with open(path, "rb") as file:
-            lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in file)
-            first_line = next(filter(None, lines), b"")
-        if first_line.startswith(b"["):
+    """Return the kind that the file's name says, or `list` for a .json file with one list of all rows.
+
+    Raises ValueError for another ending.
+    """
+    suffix = Path(path).suffix
+    if suffix not in FILE_KINDS:
+        raise ValueError(f"data file {path} ends in none of {', '.join(FILE_KINDS)}; unpack it, or write it as one")
+    if suffix == ".json":
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
+            first_line = next(filter(str.strip, file), "")
+        if first_line.lstrip().startswith("["):
             return "list"
-    return FILE_KINDS.get(Path(path).suffix, "json")
+    return FILE_KINDS[suffix]
 
 
-def _read_whole(source: Source, kind: str, files: Files) -> list[Row]:
-    """Read files of a kind in READERS, and return the rows of the source's split."""
-    for path in itertools.chain(*files.values()):
-        _check_text(path)
-    rows = {}
-    for split, paths in files.items():
-        rows_of_files = map(READERS[kind], paths)
-        rows[split] = list(itertools.chain(*rows_of_files))
-    return _part_of(rows, source)
-
-
-def _part_of(rows: dict[str, list], source: Source) -> list:
-    """Take what the source's expression of splits names, such as `train[:90%]+test`, from the rows of each split."""
+def _part_of(rows: list, split: str, source: Source) -> list:
+    """Take what the source's expression names, such as `train[:90%]+train[95%:]`, from the rows of a split."""
     import datasets
 
-    sizes = {split: len(rows_of_split) for split, rows_of_split in rows.items()}
     try:
-        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(sizes)
+        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({split: len(rows)})
     except (ValueError, AssertionError) as error:  # the split is unknown, or no expression of splits
         raise ValueError(f"data set {source.text} could not be loaded: {error}") from error
-    chosen = []
-    for part in parts:
-        chosen += rows[part.splitname][part.from_ : part.to]
-    return chosen
+    return [*itertools.chain(*(rows[part.from_ : part.to] for part in parts))]
 
 
 def _read_list(path: str) -> list[Row]:
@@ -401,28 +256,26 @@ def _read_csv(path: str) -> list[Row]:
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     rows = []
-    line_before = 1  # the last one of the row before
+    line = 1  # on which the row begins
     with open(path, encoding="utf-8-sig", newline="") as file:
-        # strict, else a quote without an end makes one cell of the rest of the file
-        reader = csv.DictReader(file, restkey=TOO_MANY, restval=TOO_FEW, strict=True)
+        reader = csv.reader(file, strict=True)  # else a quote without an end makes one cell of the rest of the file
         try:
-            names = reader.fieldnames or []
-            if not names or len(set(names)) < len(names):
-                raise ValueError(f"{path}, line 1: the header is {names}; name each column, and no two alike")
+            names = next(reader, [])
+            if len(set(names)) < max(1, len(names)):
+                raise ValueError(f"the header is {names}; name each column, and no two alike")
             if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-                raise ValueError(f"{path}, line 1: the header is {names[0]!r}; write commas between cells")
-            for row in reader:
-                if TOO_MANY in row or TOO_FEW in row.values():
-                    raise ValueError(
-                        f"{path}, line {reader.line_num}: {len(names)} cells are needed, as in the header; put cells "
-                        'with commas or line breaks in "quotes"'
-                    )
-                rows.append({name: cell or None for name, cell in row.items()})
-                line_before = reader.line_num
-        except csv.Error as error:
+                raise ValueError(f"the header is {names[0]!r}; write commas between cells")
+            line = reader.line_num + 1
+            for cells in reader:
+                if cells and len(cells) != len(names):
+                    raise ValueError(f"{len(cells)} cells, and the header has {len(names)}")
+                if cells:  # no blank line
+                    rows.append({name: cell or None for name, cell in zip(names, cells, strict=True)})
+                line = reader.line_num + 1
+        except (csv.Error, ValueError) as error:
             raise ValueError(
-                f"{path}, line {line_before + 1}: a quote in this row does not end where its cell ends ({error}); put "
-                'the whole cell in "quotes", and write "" for a quote within it'
+                f'{path}, line {line}: {error}; put cells with commas or line breaks in "quotes", and write "" for a '
+                "quote within them"
             ) from error
     return rows
 
@@ -457,57 +310,33 @@ def _check_text(path: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _checksum(paths: Iterable[str]) -> str:
-    """Return a checksum of each file's size, beginning and end, which takes no time however large files are."""
-    checksum = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            beginning = file.read(CHECKED_BYTES)
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - CHECKED_BYTES))
-            checksum.update(repr((size, beginning, file.read())).encode())
-    return checksum.hexdigest()[:16]
-
-
-def _load(source: Source, kind: str, files: Files) -> "datasets.Dataset":
-    """Load these files, or the hub's data set if there are none, with `datasets.load_dataset`.
-
-    Raises ValueError with one line and the way out.
-    """
+def _load(source: Source, path: str, **options: Any) -> "datasets.Dataset":
+    """Load a source with `datasets.load_dataset`. Raises ValueError with one line and the way out."""
     import datasets  # takes a second to load
+    import pyarrow
 
-    if files:
-        # escaped, because the library takes paths for patterns: rows[1].jsonl would be rows1.jsonl
-        data_files = {split: [*map(glob.escape, paths)] for split, paths in files.items()}
-        arguments = {"path": "text" if kind == "json" else kind, "data_files": data_files}
-        # a name of the cache's: the library knows a file by its path and time, which another content may have too
-        arguments["name"] = _checksum(itertools.chain(*files.values()))
-    else:
-        arguments = {"path": source.path, "name": source.name or None}
-        if source.revision:
-            arguments["revision"] = source.revision
     # Else each load is reported to the hub, also one of a local file, which takes seconds where there is no network
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error alone says what fails
     try:
-        return datasets.load_dataset(split=source.split, **arguments)
+        return datasets.load_dataset(path, split=source.split, **options)
     # OSError covers a data set that does not exist (FileNotFoundError) and a hub that cannot be reached
-    # (ConnectionError), ValueError a wrong configuration or split, DatasetsError files that are refused.
+    # (ConnectionError), ValueError a wrong configuration or split, DatasetsError refused files.
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         if any(text in str(cause) for text in NO_ROWS):
             return datasets.Dataset.from_dict({})
         if isinstance(cause, UnicodeDecodeError):
-            for path in itertools.chain(*files.values()):
-                _check_text(path)
+            for file in itertools.chain(*options.get("data_files", {}).values()):
+                _check_text(glob.glob(file)[0])
         way_out = (
             "check the spelling; for a local file, give a path ending in .jsonl, .json, .csv or .parquet; without "
             "network, load the data set where there is one and bring its cache (HF_HOME); to ask about memory alone, "
             "--data.path configs/examples/toys.py:addition"
         )
-        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+        if isinstance(error, (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException)):
             way_out = (
-                "its rows are no table: a file is damaged, or a column has text in one row and a number in another; "
-                "make each column one type, or write the rows as JSON lines"
+                "its rows are no table: a file is damaged or a pointer of git-lfs (git lfs pull), or a column has text "
+                "in one row and a number in another; make each column one type, or write the rows as JSON lines"
             )
         raise ValueError(f"data set {source.text} could not be loaded: {reason_of(cause)}; {way_out}") from error

@@ -46,7 +46,6 @@ class Order:
         self.num_rows = len(rows.usable)
         self.source = rows.source.text
         self.label = rows.source.label
-        self.weight = rows.source.weight
         self.seed = seed
         self.shuffle = shuffle
         self.num_drawn = 0
@@ -121,8 +120,7 @@ class Stream:
         """Begin with the first row of each source."""
         self.orders = {rows.source.label: Order(rows, seed, data.shuffle) for rows in sources}
         self._owed = dict.fromkeys(self.orders, 0.0)  # rows
-        weights = {label: order.weight for label, order in self.orders.items()}
-        self.set_weights(weights)
+        self.set_weights({rows.source.label: rows.source.weight for rows in sources})
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Draw by these weights of the sources from now on; 1 for a source without one, 0 draws none.

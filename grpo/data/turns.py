@@ -3,8 +3,8 @@
 The whole chat is written as one text and tokenized once, as the model would see it. The template's generation markers
 (`{% generation %}`) say which characters the assistant wrote; without them the chat is written up to each turn and
 compared. A label is a token that the model itself would sample: those of a turn with the token that ends it, and
-nothing after that token. If the template does not write something, the row is refused if it is a label; else the user
-gets a note. Left out: weights of messages between 0 and 1, images.
+nothing after that token. A row is refused if the template leaves out what is to be learned; that it leaves out other
+things is not looked for, except tools. Left out: weights of messages between 0 and 1, images.
 """
 
 import functools
@@ -33,9 +33,8 @@ SHOWN_CHARACTERS = 30
 SAID = ("content", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 # Entries that say with 0 or false that a message is not learned: OpenAI's name, and those of other trainers
 SWITCHES = ("weight", "train", "training", "trainable", "loss", "loss_mask")
-# Entries within a call, and of a message, that a template may leave out
+# Entries within a call that a template may leave out
 UNWRITTEN = ("id", "type", "tool_call_id")
-UNMARKED = (*UNWRITTEN, "role", "name", *SWITCHES)
 THOUGHT_TAGS = re.compile(r"(</?think>)")
 # Characters that are tokenized together, roughly: each costs 300 bytes of memory.
 TOKENIZED_CHARACTERS = 500_000
@@ -73,17 +72,9 @@ def write_prompt(
     if the row has none. Raises Refused if the template does not take it.
     """
     messages = prompt_messages(data, prompt)
-    shown_tools = tools or more_tools
-
-    def write(messages: Messages, tools: Tools | None = shown_tools) -> str:
-        text, _ = render(tokenizer, data, messages, opening=True, tools=tools)
-        return text
-
-    text = write(messages)
-    ignored = ["tools"] if tools and write(messages, None) == text else []
-    own_messages = as_messages(prompt)
-    ignored += itertools.chain(*_unwritten(messages, write)[-len(own_messages) :])
-    notes = _notes(tokenizer, data, own_messages, ignored)
+    text, _ = render(tokenizer, data, messages, opening=True, tools=tools or more_tools)
+    num_added = len(messages) - len(as_messages(prompt))  # the system prompt
+    notes = _notes(tokenizer, data, messages, num_added, tools)
     return Written(text, [], bos=_needs_bos(tokenizer, data, text), eos=False, notes=notes)
 
 
@@ -158,24 +149,20 @@ def write_example(
     else:
         spans = [_cut_after_end(text, span, ends) for span in spans]
 
-    def write_other(messages: Messages, tools: Tools | None = example.tools) -> str:
-        """Write the text of other messages or tools in the place of these."""
-        text, _ = render(tokenizer, data, messages, opening=False, tools=tools)
-        return text + messages[-1]["content"] if writes_prompts_only else text
+    def write_other(messages: Messages) -> str:
+        """Write the text of other messages in the place of these."""
+        other, _ = render(tokenizer, data, messages, opening=False, tools=example.tools)
+        return other + messages[-1]["content"] if writes_prompts_only else other
 
-    ignored = ["tools"] if example.tools and write_other(messages, None) == write_other(messages) else []
-    unwritten = _unwritten(messages, write_other)
-    if num_added and unwritten[0] and not data.is_text_template:
-        ignored.append("data.system_prompt")
-    for index, entries in enumerate(unwritten[num_added:], start=num_added):
-        labels = [entry for entry in entries if entry in SAID]
-        if labels and (learns_all or index in learned_turns):
-            raise Refused(
-                f"{name} leaves out {labels[0]} of message {index - num_added + 1}, which is to be learned; give a "
-                "template that writes it as data.prompt_template FILE.jinja, or put it into the content"
-            )
-        ignored += entries
-    notes = _notes(tokenizer, data, messages[num_added:], ignored)
+    learned = range(num_added, len(messages)) if learns_all else learned_turns
+    lost = _lost_label(messages, learned, write_other)
+    if lost:
+        index, entry = lost
+        raise Refused(
+            f"{name} leaves out {entry} of message {index - num_added + 1}, which is to be learned; give a template "
+            "that writes it as data.prompt_template FILE.jinja, or put it into the content"
+        )
+    notes = _notes(tokenizer, data, messages, num_added, example.tools)
     eos = ends_with_label and not text.rstrip().endswith(ends)
     if eos and len(learned_turns) > 1 and not learns_all:
         notes.append(f"have several turns of which only the last one learns where to end: {name} ends no turn itself")
@@ -214,25 +201,31 @@ def _is_learned(message: Message) -> bool:
     return all(switches.values())
 
 
-def _unwritten(messages: Messages, write: Callable[[Messages], str]) -> list[list[str]]:
-    """List the entries of each message that `write` leaves out; nothing if it raises Refused.
+def _lost_label(
+    messages: Messages,
+    learned: Sequence[int],
+    write: Callable[[Messages], str],
+) -> tuple[int, str] | None:
+    """Return the first of the learned messages, and its first entry, of which `write` leaves something out.
 
-    Every text of an entry gets a random word, so that it is not taken for the same words elsewhere in the chat.
+    Every text of an entry gets a random word, so that it is not taken for the same words elsewhere in the chat. None
+    also if `write` raises Refused.
     """
-    marked = []
-    words = []
-    for message in messages:
-        words_of_entry = {entry: [] for entry in message if entry not in UNMARKED}
-        words.append(words_of_entry)
-        marked.append(message | {entry: _mark(message[entry], found) for entry, found in words_of_entry.items()})
+    marked = list(messages)
+    labels = []
+    for index in learned:
+        for entry in [entry for entry in SAID if entry in messages[index]]:
+            words = []
+            marked[index] = marked[index] | {entry: _mark(messages[index][entry], words)}
+            labels += [(word, index, entry) for word in words]
     try:
         text = write(marked)
     except Refused:  # a template that takes these texts only
-        return [[] for _ in messages]
-    unwritten = []
-    for words_of_entry in words:
-        unwritten.append([entry for entry, found in words_of_entry.items() if any(word not in text for word in found)])
-    return unwritten
+        return None
+    for word, index, entry in labels:
+        if word not in text:
+            return index, entry
+    return None
 
 
 def _mark(value: Any, words: list[str]) -> Any:
@@ -259,16 +252,16 @@ def _notes(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
     messages: Messages,
-    ignored: list[str],
+    num_added: int,
+    tools: Tools | None,
 ) -> list[str]:
-    """Write the warnings about a row's messages. ignored: entries that the template does not write."""
+    """Write the warnings about a row's messages behind those that were added, and about tools that are not written."""
     notes = []
-    if ignored:
-        entries = ", ".join(sorted(set(ignored)))
-        notes.append(f"bring {entries}, which {template_name(tokenizer, data)} does not write everywhere")
+    if tools and render(tokenizer, data, messages, False, tools) == render(tokenizer, data, messages, False):
+        notes.append(f"bring tools, which {template_name(tokenizer, data)} does not write")
     pattern = _special_pattern(tokenizer)
     special = set()
-    for message in messages:
+    for message in messages[num_added:]:
         special.update(pattern.findall(message["content"]))
     if special:
         notes.append(f"have the text of special tokens, which is read as such tokens: {', '.join(sorted(special))}")

@@ -83,7 +83,7 @@ def read_grpo(
     policy = read_policy(config, prepare.texts_of(sources), build_dir)
     reference = read_reference(config, policy)
     encoder = prompt_encoder(config, policy, config.algorithm.teacher_template)
-    rows = prepare.encode_sources(sources, encoder, config.prompts_per_step)
+    rows = prepare.encode_sources(sources, encoder)
     stream = PromptStream(rows, config.data, config.seed)
     groups = resume_data(saved, stream)
     prompts = Prompts(stream, config.prompts_per_step, config.group_size, groups)
@@ -122,7 +122,7 @@ def read_sft(
         completion_column=config.completion_column,
         vocab_size=policy.hf.vocab_size,
     )
-    rows = prepare.encode_sources(sources, encoder, config.sequences_per_step)
+    rows = prepare.encode_sources(sources, encoder)
     if config.show:
         first_examples = ChatStream(rows, config.data, config.seed).draw(config.show)
         show_examples(first_examples, policy.tokenizer)

@@ -68,7 +68,7 @@ def main() -> None:
     folder = policy.folder
     tokenizer = policy.tokenizer
     encoder = Encoder(tokenizer, config.data, config.data.max_prompt_tokens)
-    rows = encode_sources(load_sources(config.data), encoder, config.prompts_per_step)
+    rows = encode_sources(load_sources(config.data), encoder)
     stream = PromptStream(rows, config.data, config.seed)
     prompts = stream.draw(config.num_steps * config.prompts_per_step)
     functions = load_functions(config.reward, config.data.reward_columns, config.generator.max_completion_tokens)

@@ -48,7 +48,7 @@ def test_two_sources_and_two_held_out_sets(model: pathlib.Path, tmp_path: pathli
         *("--reward.functions", f"{tmp_path}/mine.py:trl", 1, "--run-dir", tmp_path / "run"),
         nproc=1,
     )
-    assert "data: 12 of 12 rows of chats (" in output and "; an epoch is 4.0 steps; " in output
+    assert "data: 12 of 12 rows of chats (" in output and "; tokens " in output
     assert "held out: 4 of 4 rows of first (" in output and "held out: 6 of 6 rows of texts (" in output
 
     steps = [m for m in read_metrics(tmp_path / "run") if "loss" in m]

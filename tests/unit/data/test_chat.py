@@ -1,9 +1,8 @@
-"""Chat templates and prompts that would take all time or memory are stopped with a message."""
+"""Tokenizers and chat templates: what is refused, what is said of them, and prompts of any length."""
 
 import json
 import random
 import resource
-import signal
 
 import pytest
 from tokenizers import Tokenizer, models, processors
@@ -13,7 +12,7 @@ from configs.examples import toys
 from grpo.config import DataConfig
 from grpo.data import chat
 from grpo.data.chat import check_template, detokenize, look_at_prompt
-from grpo.data.encode import Encoded, Encoder, RowStatus
+from grpo.data.encode import Encoder, RowStatus
 from grpo.data.rows import row_reader
 from tests.unit.chat_templates import MISTRAL, QWEN3, THINKER
 
@@ -27,24 +26,14 @@ def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-# template: what the message must say
-BAD_TEMPLATES = {
-    ENDLESS: "was not done",
-    "{{ 'a' * 10**10 }}": "MemoryError",
-    "{{ 'a' * 10**8 }}": "makes 100000000 characters of one short message",
-    "{{ raise_exception('System role\x1b[2J not supported') }}": r"TemplateError: System role\x1b[2J not supported",
-}
-
-
-@pytest.mark.parametrize("template", BAD_TEMPLATES)
-def test_a_bad_template_is_refused_within_seconds(template, monkeypatch):
-    if template == ENDLESS:
-        monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 1)
-    with pytest.raises(ValueError, match="^the chat template of ") as refused:
-        check_template(tokenizer_with(template), CONFIG)
-    assert BAD_TEMPLATES[template] in str(refused.value)
-    assert "use another model" in str(refused.value) and "\n" not in str(refused.value)
+def test_a_template_that_raises_is_refused_in_one_line():
+    for template, said in {
+        "{{ 'a' * 10**15 }}": "MemoryError",
+        "{{ raise_exception('System role\x1b[2J not supported') }}": r"TemplateError: System role\x1b[2J not supported",
+    }.items():
+        with pytest.raises(ValueError, match="^the chat template of .*; correct it, .* use another model$") as refused:
+            check_template(tokenizer_with(template), CONFIG)
+        assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -55,29 +44,13 @@ def test_good_templates_pass(template):
     check_template(tokenizer_with("{{ undefined.entry }}"), DataConfig(chat_template_kwargs=arguments))
 
 
-def encode_within(text: str, max_tokens: int, template: str = PLAIN) -> Encoded:
-    data = DataConfig(system_prompt="", max_prompt_tokens=max_tokens)
-    encoder, row = Encoder(tokenizer_with(template), data, data.max_prompt_tokens), {"question": text, "answer": "1"}
-    (encoded,) = encoder.encode([row], row_reader(data))
-    return encoded
-
-
-def test_a_template_that_is_endless_for_one_prompt_only(monkeypatch):
-    template = "{% if 'x' in messages[0]['content'] %}" + ENDLESS + "{% endif %}" + PLAIN
-    check_template(tokenizer_with(template), CONFIG)
-    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.3)
-    with pytest.raises(ValueError, match="the chat template of .* was not done after 0.3 s"):
-        encode_within("1*x", 10, template)
-    monkeypatch.undo()
-    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)  # no alarm is left that would ring later
-    assert len(encode_within("1+1", 10, template).ids) == 3
-
-
 def test_a_prompt_of_20_mb_is_tokenized_in_part():
     """Tokenized, it took 51 s and 6.6 GB. The longest of the 32 tokens, </answer>, has 9 characters."""
     text = "1+1=" * 5_000_000
+    data = DataConfig(system_prompt="")
+    encoder = Encoder(tokenizer_with(PLAIN), data, 512)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = encode_within(text, 512)
+    (found,) = encoder.encode([{"question": text, "answer": "1"}], row_reader(data))
     assert (found.status, found.num_tokens) == (RowStatus.TOO_LONG, 36882)  # of its first 4098 x 9 characters
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
 
@@ -114,7 +87,7 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
 PROMPTS = [
     (QWEN3, {}, "", ""),
     (THINKER, {}, "<think>\n", "prompts open <think>; reward functions get it"),
-    (QWEN3, {"chat_template_kwargs": {"enable_thinking": False}}, "", "thinking is off: with enable_thinking False"),
+    (QWEN3, {"chat_template_kwargs": {"enable_thinking": False}}, "", ""),
     (MISTRAL, {}, "", "warning: the chat template of  drops data.system_prompt"),
     (MISTRAL, {"system_prompt": "?"}, "", "warning: the chat template of  drops data.system_prompt"),
     (MISTRAL, {"system_prompt": ""}, "", ""),
@@ -147,10 +120,8 @@ def test_what_prompts_have_or_lack_is_said(template: str, fields: dict, opened: 
 DATED = "{{ bos_token }}{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def test_a_template_that_writes_the_date_writes_the_same_on_every_day(capsys):
+def test_a_template_that_writes_the_date_writes_the_same_on_every_day():
     tokenizer = tokenizer_with(DATED)
-    check_template(tokenizer, DataConfig())
-    assert "writes the date, it is 26 Jul 2024, so that a run repeats" in capsys.readouterr().out
     text, _ = chat.render(tokenizer, DataConfig(), [{"role": "user", "content": "q"}], opening=True)
     assert text.endswith("26 Jul 2024q")
 

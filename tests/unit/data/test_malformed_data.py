@@ -49,7 +49,7 @@ def look_at(path: pathlib.Path, tokenizer, sft: bool, **fields) -> None:
     with refuse_bad_input():
         if sft:
             sources = load_chat_sources(data, "auto", "completion")
-            encode_sources(sources, Encoder(tokenizer, data, 100, "assistant"), 2)
+            encode_sources(sources, Encoder(tokenizer, data, 100, "assistant"))
         else:
             prepared(data, tokenizer)
 
@@ -128,24 +128,24 @@ BAD_FILES = {
     "a list on a line": (".jsonl", LINE + b"\n[1, 2]\n", "line 2: a list, not a JSON object"),
     "Python instead of JSON": (".jsonl", b"{'question': 'a', 'answer': '3'}\n", "line 1: not JSON"),
     "a number of 5,000 digits": (".jsonl", b'{"question": "a", "answer": ' + b"9" * 5000 + b"}\n", "line 1: not JSON"),
-    "compressed": (".jsonl", gzip.compress(LINE), "is compressed"),
-    "compressed CSV": (".csv", lzma.compress(b"question,answer\na,1\n"), "is compressed"),
+    "compressed": (".jsonl.gz", gzip.compress(LINE), "unpack it"),
+    "compressed CSV": (".csv", lzma.compress(b"question,answer\na,1\n"), "line 1: not text"),
     "a list in JSON lines": (".jsonl", b"[" + LINE + b"]", "line 1: a list"),
     "an empty list": (".json", b"[]", "has no rows"),
     "a list of texts": (".json", b'["a", "b"]', "entry 1 is a str, not a JSON object"),
     "a list, then more": (".json", b"[" + LINE + b"]\n" + LINE, "not JSON"),
     "CSV of nothing": (".csv", b"", "the header is []"),
     "CSV of a header": (".csv", b"question,answer\n", "has no rows"),
-    "a cell too many": (".csv", b"question,answer\na,1\nb,2,3\n", "line 3: 2 cells are needed"),
-    "a cell too few": (".csv", b"question,answer\na\n", "line 2: 2 cells are needed"),
+    "a cell too many": (".csv", b"question,answer\na,1\nb,2,3\n", "line 3: 3 cells, and the header has 2"),
+    "a cell too few": (".csv", b"question,answer\na\n", "line 2: 1 cells, and the header has 2"),
     "CSV with NUL bytes": (".csv", b"question,answer\na,1\na\0b,1\n", "line 3: not text (NUL"),
     "an empty cell": (".csv", b"question,answer\na,1\n,2\n", "row 2: column 'question' is missing"),
     "a quote that does not end": (".csv", b'question,answer\na,1\n"b,2\n', "line 3"),
-    "a quote within quotes": (".csv", b'question,answer\n"a "b" c",1\n', "line 2: a quote in this row"),
+    "a quote within quotes": (".csv", b'question,answer\n"a "b" c",1\n', "line 2: '"),
     "cells between semicolons": (".csv", b'question;answer\n"a; b";1\n', "line 1: the header is 'question;answer'"),
-    "cells between tabs": (".tsv", b"question\tanswer\na\t1\n", "tabs"),
+    "cells between tabs": (".tsv", b"question\tanswer\na\t1\n", "ends in none of"),
     "a pointer of git-lfs": (".parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
-    "a table of Arrow": (".arrow", b"ARROW1\0\0", "to_parquet"),
+    "a table of Arrow": (".arrow", b"ARROW1\0\0", "ends in none of"),
     "Parquet of nothing": (".parquet", b"", "could not be loaded"),
     "Parquet's ends alone": (".parquet", b"PAR1" + b"\0" * 100 + b"PAR1", "could not be loaded"),
 }

@@ -7,7 +7,6 @@ import pytest
 
 from grpo.config import EvaluationConfig, ValidationConfig
 from grpo.data import encode
-from grpo.data.chat import check_template
 from grpo.data.encode import Encoder
 from grpo.data.prepare import (
     encode_sources,
@@ -46,12 +45,12 @@ def long_rows(tmp_path, lengths: list[int], name: str = "long") -> str:
 
 def test_prompts_that_are_too_long_are_never_drawn_and_counted_at_the_start(tokenizer, tmp_path, capsys):
     path = long_rows(tmp_path, [4, 9, 5, 8, 6])
-    stream = prompts_of(config_of(path, max_prompt_tokens=6, shuffle=False), tokenizer, rows_per_step=2)
+    stream = prompts_of(config_of(path, max_prompt_tokens=6, shuffle=False), tokenizer)
     (line,) = capsys.readouterr().out.splitlines()
     prompts = stream.draw(8)
     assert [p.columns["answer"] for p in prompts] == ["4", "5", "6", "4", "5", "6", "4", "5"]
     assert [p.index for p in prompts] == list(range(8))
-    told = "warning: data: 3 of 5 rows of .*; an epoch is 1.5 steps; tokens 4 to 9, median 6, 95% have at most 9; "
+    told = "warning: data: 3 of 5 rows of .*; tokens 4 to 9, median 6, 95% have at most 9; "
     assert re.search(f"{told}left out: 2 longer than data.max_prompt_tokens=6", line)
     assert capsys.readouterr().out == ""
 
@@ -99,7 +98,7 @@ def test_sources_whose_own_columns_differ_are_refused(tmp_path):
     (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'p', row['answer'][0]: 1}\n")
     sources = {name: write_rows(tmp_path / f"{name}.jsonl", [{"question": "p", "answer": name}]) for name in "ab"}
     data = config_of(sources, row=f"{tmp_path}/mine.py:f")
-    with pytest.raises(ValueError, match="data.row gives the columns a for .*a.jsonl; b for .*b.jsonl; give the same"):
+    with pytest.raises(ValueError, match=r"data.row gives .*a.jsonl': \['a'\], .*b.jsonl': \['b'\]}; give"):
         first_columns(load_sources(data))
 
 
@@ -114,7 +113,7 @@ def chat_encoder(tokenizer, path: str, max_tokens=9, train_on="assistant", **opt
 def chats(encoder: Encoder) -> list[tuple[str, str]]:
     """The examples of an epoch and their labels as texts."""
     tokenizer = encoder.tokenizer
-    sources = encode_sources(load_chat_sources(encoder.data, "auto", "completion"), encoder, 1)
+    sources = encode_sources(load_chat_sources(encoder.data, "auto", "completion"), encoder)
     examples = ChatStream(sources, encoder.data, 0).draw(sum(len(rows.usable) for rows in sources))
     pairs = []
     for example in examples:
@@ -248,12 +247,3 @@ def test_processes_and_a_second_start_give_the_same_rows(tokenizer, tmp_path, mo
     (alone,) = prepared(config_of(copy, bad_rows="skip"), tokenizer)
     assert by_two.table[:] == again.table[:] == alone.table[:]
     assert by_two.usable == alone.usable == [i for i in range(700) if i % 9]
-
-
-def test_a_template_that_takes_all_memory_for_one_row_is_refused_with_its_number(tmp_path):
-    own = word_tokenizer()
-    own.chat_template = "{{ messages[0].content }}{% if 'n1' in messages[0].content %}{{ 'a' * 2000000000 }}{% endif %}"
-    check_template(own, config_of(""))
-    rows = [{"question": f"add n{i}", "answer": "1"} for i in (0, 1, 2)]
-    with pytest.raises(ValueError, match="row 2: the chat template of .* refuses it: MemoryError"):
-        prepared(config_of(write_rows(tmp_path / "rows.jsonl", rows)), own)

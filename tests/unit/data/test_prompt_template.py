@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -67,10 +66,6 @@ def test_jinja_template(base, tmp_path):
 def test_templates_that_cannot_be_used(base, tmp_path):
     with pytest.raises(ValueError, match="has no chat template; .* --data.prompt-template 'Question: {question} Answe"):
         load_tokenizer(base)
-    other = shutil.copytree(base, tmp_path / "other")
-    (other / "chat_template.json").write_text('{"chat_template": "{{ question }}"}')
-    with pytest.raises(ValueError, match="has its chat template in chat_template.json"):
-        load_tokenizer(str(other))
     with pytest.raises(ValueError, match=r"file .*/none\.jinja cannot be read"):
         load_tokenizer(base, data(str(tmp_path / "none.jinja")))
     for text, message in {

@@ -56,7 +56,7 @@ def test_missing_steps_are_refused(tmp_path):
         check_recorded(tmp_path, [1], group_size=2)
     for step in (1, 2, 4):
         save_step(tmp_path, step, recorded())
-    with pytest.raises(ValueError, match="3 of the 4 steps from 1 to 4, and step 3 .*--num-steps 2"):
+    with pytest.raises(ValueError, match="3 of the 4 steps from 1 to 4, and step 3 .*fewer --num-steps"):
         check_recorded(tmp_path, [1, 2, 3, 4], group_size=2)
 
 

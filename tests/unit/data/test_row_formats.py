@@ -63,7 +63,7 @@ def prompts_of(path: str, *flags: str):
     config = load(GRPOConfig, str(ROOT / "configs/qwen3_1_7b_gsm8k.py"), [*fixed, *flags])
     tokenizer = tokenizer_of(sources := load_sources(config.data))
     encoder = Encoder(tokenizer, config.data, config.data.max_prompt_tokens)
-    prompts = PromptStream(encode_sources(sources, encoder, 3), config.data, 0).draw(3)
+    prompts = PromptStream(encode_sources(sources, encoder), config.data, 0).draw(3)
     return prompts, [tokenizer.decode(prompt.ids) for prompt in prompts]
 
 
@@ -72,7 +72,7 @@ def chats_of(path: str, *flags: str) -> list[tuple[str, str]]:
     fixed = ["--data.path", path, "--data.no-shuffle", "--sequences-per-step", "3", "--max-sequence-tokens", "4000"]
     config = load(SFTConfig, str(ROOT / "configs/toy_sft.py"), [*fixed, *flags])
     tokenizer = tokenizer_of(sources := load_chat_sources(config.data, config.row_format, config.completion_column))
-    rows = encode_sources(sources, Encoder(tokenizer, config.data, 4000, config.train_on), 3)
+    rows = encode_sources(sources, Encoder(tokenizer, config.data, 4000, config.train_on))
     chats = []
     for chat in ChatStream(rows, config.data, 0).draw(3):
         labels = [token for token, is_label in zip(chat.ids, chat.mask, strict=True) if is_label]

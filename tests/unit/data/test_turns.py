@@ -308,54 +308,31 @@ def test_a_label_that_the_template_does_not_write_is_refused(template, chat: lis
         encoded(tokenizer_for(template, "<|im_end|>"), chat, train_on, tools=ADD)
 
 
-def notes_of(template: str, chat: list[dict], train_on: str = "assistant", tools=None, data=DATA) -> list[str]:
+def notes_of(template: str, chat: list[dict], tools=None) -> list[str]:
     """What is noted of a row of SFT and, up to its last turn, of a prompt of GRPO; the same for both."""
     tokenizer = tokenizer_for(template, "<|im_end|>")
     tokenizer.name_or_path = "m"
-    of_example = write_example(tokenizer, data, Example(chat=chat, tools=tools), train_on).notes
-    if data is DATA:
-        prompt = chat[:-1] if chat[-1]["role"] == "assistant" else chat
-        assert of_example == write_prompt(tokenizer, data, prompt, tools).notes
+    of_example = write_example(tokenizer, DATA, Example(chat=chat, tools=tools), "assistant").notes
+    assert of_example == write_prompt(tokenizer, DATA, chat[:-1], tools).notes
     return [*of_example]
 
 
-AS_JSON = CHATML.replace("message['content']", "message.content | tojson")
-TOOL = {"role": "tool", "content": ' 4 "or"\n é ', "tool_call_id": "x", "name": "add"}
+@pytest.mark.parametrize(("template", "is_noted"), [(WITH_TOOLS, False), (CHATML, True)])
+def test_tools_that_the_template_does_not_write_are_noted(template, is_noted):
+    wanted = ["bring tools, which the chat template of m does not write"] if is_noted else []
+    assert notes_of(template, TALK[:3], tools=ADD) == wanted
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "options", "lost"),
-    [
-        (CHATML, TALK, {}, ""),
-        (WITH_TOOLS, TALK[:3], {"tools": ADD}, ""),
-        (AS_JSON, [USER, TURN, TOOL, TALK[6]], {}, ""),  # it is there all the same; ids are not looked for
-        (CHATML, TALK[:3], {"tools": ADD}, "tools"),
-        (
-            CHATML,
-            [USER, TURN | {"reasoning_content": THOUGHT}, *TALK[3:7:3]],
-            {"train_on": "last"},
-            "reasoning_content",
-        ),
-        (
-            FORGETFUL,
-            [USER, TURN | {"content": f"<think>{THOUGHT}</think>2"}, USER, TURN],
-            {"train_on": "last"},
-            "content",
-        ),
-        (CHATML, [USER | {"level": "hard", "tags": ["a"]}, TURN], {}, "level, tags"),
-        # even if its words occur elsewhere
-        (LEAVES_SYSTEM_OUT, [USER, TURN], {"data": DataConfig(system_prompt="1+1?")}, "data.system_prompt"),
-    ],
-)
-def test_what_else_the_template_does_not_write_is_noted(template, chat, options, lost):
-    wanted = [f"bring {lost}, which the chat template of m does not write everywhere"] if lost else []
-    assert notes_of(template, chat, **options) == wanted
-
-
-def test_a_history_is_lost_even_if_its_words_occur_elsewhere():
-    tokenizer = tokenizer_for(CHATML.replace("in messages %}", "in messages[-1:] %}"), "<|im_end|>")
-    chat = [USER | {"content": "1"}, TURN | {"content": "2"}, USER | {"content": "1+2?"}]
-    assert "bring content, which" in write_prompt(tokenizer, DATA, chat).notes[0]
+def test_what_is_not_learned_may_be_left_out():
+    """Thoughts of earlier turns, a whole history, ids of calls, entries of one's own."""
+    thinks = TURN | {"reasoning_content": THOUGHT}
+    tool = {"role": "tool", "content": ' 4 "or"\n é ', "tool_call_id": "x", "name": "add"}
+    for template, chat in (
+        (CHATML, [USER | {"level": "hard"}, thinks, *TALK[3:7:3]]),
+        (CHATML.replace("message['content']", "message.content | tojson"), [USER, TURN, tool, TALK[6]]),
+        (FORGETFUL, [USER, TURN | {"content": f"<think>{THOUGHT}</think>2"}, USER, TURN]),
+    ):
+        assert "[" in encoded(tokenizer_for(template, "<|im_end|>"), chat, "last")
 
 
 def test_the_text_of_special_tokens_is_noted():

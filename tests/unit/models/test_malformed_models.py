@@ -219,10 +219,9 @@ TEMPLATES = {
     "the prompt left out": "a constant",
     "a way to Python": "{{ messages[0].content.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
     "an include": "{% include '/etc/passwd' %}{{ messages[0].content }}",
-    "a number without end": "{{ messages[0].content }}{{ 9 ** (9 ** 9) }}",
 }
-# The last two start a process each, which imports transformers
-SLOW = ("an include", "a number without end")
+# It starts a process, which imports transformers
+SLOW = ("an include",)
 
 
 @pytest.mark.parametrize(
