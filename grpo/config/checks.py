@@ -163,10 +163,11 @@ def _feature_problems(config: GRPOConfig) -> Iterator[str]:
         yield "sampling.dynamic needs a group_size of at least 2: it drops groups of equal rewards"
     if config.generator.sleep and not roles.colocated:
         yield "generator.sleep needs roles.colocated: it leaves the memory to a trainer on the same GPU"
-    if roles.num_references and not config.needs_reference and not config.reward.model:
+    idle = roles.num_references and not (config.needs_reference or config.reward.model)
+    if idle or by_policy and (roles.num_references or config.model.reference_path):
         yield (
-            "roles.num_references needs algorithm.kl_coef or distill_coef, or reward.model: else they idle; set "
-            "--roles.num-references 0"
+            "nobody would read what roles.num_references and model.reference_path give; set --roles.num-references 0 "
+            "and drop the other, or set algorithm.kl_coef, distill_coef or reward.model"
         )
     if reads_text and sampling.carry_over:
         yield (
@@ -184,13 +185,6 @@ def _feature_problems(config: GRPOConfig) -> Iterator[str]:
             yield (
                 "algorithm.reference_interval needs the reference sharded as the policy is, on the trainers; set "
                 "--roles.num-references 0 and --trainer.data-replicas 1"
-            )
-        is_policy = algorithm.reference_interval == algorithm.reference_mixture == config.updates_per_step == 1
-        if algorithm.kl_coef and is_policy and not (algorithm.kl_in == "reward" and config.has_lag):
-            yield (
-                "algorithm.reference_interval=1 with reference_mixture=1 and one update in a step makes the reference "
-                "the policy at the start of each step, so the KL and its gradient are always 0; raise the interval, "
-                "lower the mixture, or set num_mini_batches"
             )
 
     if algorithm.teacher_template:
@@ -210,13 +204,6 @@ def _feature_problems(config: GRPOConfig) -> Iterator[str]:
         yield "algorithm.teacher=policy needs algorithm.teacher_template: else the policy agrees with itself"
     elif algorithm.distill_coef and not config.model.reference_path:
         yield "algorithm.distill_coef needs model.reference_path or algorithm.teacher_template: name a teacher"
-    if by_policy and config.model.reference_path:
-        yield "algorithm.teacher=policy does not go with model.reference_path: nobody would read it; drop one"
-    if by_policy and roles.num_references:
-        yield (
-            "algorithm.teacher=policy does not go with roles.num_references: the trainers hold the policy; set "
-            "--roles.num-references 0"
-        )
 
 
 def _group_problems(algorithm: AlgorithmConfig, config: GRPOConfig) -> Iterator[str]:
@@ -302,13 +289,11 @@ def check_effects(config: Config, recipe: Config) -> None:
     """Raise ValueError for a field that a flag changed although nothing reads it."""
     values = settings(config)
     before = settings(recipe)
-    for path, value in values.items():
-        if value == before[path]:
-            continue
-        switches = READ_WITH.get(path, "").split()
-        if switches and path not in switches and all(values[switch] in OFF for switch in switches):
-            off = ", ".join(f"{switch}={values[switch]!r}" for switch in switches)
-            raise ValueError(f"{path}={value!r} does nothing with {off}; set that too, or drop it")
+    for path, switches in READ_WITH.items():
+        is_read = any(values.get(switch, "") not in OFF for switch in switches.split())
+        value = values.get(path)
+        if value != before.get(path) and path not in switches.split() and not is_read:
+            raise ValueError(f"{path}={value!r} does nothing without {switches}; set that too, or drop it")
 
 
 def cautions(config: Config) -> Iterator[str]:
@@ -338,17 +323,12 @@ def cautions(config: Config) -> Iterator[str]:
             "algorithm.importance_correction=none does not make up for; use truncate"
         )
     reshaping = [name for name in RESHAPING_ENGINE if config.generator.engine.get(name)]
+    reshaping += inexact_options(config.generator.sampling)
     if reshaping:
         yield (
-            f"with generator.engine {', '.join(reshaping)} the engine may draw from another distribution than the one "
-            "that is trained, as mismatch/mean shows; leave it out"
-        )
-    inexact: list[str] = inexact_options(config.generator.sampling)
-    if inexact:
-        yield (
-            f"with generator.sampling {', '.join(inexact)} the engine draws from another distribution than the one "
-            f"that is trained, so ratios of policy to generator are off, as mismatch/mean shows; leave it out, or "
-            "use generator.temperature, top_p, top_k or min_p, which the trainer takes into account"
+            f"with {', '.join(reshaping)} the engine draws from another distribution than the one that is trained, so "
+            "ratios of policy to generator are off, as mismatch/mean shows; leave it out, or use "
+            "generator.temperature, top_p, top_k or min_p, which the trainer takes into account"
         )
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from grpo.config.values import Above, AtLeast, AtMost, Below, Source, names_function, parse_sources
@@ -499,14 +498,9 @@ class AlgorithmConfig:
         for slot, built_in in (("loss", PAPER_DEFAULTS), ("advantages", ADVANTAGES), ("aggregation", AGGREGATIONS)):
             name = getattr(self, slot)
             if name is not None and name not in built_in and ":" not in name:
-                if (METHODS / f"{name}.py").is_file():
-                    raise ValueError(
-                        f"algorithm.{slot}={name!r} is not built in; name its file, --algorithm.{slot} "
-                        f"configs/examples/methods/{name}.py:{name}, with the flags at its top"
-                    )
                 raise ValueError(
-                    f"algorithm.{slot}={name!r} is unknown; use {', '.join(built_in)}, or write your own as "
-                    "path/file.py:function"
+                    f"algorithm.{slot}={name!r} is unknown; use {', '.join(built_in)}, or a function in a file of "
+                    "yours or in configs/examples/methods, such as configs/examples/methods/dppo.py:dppo"
                 )
         defaults: dict[str, Any] = {"old_logprobs": "policy"} | PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS)
         by_policy = self.old_logprobs in (None, "policy")
@@ -532,7 +526,6 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
     "reinforce": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "token_mean"},
 }
 OWN_LOSS_DEFAULTS = GRPO_DEFAULTS  # for a loss from a user's file
-METHODS = Path(__file__).parents[2] / "configs" / "examples" / "methods"
 
 
 ADVANTAGES = ("group_std", "group_mean", "rloo", "return_to_go", "none")

@@ -15,12 +15,8 @@ from typing import Any
 from grpo.config.checks import cautions, check_effects, validate
 from grpo.config.fields import OWN_LOSS_DEFAULTS, SHARED_GPU, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, near_miss, run_file
-from grpo.config.values import check_fields, field_paths, names_function, path_here, settings
+from grpo.config.values import check_fields, field_paths, settings
 
-# Fields that name files and folders of any name; any other may name a function `path/file.py:function`
-NAME_PATHS = (
-    "model.path model.reference_path reward.model data.path data.prompt_template evaluation.path validation.path"
-)
 SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 # Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
 FOR_ONE_START: dict[str, Any] = {
@@ -43,8 +39,6 @@ RESUME_SAFE = (
     "environment.num_processes environment.memory_gib"
 )
 
-# Losses that differ from another one, with the same advantages and aggregation, only where ratios are not 1
-SAME_AT_RATIO_1 = {"gspo": "grpo", "cispo": "dapo", "sapo": "grpo"}
 # Flags of other tools, for which tyro would suggest another field or none
 FIELDS_OF_FLAGS = {
     "--lr": "trainer.learning_rate",
@@ -70,14 +64,6 @@ FIELDS_OF_FLAGS = {
     "--eval-steps": "evaluation.interval",
     "--mask-truncated-completions": "algorithm.mask_truncated",
     "--vllm-gpu-memory-utilization": "generator.gpu_memory_utilization",
-}
-# Fields that were there -> those that took their place
-REPLACED_BY = {
-    "data.sources": "data.path",
-    "data.environment_column": "data.columns",
-    "evaluation.sets": "evaluation.path",
-    "validation.sets": "validation.path",
-    "environment.classes": "environment.name",
 }
 OF_OTHER_TOOLS = "configs/COMING_FROM.md has the names of TRL and verl beside ours, --help has all of ours"
 
@@ -118,16 +104,13 @@ def load(
 def _checked_flag(word: str, default: Config) -> str:
     """Return a word of the command line, a flag with dashes for underscores.
 
-    Raises ValueError with what to write for a flag of another tool, for a switch that is misspelled, and for a recipe.
+    Raises ValueError with what to write for a flag of another tool, and for a recipe.
     """
     flag, sign, value = word.partition("=")
     flag = flag.replace("_", "-")
-    field = FIELDS_OF_FLAGS.get(flag) or REPLACED_BY.get(flag[2:].replace("-", "_"))
+    field = FIELDS_OF_FLAGS.get(flag)
     if field in field_paths(default):
         raise ValueError(f"there is no flag {word}; write --{field.replace('_', '-')} VALUE")
-    of_section = re.sub(r"^--no-(.*\.)", r"--\1no-", flag)
-    if of_section != flag:
-        raise ValueError(f"there is no flag {word}; write {of_section}")
     if word.endswith(".py") and os.path.isfile(word):  # which a flag of many words would take for one of them
         raise ValueError(f"{word}: a recipe stands before the first flag, and there is only one")
     if flag.startswith("--"):  # tyro takes either spelling, but looks for a near name only among dashes
@@ -156,19 +139,16 @@ def _apply_flags(flags: list[str], default: Config, *, prints_help: bool) -> Con
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ValueError(_in_one_line(complaint.getvalue(), default)) from None
+        raise ValueError(_in_one_line(complaint.getvalue())) from None
 
 
-def _in_one_line(complaint: str, default: Config) -> str:
+def _in_one_line(complaint: str) -> str:
     """Return what tyro complains about, without its frame and title, and what to write instead."""
     _title, _, text = complaint.partition("\n")
     text = re.sub("[\u2500-\u257f]+|-{3,}", " ", text)  # without frame and rulers
     message = " ".join(text.split()).partition(" For full helptext")[0].removesuffix(".")
-    name, _, _ = message.removeprefix("Unrecognized options: ").partition("=")
-    if message.startswith("Unrecognized") and (
-        name.startswith("--") or "." in name and name not in field_paths(default)
-    ):
-        return f"{message}; {OF_OTHER_TOOLS}"  # verl writes a setting as name=value
+    if re.match(r"Unrecognized options: (--|\S+\.)", message):  # verl writes a setting as name=value
+        return f"{message}; {OF_OTHER_TOOLS}"
     return f"{message}; write --field VALUE, --field NAME VALUE NAME VALUE .., or for a switch --field or --no-field"
 
 
@@ -200,8 +180,7 @@ def _value_parsers():
 def load_recipe(path: str, *config_types: type) -> Any:
     """Run a recipe file and return the `config` it binds, which must be of one of the types.
 
-    A relative path in it starts in the folder that the run starts in. What is not there is taken from the folder of the
-    recipe, if it is there.
+    A relative path in it starts in the folder that the run starts in.
 
     Raises ValueError if there is none, a field does not take its value, or a line raised, which the message names.
     """
@@ -216,7 +195,7 @@ def load_recipe(path: str, *config_types: type) -> Any:
         if isinstance(config, config_types):
             check_fields(config)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
-        raise ValueError(f"{path}{cause_and_line(error, path)}{_field_now(error)}") from error
+        raise ValueError(f"{path}{cause_and_line(error, path)}") from error
     if config is None:
         raise ValueError(f"{path} binds no `config`, which makes a Python file a recipe; see configs/README.md")
     if not isinstance(config, config_types):
@@ -225,41 +204,7 @@ def load_recipe(path: str, *config_types: type) -> Any:
         raise ValueError(
             f"{path} must bind `config` to a {names}, it binds {type(config).__name__}, which is for {script}"
         )
-    return _with_paths_beside(file, config)
-
-
-def _field_now(error: BaseException) -> str:
-    """Name the field that took the place of one that a recipe sets, if that raised the error."""
-    for old, new in REPLACED_BY.items():
-        section, _, name = old.partition(".")
-        if f"{section.title()}Config.__init__() got an unexpected keyword argument '{name}'" in str(error):
-            return f"; write {new}"
-    return ""
-
-
-def _with_paths_beside(recipe: Path, config: Any) -> Any:
-    """Return the config with paths into the folder of its recipe, for files that are there and not here."""
-    changes = {}
-    for field, value in settings(config).items():
-        found = _beside(recipe.parent, value, is_path=field in NAME_PATHS.split())
-        if found != value:
-            changes[field] = found
-    return change(config, changes)
-
-
-def _beside(folder: Path, value: Any, *, is_path: bool) -> Any:
-    """Return a path behind the folder if its file is there and not here. Without is_path other texts may be names."""
-    if isinstance(value, dict):
-        names = [_beside(folder, name, is_path=False) for name in value]
-        values = [_beside(folder, entry, is_path=is_path) for entry in value.values()]
-        return dict(zip(names, values, strict=True))
-    if isinstance(value, tuple):
-        return tuple(_beside(folder, entry, is_path=is_path) for entry in value)
-    if isinstance(value, str) and value and (is_path or names_function(value)):
-        there = str(folder / value)
-        if path_here(there) and not path_here(value):
-            return there
-    return value
+    return config
 
 
 def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
@@ -276,12 +221,7 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
     for path, value in changes.items():
         paths = list(field_paths(config))
         if path not in paths:
-            section, _, _ = path.rpartition(".")
-            siblings = [name for name in paths if name.rpartition(".")[0] == section]
-            hint = near_miss(path, paths) or f"; there are {', '.join(siblings or paths)}"
-            if path in REPLACED_BY:
-                hint = f"; write {REPLACED_BY[path]}"
-            raise ValueError(f"there is no field {path}{hint}")
+            raise ValueError(f"there is no field {path}{near_miss(path, paths) or '; --help has all'}")
         section, _, name = path.rpartition(".")
         if section:
             value = dataclasses.replace(getattr(config, section), **{name: value})
@@ -339,12 +279,6 @@ def derived(config: Config) -> list[str]:
     own = [f"{name}={resolved[name]!r}" for name in OWN_LOSS_DEFAULTS if resolved[name] != paper[name]]
     if own:
         lines.append(f"set to another value than follows: {', '.join(own)}")
-    twin = SAME_AT_RATIO_1.get(config.algorithm.loss)
-    if twin and config.ratio_is_1:
-        lines.append(
-            f"one update per step: each ratio is 1, so {config.algorithm.loss} takes the steps that {twin} takes with "
-            "these advantages and this aggregation; --algorithm.num-mini-batches 4 makes them differ"
-        )
     return lines
 
 

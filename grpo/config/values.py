@@ -111,7 +111,7 @@ def _words_of(kind: Any) -> str:
 
 # ---- Sources of rows: `PATH[NAME]@REVISION:SPLIT`, where only the path must be given
 
-# Suffix of a local file -> its reader; a file with any other suffix has JSON lines.
+# Suffix of a local file -> its reader
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _SOURCE_PARTS = re.compile(
     r"(?P<path>[^\[\]@:]+\.py:\w+|[^\[\]@:]+)"
@@ -141,18 +141,13 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """Kind of source: function, folder, hub, or for a file its reader: json, csv, parquet."""
+        """Kind of source: function, folder, file or hub."""
         if names_function(self.path) or self.path.endswith(".py"):
             return "function"
         path = pathlib.Path(self.path)
         if path.is_dir():
             return "folder"
-        other = "json" if path.is_file() else "hub"
-        return FILE_KINDS.get(path.suffix, other)
-
-    @property
-    def is_file(self) -> bool:
-        return self.kind in FILE_KINDS.values()
+        return "file" if path.is_file() or path.suffix in FILE_KINDS else "hub"
 
     @property
     def text(self) -> str:
@@ -169,17 +164,18 @@ class Source:
 def parse_source(spec: str, field: str, label: str = "", split: str = "train") -> Source:
     """Read a text such as `openai/gsm8k[main]@v1:train[:5%]` as a Source; `split` is for a text without one.
 
-    The path of an existing file or folder is taken as it is, also with a split behind it. Raises ValueError, which
+    The path of an existing file is taken as it is, also with a split behind it. Raises ValueError, which
     names the config's `field`, for a text of another form, and for a revision or configuration of what has none.
 
     >>> source = parse_source("openai/gsm8k[main]:train[:90%]", "data.path")
     >>> source.path, source.name, source.split
     ('openai/gsm8k', 'main', 'train[:90%]')
     """
-    path = path_here(spec)
-    own_split = spec[len(path) + 1 :]
-    if path and (own_split or path == spec):
-        return Source(label, path, split=own_split or split)
+    path = spec
+    while path and not os.path.exists(path):
+        path, _, _ = path.rpartition(":")
+    if path and not path.endswith(".py"):
+        return Source(label, path, split=spec[len(path) + 1 :] or split)
     parts = _SOURCE_PARTS.fullmatch(spec)
     if parts is None:
         raise ValueError(
@@ -187,11 +183,10 @@ def parse_source(spec: str, field: str, label: str = "", split: str = "train") -
             "as openai/gsm8k[main]:train[:90%] or rows.jsonl"
         )
     source = Source(label, parts["path"], parts["name"] or "", parts["revision"] or "", parts["split"] or split)
-    kind = "file" if source.is_file else source.kind
-    if kind != "hub" and (source.revision or source.name):
+    if source.kind != "hub" and (source.revision or source.name):
         raise ValueError(
-            f"{field}={spec!r}: {source.path} is a local {kind}, which has no revisions (@) and no configurations "
-            "([ ]); leave them out"
+            f"{field}={spec!r}: {source.path} is a local {source.kind}, which has no revisions (@) and no "
+            "configurations ([ ]); leave them out"
         )
     return source
 
@@ -203,22 +198,3 @@ def parse_sources(path: str | Mapping[str, str], field: str, split: str) -> list
     if not path:
         raise ValueError(f"{field} is empty; name a data set")
     return [parse_source(spec, f"{field} {label}", label, split) for label, spec in path.items()]
-
-
-def path_here(spec: str) -> str:
-    """Return the file, folder or function that `spec` is, or names before a colon; empty if none of that name exists.
-
-    It is the longest one, since names of files may have colons too.
-    """
-    path = spec
-    while path and not _is_here(path):
-        path, _, _ = path.rpartition(":")
-    return path
-
-
-def _is_here(path: str) -> bool:
-    """Say whether a file, a folder or the file of a function exists. A Python file without a function is no data."""
-    if names_function(path):
-        path, _, _ = path.rpartition(":")
-        return os.path.isfile(path)
-    return os.path.exists(path) and not path.endswith(".py")

@@ -230,8 +230,8 @@ def no_format(names: Iterable[str], columns: ChatColumns) -> str:
     listed = ", ".join(map(str, names)) or "none"
     choices = ", or ".join(" and ".join(needed) for needed in columns.of_format.values())
     return (
-        f"the columns {listed} are no row format; there must be {choices}; name those of --row-format prompt_completion "
-        "with --data.prompt-column and --completion-column, or make other rows of them with --data.row"
+        f"the columns {listed} are no row format; there must be {choices}; name those of prompt_completion with "
+        "--data.prompt-column and --completion-column, or make other rows of them with --data.row"
     )
 
 

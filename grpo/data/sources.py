@@ -105,7 +105,7 @@ def load_rows(source: Source) -> Rows:
         )
     if source.kind == "function":
         rows = _call_function(source)
-    elif source.is_file:
+    elif source.kind == "file":
         rows = _read_files(source)
     else:
         options = {"revision": source.revision} if source.revision else {}

@@ -109,7 +109,7 @@ DEEP = json.loads("[" * 900 + '"\\ud800"' + "]" * 900)
     [
         # they would have no label, or the question twice, or two answers in a row
         ({"messages": [{"from": "human", "value": "1+1?"}]}, "message 1 has ShareGPT's from; .*--data.row"),
-        ({"messages": [{"role": "user", "value": "1+1?"}]}, "message 1 has ShareGPT's value; .*--data.row"),
+        ({"messages": [{"role": "user", "value": "1+1?"}]}, "message 1, content is missing"),
         ({"messages": [USER, ASSISTANT | {"role": "gpt"}]}, "message 2, role is 'gpt', which .* call 'assistant'"),
         ({"messages": [USER | {"role": "User"}]}, "message 1, role is 'User', which .* call 'user'.*--data.row"),
         ({"messages": [USER | {"content": [{"text": "1"}, {"type": "image"}]}]}, "2 parts, 1 of them without `text`"),
@@ -185,7 +185,7 @@ def test_a_column_that_no_row_has(table: bool):
 def test_mixed_types_in_a_nested_column_are_one_clear_line():
     rows = [{"question": "1+2", "reward_model": {"ground_truth": truth}} for truth in ("3", 3, "4", ["5"], "6", 7.5)]
     column = {"answer_column": "reward_model.ground_truth"}
-    message = "3 of 6 rows.* rows 2, 6: .*answer .number.*, .* row 4: .*answer .list.*, .*bad-rows skip$"
+    message = "3 of 6 rows.* row 2: .*answer .number.*, .* row 4: .*answer .list.*, .*bad-rows skip$"
     with pytest.raises(ValueError, match=message):
         prompts(*rows, **column)
     assert prompts(*rows, **column, bad_rows="skip").usable == [0, 2, 4]
@@ -196,7 +196,7 @@ def test_bad_rows_are_refused_with_their_numbers_or_skipped_and_counted(capsys):
     with pytest.raises(ValueError) as refused:
         prompts(*rows)
     message = str(refused.value)
-    assert re.match(r"7 of 9 rows of f.jsonl .*row 2: .*'question'.*rows 4, 5, 6, 7, 8, ..: .*'answer'", message)
+    assert re.match(r"7 of 9 rows of f.jsonl .*row 2: .*'question'.*row 4: .*'answer'", message)
     assert "\n" not in message and message.endswith("--data.bad-rows skip")
     assert prompts(*rows, name="f\x1b[2J", bad_rows="skip").usable == [0, 2]
     first, second, *_ = capsys.readouterr().out.splitlines()
@@ -206,7 +206,7 @@ def test_bad_rows_are_refused_with_their_numbers_or_skipped_and_counted(capsys):
 
 def test_values_that_json_cannot_hold_are_told():
     rows = [GOOD | {"day": datetime.date(2024, 1, day)} for day in (1, 2)]
-    with pytest.raises(ValueError, match="2 of 2 rows of f.parquet .* rows 1, 2: .*what JSON cannot .*date"):
+    with pytest.raises(ValueError, match="2 of 2 rows of f.parquet .* row 1: .*what JSON cannot .*date"):
         prompts(*rows, table=True, columns={"day": "day"})
 
 
@@ -274,10 +274,10 @@ def test_an_own_function_makes_rows_of_any_format_and_leaves_some_out(own, capsy
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return row['no']", "rows 1, 2: data.row raised KeyError: 'no'"),
-        ("return [row]", "rows 1, 2: data.row gave list, and not a dict, or None"),
-        ("return row", "rows 1, 2: data.row gave the keys question, answer: column 'prompt' is missing"),
-        ("return {'prompt': 3}", "rows 1, 2: data.row gave the keys prompt: column 'prompt' holds int, not text"),
+        ("return row['no']", "row 1: data.row raised KeyError: 'no'"),
+        ("return [row]", "row 1: data.row gave list, and not a dict, or None"),
+        ("return row", "row 1: data.row gave the keys question, answer: column 'prompt' is missing"),
+        ("return {'prompt': 3}", "row 1: data.row gave the keys prompt: column 'prompt' holds int, not text"),
         ("return None", "0 of 2 rows of f.jsonl are left: 2 left out by "),
     ],
 )

@@ -33,7 +33,7 @@ def test_a_source_in_one_text():
         source = parse_source(spec, "data.path")
         assert (source.path, source.name, source.revision, source.split) == parts
         assert parse_source(source.text, "data.path") == source
-    for spec in ("", "[main]", "a/b[main", "a/b]", ":train", f"{ROOT}:"):
+    for spec in ("", "[main]", "a/b[main", "a/b]", ":train"):
         with pytest.raises(ValueError, match="data.path='.*' is no data set; write PATH"):
             parse_source(spec, "data.path")
 
@@ -79,11 +79,6 @@ READ = {
         [{"a": 3}],
     ),
     "a part of any file": ({"m[1]:b.jsonl": A1 * 2, "m.jsonl": A2}, "m[1]:b.jsonl:train[:1]", [{"a": 1}]),
-    "a function in it": (
-        {"rows@v2/mine.py": b"def rows(split):\n    return [{'a': split}]\n"},
-        "rows@v2/mine.py:rows:test[:1]",
-        [{"a": "test"}],
-    ),
     "all of a pattern": (
         {"x/train-2.jsonl": A2, "x/train-1.jsonl": A1, "x/test.jsonl": A3},
         "x/train*.jsonl",
