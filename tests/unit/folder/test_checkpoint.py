@@ -328,11 +328,11 @@ def test_a_checkpoint_beyond_the_last_step_is_refused_with_the_numbers(run_dir):
     os.close(begin_run(str(run_dir), "train_grpo.py", {}, {}))
     for num_steps in (4, 5):
         config = GRPOConfig(run_dir=str(run_dir), resume=True, num_steps=num_steps)
-        found = find_saved(config, "train_grpo.py", [])
+        found = find_saved(config, "train_grpo.py", [], ["data", "tensors"])
         assert found.checkpoint.name == "step-00000004"
     config = GRPOConfig(run_dir=str(run_dir), resume=True, num_steps=3)
     with pytest.raises(ValueError, match="step-00000004 is beyond num_steps=3; --num-steps 4 exports what it has"):
-        find_saved(config, "train_grpo.py", [])
+        find_saved(config, "train_grpo.py", [], ["data", "tensors"])
 
 
 def test_weights_of_another_shape_are_one_line(run_dir):
