@@ -42,7 +42,6 @@ class LogprobHead(Linear):
         compiled = torch.compile if config.compile else lambda function: function
         self.statistics = compiled(chunk_statistics)
         self.gradients = compiled(chunk_gradients)
-        self.with_unit_gradients = compiled(chunk_with_unit_gradients)
 
     def forward(
         self,
@@ -71,34 +70,24 @@ class LogprobHead(Linear):
         hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, scored_M)
         targets_M = targets_BT.flatten()[scored_M]
         temperatures_M = temperatures_BT.flatten()[scored_M]
-        if torch.is_grad_enabled() and not weight_VD.requires_grad and group is None and kept is None:
-            logprobs_M, entropy_M = FrozenHeadLogprobs.apply(
-                hidden_MD,
-                weight_VD,
-                targets_M,
-                temperatures_M,
-                self,
-            )
-        else:
-            keep_logits = self.keep_logits and torch.is_grad_enabled()
-            product = partial(
-                chunk_product,
-                weight_VD,
-                first_row,
-                self.chunk_tokens,
-                kept,
-            )
-            logprobs_M, entropy_M = ChunkedLogprobs.apply(
-                hidden_MD,
-                weight_VD,
-                targets_M,
-                temperatures_M,
-                self,
-                product,
-                group,
-                first_row,
-                keep_logits,
-            )
+        product = partial(
+            chunk_product,
+            weight_VD,
+            first_row,
+            self.chunk_tokens,
+            kept,
+        )
+        logprobs_M, entropy_M = ChunkedLogprobs.apply(
+            hidden_MD,
+            weight_VD,
+            targets_M,
+            temperatures_M,
+            self,
+            product,
+            group,
+            first_row,
+            self.keep_logits and torch.is_grad_enabled(),
+        )
         row_length = targets_BT.shape[1]
         places = (scored_M // row_length, scored_M % row_length)
         zeros_BT = torch.zeros_like(temperatures_BT)
@@ -224,56 +213,6 @@ class ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, *[None] * 7
 
 
-class FrozenHeadLogprobs(torch.autograd.Function):
-    """ChunkedLogprobs for a weight that does not learn and is not sharded, as with LoRA.
-
-    The forward computes the gradient of each token's log-prob with respect to its hidden state. The backward only
-    multiplies it by a number. So no chunk's logits are computed twice, unless the entropy has a gradient too.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head):
-        """Return (logprobs_N, entropy_N), float32."""
-        ctx.set_materialize_grads(False)
-        parts = []
-        for hidden, *rest in _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N):
-            *values, grad_NV = head.with_unit_gradients(hidden @ weight_VD.T, *rest)
-            parts.append((*values, grad_NV @ weight_VD))
-            del grad_NV  # before the next chunk's is there
-        logprobs_N, entropy_N, logsumexp_N, unit_ND = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(
-            hidden_ND,
-            targets_N,
-            temperatures_N,
-            entropy_N,
-            logsumexp_N,
-            weight_VD,
-            unit_ND,
-        )
-        ctx.head = head
-        return logprobs_N, entropy_N
-
-    @staticmethod
-    def backward(ctx, grad_logprobs_N, grad_entropy_N):
-        """Return the gradient of hidden_ND."""
-        *per_token, weight_VD, unit_ND = ctx.saved_tensors
-        if grad_entropy_N is None:
-            grad_ND = grad_logprobs_N[:, None] * unit_ND
-            return grad_ND.to(unit_ND.dtype), *[None] * 4
-        if grad_logprobs_N is None:
-            grad_logprobs_N = torch.zeros_like(grad_entropy_N)
-        chunks = _chunks(
-            ctx.head.chunk_tokens,
-            *per_token,
-            grad_logprobs_N,
-            grad_entropy_N,
-        )
-        grads = []
-        for hidden, *rest in chunks:
-            grads.append(ctx.head.gradients(hidden @ weight_VD.T, *rest, 0) @ weight_VD)
-        return torch.cat(grads), *[None] * 4
-
-
 def chunk_product(
     weight_VD: Tensor,
     first_row: int,
@@ -339,27 +278,6 @@ def chunk_gradients(
     is_target_NV = row_V == (targets_N - first_row)[:, None]
     grad_NV = grad_NV + grad_logprobs_N[:, None].where(is_target_NV, 0.0)
     return (grad_NV / temperatures_N[:, None]).to(product_NV.dtype)
-
-
-def chunk_with_unit_gradients(product_NV, targets_N, temperatures_N):
-    """Return (log-probs, entropy, logsumexp, d logprob / d `product_NV`) of one chunk, reading its logits once."""
-    statistics = chunk_statistics(product_NV, targets_N, temperatures_N, first_row=0)
-    maximum_N, total_N, weighted_N, target_N = statistics
-    logsumexp_N = maximum_N + total_N.log()
-    ones_N = torch.ones_like(logsumexp_N)
-    zeros_N = torch.zeros_like(logsumexp_N)
-    entropy_N = logsumexp_N - weighted_N / total_N
-    grad_NV = chunk_gradients(
-        product_NV,
-        targets_N,
-        temperatures_N,
-        entropy_N,
-        logsumexp_N,
-        ones_N,
-        zeros_N,
-        first_row=0,
-    )
-    return target_N - logsumexp_N, entropy_N, logsumexp_N, grad_NV
 
 
 def _add_product(sum_VD: Tensor, left_VN: Tensor, right_ND: Tensor) -> None:

@@ -242,7 +242,6 @@ class PlainSteps:
         by_request: gets what is sampled, when it is written back.
         """
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-        from vllm.v1.request import RequestStatus
 
         (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._scheduler = scheduler
@@ -253,7 +252,6 @@ class PlainSteps:
         self._blocks_of = manager.req_to_blocks
         # AsyncScheduler schedules a token before the one before it is known, and counts a placeholder for it
         self._ahead = int(type(scheduler) is AsyncScheduler)
-        self._running = RequestStatus.RUNNING
         self._schedule = scheduler.schedule
         self._finish_requests = scheduler.finish_requests
         scheduler.schedule = self.schedule
@@ -374,8 +372,8 @@ class PlainSteps:
         logprobs_P: of the sampled tokens, one for each request, in the order of the model's output.
         """
         num_scheduled = scheduled.num_scheduled_tokens
-        if not self._row_of:
-            return self._take_singly(scheduled, model_output, logprobs_P)
+        if not self._row_of:  # vLLM scheduled the step
+            return scheduled
         names = list(num_scheduled)
         num_scheduled_S = np.fromiter(num_scheduled.values(), np.int64, len(names))
         rows_S = np.fromiter(map(self._row_of.get, names, itertools.repeat(-1)), np.int64, len(names))
@@ -399,44 +397,6 @@ class PlainSteps:
         scheduled = copy.copy(scheduled)
         scheduled.num_scheduled_tokens = {name: num_scheduled[name] for name in rest}
         return scheduled
-
-    def _take_singly(self, scheduled: Any, model_output: Any, logprobs_P: np.ndarray) -> Any:
-        """Do what `take` does without rows, while most steps are vLLM's own: rows would not last."""
-        rest = {}
-        for name, num_scheduled in scheduled.num_scheduled_tokens.items():
-            place = model_output.req_id_to_index[name]
-            sampled = model_output.sampled_token_ids[place]
-            request = self._scheduler.requests.get(name)
-            if request is None or not sampled or self._may_end(request, sampled[0]):
-                rest[name] = num_scheduled
-                continue
-            request.num_in_flight_tokens -= num_scheduled
-            request.num_output_placeholders -= self._ahead
-            request._output_token_ids += sampled
-            request._all_token_ids += sampled
-            tokens = self._by_request[name]
-            tokens.ids += sampled
-            tokens.logprobs.append(logprobs_P.item(place))
-            num_cachable = request.num_computed_tokens - request.num_output_placeholders
-            if request.num_tokens % self._block_size == 0:
-                request.update_block_hashes()
-            if num_cachable % self._block_size == 0:
-                self._cache.cache_blocks(request, num_cachable)
-        scheduled = copy.copy(scheduled)
-        scheduled.num_scheduled_tokens = rest
-        return scheduled
-
-    def _may_end(self, request: Any, token: int) -> bool:
-        """Return whether the token may be the last, or vLLM must see it, or the request does not run."""
-        params = request.sampling_params
-        most_tokens = min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len)
-        return (
-            request.status is not self._running
-            or token in params.all_stop_token_ids
-            or request.num_tokens + 1 >= most_tokens
-            or request.structured_output_request is not None
-            or params.repetition_detection is not None
-        )
 
     def finish_requests(self, *arguments: Any) -> Any:
         """End requests as vLLM does, which looks at its own objects."""
