@@ -125,13 +125,13 @@ def return_to_go(x: AdvantageInputs) -> Tensor:
     if batch.turn_N is None:
         raise ValueError("algorithm.advantages=return_to_go needs episodes, whose turns have rewards; use rloo")
     shape = int(batch.turn_N.max()) + 1, batch.num_rollouts  # [turn, R]; no turn is 0
-    place = batch.turn_N, batch.rollout_N
-    earned = torch.zeros(shape).index_put(place, batch.earned_N).double()
-    reached = torch.zeros(shape, dtype=torch.bool).index_put(place, batch.turn_N > 0)
+    index_N = batch.turn_N, batch.rollout_N
+    earned = torch.zeros(shape).index_put(index_N, batch.earned_N).double()
+    reached = torch.zeros(shape, dtype=torch.bool).index_put(index_N, batch.turn_N > 0)
     returns = x.rewards_PG.flatten() - earned
     has_return = reached & x.has_PG.flatten()
     returns_PG, has_PG = by_group(returns.flatten(), has_return.flatten(), x.has_PG.shape[1])  # a group for each turn
-    return rloo(replace(x, rewards_PG=returns_PG, has_PG=has_PG)).where(has_PG, 0).view(shape)[place]
+    return rloo(replace(x, rewards_PG=returns_PG, has_PG=has_PG)).where(has_PG, 0).view(shape)[index_N]
 
 
 def none(x: AdvantageInputs) -> Tensor:

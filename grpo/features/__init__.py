@@ -50,7 +50,7 @@ def offers(hook: str) -> dict[str, Any]:
     functions = {}
     for feature in present():
         table = getattr(importlib.import_module(f"grpo.features.{feature}"), hook, {})
-        for name, place in table.items():
-            module, _, function = place.partition(":")
+        for name, target in table.items():
+            module, _, function = target.partition(":")
             functions[name] = getattr(importlib.import_module(module), function)
     return functions

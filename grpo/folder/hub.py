@@ -10,8 +10,8 @@ from grpo.folder.run_folder import read_metrics
 from grpo.models.hf_folder import name_and_revision
 from grpo.text import reason_of
 
-# Weights of an earlier upload. One in other pieces would stay beside the new one, and be loaded in its place.
-WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+# Parameters of an earlier upload. Those in other pieces would stay beside the new one, and be loaded in its place.
+PARAMETER_FILES = ("model*.safetensors", "model.safetensors.index.json")
 # ValueError for a name or a card that the hub refuses, RuntimeError for a large file that does not arrive
 HUB_ERRORS = (httpx.HTTPError, ValueError, RuntimeError, OSError)
 
@@ -52,7 +52,7 @@ def push(
             repo_id=repository,
             folder_path=folder,
             commit_message="Trained with PlainRL",
-            delete_patterns=list(WEIGHTS),
+            delete_patterns=list(PARAMETER_FILES),
         )
     except HUB_ERRORS as error:
         cause = error.__cause__ or error

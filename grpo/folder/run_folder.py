@@ -81,15 +81,15 @@ def check_run_folder(
     if run_dir.startswith("~"):  # as --run-dir=~/x, or in a recipe
         raise ValueError(f"run_dir {run_dir} would be a folder named ~ in this one; write $HOME, or the whole path")
     folder = Path(run_dir)
-    place = folder.absolute()
-    while not os.path.lexists(place):
-        place = place.parent
+    nearest = folder.absolute()
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
     try:  # permissions do not tell: root cannot write in /proc or on a disk that is mounted read-only
-        tempfile.TemporaryDirectory(dir=place).cleanup()
+        tempfile.TemporaryDirectory(dir=nearest).cleanup()
     except OSError as error:
         raise ValueError(
-            f"run_dir {folder} cannot be written: {place} is not a writable folder ({error.strerror}); choose another "
-            "--run-dir"
+            f"run_dir {folder} cannot be written: {nearest} is not a writable folder ({error.strerror}); choose "
+            "another --run-dir"
         ) from error
     if os.path.lexists(folder / LOCK):
         os.close(_take_lock(folder))

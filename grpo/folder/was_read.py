@@ -12,13 +12,13 @@ from typing import Any
 from grpo.folder.run_folder import FILES
 from grpo.text import one_line
 
-READ = "read"  # part of the driver's state in a checkpoint: `WasRead.parts`
+READ = "read"  # entry of the driver's state in a checkpoint: `WasRead.facts`
 CONFIG = "config"
 NOT_THERE = "not there"
 
 
 class WasRead:
-    """What a run reads, part after part, each compared with what it had read when it was saved.
+    """What a run reads, kind by kind, each compared with what it had read when it was saved.
 
     `config` has each field as Python writes it, `rows` the checksum of each data set, `weights` that of each model
     which a checkpoint does not hold, `files` that of each of the user's files.
@@ -33,7 +33,7 @@ class WasRead:
         """Begin with nothing read. state: the driver's in the checkpoint from which the run is resumed, or empty."""
         self.run_dir = run_dir
         self.allow_changes = allow_changes
-        self.parts: dict[str, dict[str, str]] = {}
+        self.facts: dict[str, dict[str, str]] = {}
         self.saved: dict[str, dict[str, str]] = {}
         self.step = 0
         if state:
@@ -43,29 +43,29 @@ class WasRead:
 
     def note(
         self,
-        part: str,
+        kind: str,
         facts: dict[str, str],
         may_change: Collection[str] = (),
     ) -> bool:
-        """Note a part of what is read. Returns whether it is what it was, as it is if the run is not resumed.
+        """Note one kind of what is read. Returns whether it is what it was, as it is if the run is not resumed.
 
         may_change: facts of which another value leaves the run the same. Prints each change. Raises ValueError for one
         that makes it another run, unless `allow_changes` is set.
         """
-        self.parts[part] = facts
+        self.facts[kind] = facts
         if not self.saved:
             return True
-        before = self.saved[part]
+        before = self.saved[kind]
         changes = []
         refused = []
         for name in dict.fromkeys([*facts, *before]):
             old = before.get(name, NOT_THERE)
             new = facts.get(name, NOT_THERE)
             # what a change of the config adds or takes away is said there
-            if old == new or part != CONFIG and NOT_THERE in (old, new):
+            if old == new or kind != CONFIG and NOT_THERE in (old, new):
                 continue
             change = f"{name}: {old} -> {new}"
-            if part == FILES:
+            if kind == FILES:
                 changes.append(f"{name.removeprefix(f'{FILES}/')} differs from the one of step {self.step}")
             elif name in may_change:
                 changes.append(change)

@@ -34,7 +34,7 @@ from grpo.models.blocks import NormedBlock, set_norm_shardings
 from grpo.models.experts import ExpertsReader, local_part
 from grpo.models.families import Policy, family_of, has_experts, has_states, titan_config
 from grpo.models.hf_folder import read_hf_config
-from grpo.models.lora import adapted_places, add_adapters, is_adapter
+from grpo.models.lora import adapted_paths, add_adapters, is_adapter
 from grpo.models.muon import Optimizers, muon_group
 from grpo.types import MicroBatch, TrainBatch
 
@@ -124,9 +124,9 @@ class ShardedModel:
 
     def drop_copy(self) -> None:
         """Free the weights that FSDP gathered or cast for these forwards and backwards, including the LM head."""
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for submodule in self.module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.reshard()
 
     def micro_batches(self, layout: Layout) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield this rank's micro-batches, on its device, and whether each is the last. Does not wait for the device.
@@ -193,9 +193,9 @@ def forget_forwards(module: nn.Module) -> None:
 
     Otherwise its memory grows by some 40 bytes for each block and micro-batch.
     """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            state = part._get_fsdp_state()
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            state = submodule._get_fsdp_state()
             state._comm_ctx.post_forward_order.clear()
             for group in state._fsdp_param_groups:
                 group._post_forward_indices.clear()
@@ -250,7 +250,7 @@ def build_model(
     with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
         module = config.build()
         if adapted:
-            add_adapters(module, adapted_places(hf, trainer), trainer, seed)
+            add_adapters(module, adapted_paths(hf, trainer), trainer, seed)
 
     parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     # Without other data-parallel ranks there is nothing to gather; then FSDP only casts, and what needs no cast needs
@@ -300,7 +300,7 @@ def _set_shardings(
     parallelism: ParallelismConfig,
     training: TrainingConfig,
 ) -> None:
-    """Let torchtitan write into a model's config how each of its parts is sharded."""
+    """Let torchtitan write into a model's config how each of its submodules is sharded."""
     titan = SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig())
     config.update_from_config(config=titan)
     for block in config.layers:
@@ -318,9 +318,9 @@ def _load_weights(
     device: torch.device,
 ) -> None:
     """Give a sharded module on the meta device memory and the folder's weights. Collective over the role's ranks."""
-    for part in module.modules():
-        if device.type == "cpu" and isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+    for submodule in module.modules():
+        if device.type == "cpu" and isinstance(submodule, FSDPModule):
+            submodule.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
     ropes: dict[tuple, nn.Module] = {}
     for attention in list(module.modules()):
         if isinstance(attention, GQAttention):
@@ -363,12 +363,12 @@ def build_optimizer(
         adamw.param_groups.insert(0, muon_group(trainer))
     optimizer = Optimizers(adamw, model_parts=[model.module])
     if trainer.moments == "bfloat16":
-        for part in optimizer:
+        for torch_optimizer in optimizer:
             # torch loads moments in the dtype of the weights, and its CPU kernel takes no other dtype
-            part.register_load_state_dict_post_hook(partial(_cast_moments, torch.bfloat16))
+            torch_optimizer.register_load_state_dict_post_hook(partial(_cast_moments, torch.bfloat16))
             if model.device.type == "cpu":
-                part.register_step_pre_hook(partial(_cast_moments, torch.float32))
-                part.register_step_post_hook(partial(_cast_moments, torch.bfloat16))
+                torch_optimizer.register_step_pre_hook(partial(_cast_moments, torch.float32))
+                torch_optimizer.register_step_post_hook(partial(_cast_moments, torch.bfloat16))
     constant = trainer.schedule == "constant"
     schedule = LRSchedulersContainer.Config(
         warmup_steps=trainer.warmup_steps,

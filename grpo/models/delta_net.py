@@ -76,10 +76,10 @@ def gated_delta_rule(
 ) -> Tensor:
     """Return what each token reads from its document's states: [T, N, V] for N heads. All inputs are float32."""
     num_places = sum(chunks.counts) * CHUNK_TOKENS
-    parts = within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, chunks.place_T, num_places)
+    of_chunks = within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, chunks.place_T, num_places)
     state = q_TNK.new_zeros(chunks.counts[0], *q_TNK.shape[1:], v_TNV.shape[-1])
     outputs = []
-    for q, scores, written, held, k, decay in zip(*(part.split(chunks.counts) for part in parts), strict=True):
+    for q, scores, written, held, k, decay in zip(*(values.split(chunks.counts) for values in of_chunks), strict=True):
         state = state[: len(q)]
         written = written - held @ state
         outputs.append(q @ state + scores @ written)
@@ -116,7 +116,7 @@ def within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, place_T: Tensor, num_place
 
 
 class GatedDeltaNet(Module):
-    """A layer with states, in a block's place of attention. Its parts have the names of Hugging Face's."""
+    """A layer with states, which a block has instead of attention. Its submodules have the names of Hugging Face's."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

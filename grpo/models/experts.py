@@ -144,7 +144,7 @@ class ExpertsReader(HuggingFaceStorageReader):
         """Return the folder's metadata with the experts of a layer as one tensor."""
         metadata = super().read_metadata()
         tensors = metadata.state_dict_metadata
-        places = metadata.storage_data
+        files = metadata.storage_data
         for name in list(tensors):
             match = re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name)
             if match is None:
@@ -158,8 +158,8 @@ class ExpertsReader(HuggingFaceStorageReader):
             stacked.size = torch.Size([stacked.size[0] + 1, *matrix.size])
             chunk_size = torch.Size([1, *matrix.size])
             stacked.chunks.append(ChunkStorageMetadata(torch.Size(start), chunk_size))
-            place = places.pop(MetadataIndex(name, [0, 0]))
-            places[MetadataIndex(stacked_name, start)] = place
+            file = files.pop(MetadataIndex(name, [0, 0]))
+            files[MetadataIndex(stacked_name, start)] = file
         return metadata
 
     def _process_read_request(self, f, req: ReadItem, planner: LoadPlanner) -> None:
@@ -169,6 +169,6 @@ class ExpertsReader(HuggingFaceStorageReader):
         name = name.replace("*", str(req.storage_index.offset[0]))
         target = planner.resolve_tensor(req).detach()
         bounds = zip(req.storage_offsets[1:], req.lengths[1:], strict=True)
-        places = tuple(slice(start, start + size) for start, size in bounds)
-        target[0] = f.get_slice(name)[places]
+        slices = tuple(slice(start, start + size) for start, size in bounds)
+        target[0] = f.get_slice(name)[slices]
         planner.commit_tensor(req, target)

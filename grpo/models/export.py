@@ -36,8 +36,8 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, T
     adapter. Collective over the role's ranks, all of which iterate in lock step to the end.
     """
     for stacked_name, weight in stacked_tensors(model, dtype):
-        for name, part in by_expert(stacked_name, weight):
-            yield name, part.clone() if "*" in stacked_name else part
+        for name, matrix in by_expert(stacked_name, weight):
+            yield name, matrix.clone() if "*" in stacked_name else matrix
 
 
 def stacked_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -100,9 +100,9 @@ def export_hf(
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
         config = json.loads((source / "config.json").read_text())
-        for part in (config, config.get("text_config", config)):
-            part["dtype"] = str(dtype).removeprefix("torch.")
-            part["torch_dtype"] = part["dtype"]  # all that transformers before 4.56 reads
+        for table in (config, config.get("text_config", config)):
+            table["dtype"] = str(dtype).removeprefix("torch.")
+            table["torch_dtype"] = table["dtype"]  # all that transformers before 4.56 reads
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         if form is not None:
             write_form(folder, form)

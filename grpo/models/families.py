@@ -119,7 +119,7 @@ def dense_block(hf: PretrainedConfig, layer: int, kind: str) -> Qwen3Transformer
 
 def recast(config: Module.Config, kind: type[Module], **others: Any) -> Module.Config:
     """Return the config of another kind of module, with the fields of `config` except where `others` has them."""
-    values = {part.name: getattr(config, part.name) for part in fields(config)}
+    values = {entry.name: getattr(config, entry.name) for entry in fields(config)}
     return kind.Config(**values | others)
 
 
@@ -284,9 +284,9 @@ class Qwen3_5Names(DenseNames):
 
     def __init__(self, config: "Policy.Config", prefix: str = "model."):
         super().__init__(config)
-        parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "conv1d", "norm")
-        for part in (*(f"{part}.weight" for part in parts), "A_log", "dt_bias"):
-            self.from_hf_map[f"model.layers.{{}}.linear_attn.{part}"] = f"layers.{{}}.attention.{part}"
+        layers = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "conv1d", "norm")
+        for tensor in (*(f"{layer}.weight" for layer in layers), "A_log", "dt_bias"):
+            self.from_hf_map[f"model.layers.{{}}.linear_attn.{tensor}"] = f"layers.{{}}.attention.{tensor}"
         self.prefix = prefix
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -366,7 +366,7 @@ class Family:
     embedding_scale: Callable[[PretrainedConfig], float] | None = None
     """Embeddings are multiplied by it."""
     linears: dict[str, str] = field(default_factory=lambda: DENSE_LINEARS)
-    """The linear layers that take adapters, in the order in which a forward meets them: Hugging Face's name -> place in
+    """The linear layers that take adapters, in the order in which a forward meets them: Hugging Face's name -> path in
     a block."""
     carried: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are not trained, and that an export carries along."""
@@ -422,7 +422,7 @@ FAMILIES = {
         block=moe_block,
         unsupported=unsupported_in_moe,
         names=MoENames,
-        linears={name: place for name, place in DENSE_LINEARS.items() if place.startswith("attention.")},
+        linears={name: path for name, path in DENSE_LINEARS.items() if path.startswith("attention.")},
     ),
     "qwen3_5_text": QWEN3_5,
     "qwen3_5": replace(QWEN3_5, names=partial(Qwen3_5Names, prefix="model.language_model.")),  # sees images too
@@ -486,10 +486,10 @@ class Policy(Qwen3Model):
         if micro.shared is not None:
             documents = shared_prompt_mask(micro)
         for window in windows:
-            parts = [get_causal_mask_mod(), documents]
+            rules = [get_causal_mask_mod(), documents]
             if window is not None:
-                parts.append(window_mask(micro.positions_BT, window))
-            masks[window] = self._create_flex_attention_mask(micro.positions_BT, attention, parts)
+                rules.append(window_mask(micro.positions_BT, window))
+            masks[window] = self._create_flex_attention_mask(micro.positions_BT, attention, rules)
         return masks
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -219,7 +219,7 @@ def check_lengths(
 def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     """List the files of a model folder that an export copies, by the names in COPIED_FILES and MORE_TEMPLATES.
 
-    A link may lead to a place within the folder, or from the hub cache's snapshots/REVISION/ to its blobs/. Raises
+    A link may lead into the folder itself, or from the hub cache's snapshots/REVISION/ to its blobs/. Raises
     ValueError for others: an exported model is given away, and must not contain a private file.
     """
     folder = pathlib.Path(folder)
@@ -541,19 +541,19 @@ def _opened(file: pathlib.Path) -> Iterator[safe_open]:
         raise ValueError(f"{file} is not a whole .safetensors file ({error}); {WAY_OUT}") from error
 
 
-def _check_tensor(place: str, name: str, tensors: safe_open, expected: torch.Size) -> None:
+def _check_tensor(label: str, name: str, tensors: safe_open, expected: torch.Size) -> None:
     """Refuse a weight of another shape, of a dtype that is not in FLOATS, or with values that are not finite."""
     lazy = tensors.get_slice(name)
     dtype = lazy.get_dtype()
     if lazy.get_shape() != list(expected):
         found = " x ".join(map(str, lazy.get_shape()))
         wanted = " x ".join(map(str, expected))
-        raise ValueError(f"{place} is {found}, and by config.json {wanted}; bring the config.json of these weights")
+        raise ValueError(f"{label} is {found}, and by config.json {wanted}; bring the config.json of these weights")
     if dtype not in FLOATS:
         raise ValueError(
-            f"{place} has dtype {dtype}, not one of {', '.join(FLOATS)}; quantized weights cannot be trained, so use "
+            f"{label} has dtype {dtype}, not one of {', '.join(FLOATS)}; quantized weights cannot be trained, so use "
             "the checkpoint that they were made from"
         )
     smallest, largest = tensors.get_tensor(name).aminmax()  # NaN if there is one; a tenth of the time of `isfinite`
     if not (smallest.isfinite() and largest.isfinite()):
-        raise ValueError(f"{place} holds NaN or infinite values; {WAY_OUT}")
+        raise ValueError(f"{label} holds NaN or infinite values; {WAY_OUT}")

@@ -134,8 +134,8 @@ def _backward(ctx, grad):
 merged_linear.register_autograd(_backward, setup_context=_keep)
 
 
-def adapted_places(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> list[str]:
-    """Return the places of `trainer.lora_targets` in a block.
+def adapted_paths(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> list[str]:
+    """Return the paths of `trainer.lora_targets` in a block.
 
     All targets, the default, mean all that the model has. In a mixture of experts these are attention's. Raises
     ValueError for a target that the model does not have.
@@ -153,21 +153,21 @@ def adapted_places(hf: transformers.PretrainedConfig, trainer: TrainerConfig) ->
             f"trainer.lora_targets: experts take no adapters, and in a {hf.model_type} model {', '.join(lacking)} are "
             f"experts; choose among {', '.join(linears)}, or leave lora_targets out, which means all of these"
         )
-    return [place for target, place in linears.items() if target in targets]
+    return [path for target, path in linears.items() if target in targets]
 
 
 def add_adapters(
     module: Decoder,
-    places: list[str],
+    paths: list[str],
     trainer: TrainerConfig,
     seed: int,
 ) -> None:
-    """Put adapters at `places` of every block, before the module is sharded; A follows from `seed`."""
+    """Put adapters at `paths` of every block, before the module is sharded; A follows from `seed`."""
     for index, block in module.layers.items():
-        for place in places:
-            parent, _, attribute = place.rpartition(".")
-            base = block.get_submodule(place)
-            adapted = LoRALinear(base, f"layers.{index}.{place}", trainer, seed)
+        for path in paths:
+            parent, _, attribute = path.rpartition(".")
+            base = block.get_submodule(path)
+            adapted = LoRALinear(base, f"layers.{index}.{path}", trainer, seed)
             setattr(block.get_submodule(parent), attribute, adapted)
 
 
@@ -178,7 +178,7 @@ def is_adapter(name: str) -> bool:
 
 def adapted_layers(module: nn.Module) -> list[LoRALinear]:
     """List the adapted layers of a model, or of a part of it; none without LoRA."""
-    return [part for part in module.modules() if isinstance(part, LoRALinear)]
+    return [layer for layer in module.modules() if isinstance(layer, LoRALinear)]
 
 
 @contextlib.contextmanager

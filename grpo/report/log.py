@@ -94,17 +94,17 @@ class RunLog:
         """Record one finished step everywhere; one call per step."""
         if "time/step" in metrics:
             self.step_seconds.append(metrics["time/step"])
-        parts = [f"step {self._progress(step)}"]
+        columns = [f"step {self._progress(step)}"]
         for name, column in CONSOLE_COLUMNS.items():
             only_measured = name == "reward/mean" and not metrics.get(name) and "distill/reverse_kl" in metrics
             if name in metrics and not only_measured:
                 number = compact_number(metrics[name])
-                parts.append(column.format(number))
+                columns.append(column.format(number))
         if self.step_seconds:
             steps_left = self.num_steps - step
             seconds_left = statistics.mean(self.step_seconds) * steps_left
-            parts.append(f"eta {compact_duration(seconds_left)}")
-        line = "  ".join(parts)
+            columns.append(f"eta {compact_duration(seconds_left)}")
+        line = "  ".join(columns)
         self._record(step, metrics, [line])
 
     def log_held_out(self, step: int, metrics: Scalars) -> None:
@@ -118,12 +118,12 @@ class RunLog:
                 continue
             group, *held_out_set, short_name = name.split("/")
             start = "  ".join([f"{group} {self._progress(step)}", *held_out_set])
-            part = f"  {short_name} {compact_number(value)}"
+            cell = f"  {short_name} {compact_number(value)}"
             error = metrics.get(f"{name}_stderr")
             if error is not None:
-                part += f" ± {compact_number(error)}"
+                cell += f" ± {compact_number(error)}"
             line = lines.get(start, start)
-            lines[start] = line + part
+            lines[start] = line + cell
         self._record(step, metrics, list(lines.values()))
 
     def completions(

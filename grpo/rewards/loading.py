@@ -104,12 +104,12 @@ def call_arguments(
     if prompts and not is_built_in(function) and not isinstance(function, ForEachCompletion):
         texts = completions
         completions = []
-        for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             completion = text
             if isinstance(prompt, list):
                 completion = [{"role": "assistant", "content": text}]
                 if "environments" in columns:
-                    completion = columns["messages"][place][len(prompt) :]
+                    completion = columns["messages"][index][len(prompt) :]
             completions.append(completion)
     if "completions" in names or (names and names[0] in columns):
         return (), {"completions": completions, **columns}
@@ -352,18 +352,18 @@ def load_caller(
 def confine() -> None:
     """Take from this process, for good, all that built-in functions do not need. It must have a single thread."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # writes nothing even where a kernel lacks Landlock
-    lockdown.lock(readable_places(), (), os.getppid())
+    lockdown.lock(readable_paths(), (), os.getppid())
 
 
-def readable_places() -> tuple[str, ...]:
+def readable_paths() -> tuple[str, ...]:
     """Return what built-in functions may read: all that programs may read, installed packages, and this package."""
-    places = {
-        *lockdown.interpreter_places(),
-        *lockdown.package_places(),
+    paths = {
+        *lockdown.interpreter_paths(),
+        *lockdown.package_paths(),
         "/dev/urandom",
         PACKAGE,
     }
-    return tuple(sorted(places))
+    return tuple(sorted(paths))
 
 
 @functools.cache

@@ -32,7 +32,7 @@ class CallScope(NamedTuple):
     """The function of a call, and the rollouts that the call scores."""
 
     function: str
-    places: list[int]
+    indices: list[int]
 
 
 class RewardPool:
@@ -90,17 +90,17 @@ class RewardPool:
             if scope != "step":
                 seconds *= size
             for start in range(0, len(rollouts), size):
-                places = [place for place in range(start, start + size) if not is_lost(rollouts[place])]
-                if not places:
+                indices = [index for index in range(start, start + size) if not is_lost(rollouts[index])]
+                if not indices:
                     continue
-                part = [rollouts[place] for place in places]
+                part = [rollouts[index] for index in indices]
                 completions = as_json([self.opening + rollout.answer for rollout in part])
                 columns = as_json(call_columns(part, step, needs_ids, self.opening))
                 for name in names:
                     line = f"[{as_json(name)}, {completions}, {columns}]"
-                    call = Call(len(self._scopes), line.encode(), seconds, num_values=len(places))
+                    call = Call(len(self._scopes), line.encode(), seconds, num_values=len(indices))
                     calls[loading.is_confined(name)].append(call)
-                    self._scopes.append(CallScope(name, places))
+                    self._scopes.append(CallScope(name, indices))
         for confined, workers in self.workers.items():
             workers.submit(calls[confined])
         self._rollouts = rollouts
@@ -120,11 +120,11 @@ class RewardPool:
         for workers in self.workers.values():
             for outcome in workers.collect():
                 scope = self._scopes[outcome["call"]]
-                for i, place in enumerate(scope.places):
+                for i, index in enumerate(scope.indices):
                     if "failed" in outcome:
-                        failures[place][scope.function] = outcome["failed"]
+                        failures[index][scope.function] = outcome["failed"]
                     else:
-                        rewards[place][scope.function] = outcome["value"][i]
+                        rewards[index][scope.function] = outcome["value"][i]
         scored = []
         for rollout, values, failed in zip(rollouts, rewards, failures, strict=True):
             reward = None if failed else weighted_sum(values, self.config.functions)

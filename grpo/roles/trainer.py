@@ -144,7 +144,7 @@ class Trainer:
         self._note("gradient", torch.tensor(not math.isfinite(grad_norm)))
         if dist.get_world_size() > 1:
             dist.all_reduce(self._broken, dist.ReduceOp.MAX)
-        broken = [MUST_BE_FINITE[place] for place in self._broken.nonzero()]
+        broken = [MUST_BE_FINITE[index] for index in self._broken.nonzero()]
         learning_rate = self.optimizer.optimizers[0].param_groups[0]["lr"]
         carries_on = self.config.optimizer != "muon" or grad_norm > 0
         if self.num_loss_tokens and carries_on and not broken:
@@ -176,13 +176,13 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""
-        return {name: part.state_dict() for name, part in self._stateful.items()}
+        return {name: stateful.state_dict() for name, stateful in self._stateful.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`, but keep this trainer's own rates, decays and betas. Collective over the trainer ranks."""
         own_options = [dict(group, params=None) for group in self._parameter_groups]
-        for name, part in self._stateful.items():
-            part.load_state_dict(state[name])
+        for name, stateful in self._stateful.items():
+            stateful.load_state_dict(state[name])
         for group, options in zip(self._parameter_groups, own_options, strict=True):
             group |= options | {"params": group["params"]}
         for schedule in self.schedule.schedulers:

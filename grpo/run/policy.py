@@ -14,7 +14,7 @@ from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import ChatForm
-from grpo.models.lora import adapted_places
+from grpo.models.lora import adapted_paths
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_policy(
         longest = max(longest, config.data.max_prompt_tokens + config.generator.max_completion_tokens)
     hf_folder.check_folder(folder, longest, tensor_parallel)
     hf = hf_folder.read_hf_config(folder)
-    adapted_places(hf, config.trainer)
+    adapted_paths(hf, config.trainer)
     if config.trainer.optimizer == "muon" and has_experts(hf):
         raise ValueError(
             f"trainer.optimizer=muon does not go with {folder}, a mixture of {hf.num_experts} experts: it updates "

@@ -38,12 +38,12 @@ def find_saved(
     config: Config,
     script: str,
     paths: Sequence[str],
-    parts: Sequence[str] = (),
+    names: Sequence[str] = (),
 ) -> Saved:
     """Check the run folder and find the checkpoint to continue from. Changes nothing.
 
     script: its name in run.json. paths: folders, files and hub names that the run reads besides its model and reward
-    model. parts: what the script saves of its driver. Raises ValueError if the folder is not for this run (see
+    model. names: what the script saves of its driver. Raises ValueError if the folder is not for this run (see
     `check_run_folder`), if the checkpoint cannot be used, or for a change that makes it another run.
     """
     check_run_folder(
@@ -63,7 +63,7 @@ def find_saved(
             "has, and a larger number trains it further; remove its folder to go back to the one before"
         )
     if state:
-        check_saved("the driver's state", state, ("step", READ, *parts))
+        check_saved("the driver's state", state, ("step", READ, *names))
     return Saved(checkpoint, state, begin_to_read(config, state))
 
 

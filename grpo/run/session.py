@@ -398,7 +398,7 @@ class Session:
             with self.timer.phase("save"):
                 state = None
                 if self.roles.is_driver:
-                    state = {"step": step, READ: self.start.saved.read.parts, **driver_state()}
+                    state = {"step": step, READ: self.start.saved.read.facts, **driver_state()}
                 self.saver.save(step, trainer, state)
         self.saved_step = step
 

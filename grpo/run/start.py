@@ -79,7 +79,7 @@ def read_grpo(
     check_functions(config, prepare.first_columns(sources))  # the encoder compares the other rows with these
 
     paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
-    saved = find_saved(config, script, paths, parts=("data", "flight"))
+    saved = find_saved(config, script, paths, names=("data", "flight"))
     policy = read_policy(config, prepare.texts_of(sources), build_dir)
     reference = read_reference(config, policy)
     encoder = prompt_encoder(config, policy, config.algorithm.teacher_template)
@@ -109,7 +109,7 @@ def read_sft(
         check_functions(config)
     sources = prepare.load_chat_sources(config.data, config.row_format, config.completion_column)
     paths = data_paths(config, config.validation, config.evaluation)
-    saved = find_saved(config, script, paths, parts=("data", "recent_losses"))
+    saved = find_saved(config, script, paths, names=("data", "recent_losses"))
     policy = read_policy(config, prepare.texts_of(sources), build_dir)
     truncates = config.too_long == "truncate"
     encoder = Encoder(

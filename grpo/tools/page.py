@@ -106,21 +106,21 @@ def add_tokens(
     starts = starts_S.tolist()
     ends = ends_S.tolist()
     for record, start, end in zip(records, starts, ends, strict=True):
-        places = slice(start, end)
-        mask_T = batch.loss_mask_N[places]
+        tokens_of_piece = slice(start, end)
+        mask_T = batch.loss_mask_N[tokens_of_piece]
         in_loss_T = mask_T & (record["advantage"] is not None)
         are_known = mask_T.tolist()
         logprobs = {}
         for name, values_N in logprobs_N.items():
             logprobs[name] = []
-            values = values_N[places].tolist()
+            values = values_N[tokens_of_piece].tolist()
             for value, is_known in zip(values, are_known, strict=True):
                 shown = round(value, 3) if math.isfinite(value) else str(value)
                 logprobs[name].append(shown if is_known else None)
-        ids = batch.ids_N[places].tolist()
+        ids = batch.ids_N[tokens_of_piece].tolist()
         record["tokens"] = {
             "texts": spell(ids),
-            "sampled": sampled_N[places].int().tolist(),
+            "sampled": sampled_N[tokens_of_piece].int().tolist(),
             "in_loss": in_loss_T.int().tolist(),
             "logprobs": logprobs,
         }

@@ -309,15 +309,15 @@ def take_step(
 
     def add_gradient(*_: Any) -> None:
         nonlocal gradient
-        parts = []
+        gradients = []
         for parameter in trainer.model.module.parameters():
-            part = parameter.grad
-            if part is None:
+            of_parameter = parameter.grad
+            if of_parameter is None:
                 continue
-            if isinstance(part, DTensor):
-                part = part.full_tensor()
-            parts.append(part.flatten().double().cpu())
-        gradient = gradient + torch.cat(parts)
+            if isinstance(of_parameter, DTensor):
+                of_parameter = of_parameter.full_tensor()
+            gradients.append(of_parameter.flatten().double().cpu())
+        gradient = gradient + torch.cat(gradients)
 
     hook = trainer.optimizer.optimizers[0].register_step_pre_hook(add_gradient)
     means = train_on(recorded_step, config, trainer).means()

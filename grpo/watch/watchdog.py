@@ -1,7 +1,7 @@
 """A thread on every rank that shows the others where this rank is, hears stop signals, and ends a run that hangs.
 
-Each second it puts the rank's place (role, phase, collectives begun) into the store that all ranks share. The loop
-itself does nothing for it. Rank 0's thread looks at all places. When nothing has happened for longer than the deadline
+Each second it puts the rank's state (role, phase, collectives begun) into the store that all ranks share. The loop
+itself does nothing for it. Rank 0's thread looks at all states. When nothing has happened for longer than the deadline
 of a phase, it ends the run with the name of the rank that hangs, and that rank prints its stack if it still can. Rank
 1's thread does the same a little later, in case rank 0 was stopped.
 
@@ -37,7 +37,7 @@ from grpo.watch.failures import here
 LONG_PHASES = ("start", "startup", "generate", "reward", "evaluate")
 LONGER = 3
 TICK_SECONDS = 1.0
-ANSWER_SECONDS = 5.0  # a rank that has shown no place for longer is stopped, gone or starved
+ANSWER_SECONDS = 5.0  # a rank that has shown no state for longer is stopped, gone or starved
 OWN_GAP_SECONDS = 10.0  # a longer time between two looks: this process was stopped (Ctrl-Z, a machine that slept)
 SECOND_PATIENCE_SECONDS = 10.0  # rank 1 ends a run that rank 0 should have ended this long ago
 STACK_SECONDS = 3.0  # for the ranks that hang to print their stacks, or for one that fails to print why
@@ -48,7 +48,7 @@ STACK_SECONDS = 3.0  # for the ranks that hang to print their stacks, or for one
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class RankState(NamedTuple):
     """Where a rank is."""
 
     role: str
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     entered: dict[str, int]
     """Collectives begun in each of its groups."""
     beat: float
-    """Another number each time the rank shows its place."""
+    """Another number each time the rank shows its state."""
     host: str
     pid: int
 
@@ -76,7 +76,7 @@ def deadline_seconds(phase: str, deadline_minutes: float) -> float:
     return 60 * deadline_minutes * (LONGER if phase in LONG_PHASES else 1)
 
 
-def ranks_behind(places: Mapping[int, Place]) -> list[int]:
+def ranks_behind(states: Mapping[int, RankState]) -> list[int]:
     """Return the ranks that keep others waiting, if nothing moves. Empty if nobody is behind.
 
     In a group, those that have begun the fewest collectives keep the others waiting. A rank that itself waits in one
@@ -85,10 +85,10 @@ def ranks_behind(places: Mapping[int, Place]) -> list[int]:
     behind = set()
     waiting = set()
     groups = set()
-    for place in places.values():
-        groups |= place.entered.keys()
+    for state in states.values():
+        groups |= state.entered.keys()
     for group in groups:
-        begun = {rank: place.entered[group] for rank, place in places.items() if group in place.entered}
+        begun = {rank: state.entered[group] for rank, state in states.items() if group in state.entered}
         fewest = min(begun.values())
         ahead = {rank for rank, number in begun.items() if number > fewest}
         if ahead:
@@ -98,41 +98,41 @@ def ranks_behind(places: Mapping[int, Place]) -> list[int]:
 
 
 class HangDetector:
-    """Remembers the places of all ranks, and finds that nothing has happened for too long."""
+    """Remembers the states of all ranks, and finds that nothing has happened for too long."""
 
     def __init__(self, deadline_minutes: float, patience: float):
         """patience: seconds after the deadline, for a rank that only stands in for another."""
         self.deadline_minutes = deadline_minutes
         self.patience = patience
-        self.places: dict[int, Place] = {}
+        self.states: dict[int, RankState] = {}
         self.answered_at: dict[int, float] = {}
         self.moved_at = float("-inf")
         self.looked_at = float("-inf")
 
-    def look(self, places: Mapping[int, Place], now: float) -> Hang | None:
+    def look(self, states: Mapping[int, RankState], now: float) -> Hang | None:
         """Return who hangs, if anybody. `now`: seconds of a steady clock."""
         if now - self.looked_at > OWN_GAP_SECONDS:  # the first look, or nobody was watched meanwhile
             self.moved_at = now
-            self.answered_at = dict.fromkeys(places, now)
-        for rank, place in places.items():
-            before = self.places.get(rank)
-            if before is None or place.beat != before.beat:
+            self.answered_at = dict.fromkeys(states, now)
+        for rank, state in states.items():
+            before = self.states.get(rank)
+            if before is None or state.beat != before.beat:
                 self.answered_at[rank] = now
-            if before is None or place.changes != before.changes or place.entered != before.entered:
+            if before is None or state.changes != before.changes or state.entered != before.entered:
                 self.moved_at = now
-        self.places = dict(places)
+        self.states = dict(states)
         self.looked_at = now
-        silent_ranks = [rank for rank in sorted(places) if now - self.answered_at[rank] > ANSWER_SECONDS]
-        ranks = silent_ranks or ranks_behind(places) or sorted(places)
+        silent_ranks = [rank for rank in sorted(states) if now - self.answered_at[rank] > ANSWER_SECONDS]
+        ranks = silent_ranks or ranks_behind(states) or sorted(states)
         if not ranks:
             return None
         seconds = now - self.moved_at
-        limits = [deadline_seconds(places[rank].phase, self.deadline_minutes) for rank in ranks]
+        limits = [deadline_seconds(states[rank].phase, self.deadline_minutes) for rank in ranks]
         limit = max(limits)
         if seconds <= limit + self.patience:
             return None
         does = "does not answer, last seen" if silent_ranks else "hangs"
-        descriptions = [f"rank {rank} ({places[rank].role}) {does} in phase {places[rank].phase}" for rank in ranks]
+        descriptions = [f"rank {rank} ({states[rank].role}) {does} in phase {states[rank].phase}" for rank in ranks]
         why = f"nothing has happened for {seconds:.0f} s, and deadline_minutes allows {limit:.0f} s here"
         return Hang(ranks, f"error: {', '.join(descriptions)}: {why}")
 
@@ -163,7 +163,7 @@ def watched(roles: Roles, deadline_minutes: float) -> Iterator["Watchdog"]:
 class Watchdog:
     """The thread and what it knows. The ranks have these keys in the store:
 
-    `place/RANK`, set each second; `asked`, the signal to stop that a rank other than the driver got; `ended/RANK`, a
+    `state/RANK`, set each second; `asked`, the signal to stop that a rank other than the driver got; `ended/RANK`, a
     count, above 0 when somebody has printed why that rank ends; `over`, set when a rank ends before the run does;
     `verdict`, the `Hang` that ends the run.
     """
@@ -231,10 +231,10 @@ class Watchdog:
                 if self.roles.is_driver and self.store.check(["asked"]):
                     self._ask(self.store.get("asked").decode())
                 if self.detector:
-                    places = self._places()
-                    hang = self.detector.look(places, time.monotonic())
+                    states = self._states()
+                    hang = self.detector.look(states, time.monotonic())
                     if hang:
-                        self._end(hang, places)
+                        self._end(hang, states)
                 received = signal.sigtimedwait(self.held, TICK_SECONDS)
                 if received is None:
                     self.is_quiet = bool(self.asked)
@@ -273,9 +273,9 @@ class Watchdog:
         failures.exit_now(1)
 
     def _show_place(self) -> None:
-        """Put this rank's place into the store."""
+        """Put this rank's state into the store."""
         entered = collectives_entered(self.roles, is_saving=here.phase == "save")
-        place = Place(
+        state = RankState(
             here.role,
             here.phase,
             here.changes,
@@ -284,19 +284,19 @@ class Watchdog:
             self.host,
             os.getpid(),
         )
-        self.store.set(f"place/{self.roles.rank}", json.dumps(place))
+        self.store.set(f"state/{self.roles.rank}", json.dumps(state))
 
-    def _places(self) -> dict[int, Place]:
-        """Return the places of the ranks that have shown theirs."""
+    def _states(self) -> dict[int, RankState]:
+        """Return the states of the ranks that have shown theirs."""
         everyone = range(self.roles.control.size())
-        ranks = [rank for rank in everyone if self.store.check([f"place/{rank}"])]
-        values = self.store.multi_get([f"place/{rank}" for rank in ranks])
-        places = map(json.loads, values)
-        return {rank: Place(*place) for rank, place in zip(ranks, places, strict=True)}
+        ranks = [rank for rank in everyone if self.store.check([f"state/{rank}"])]
+        values = self.store.multi_get([f"state/{rank}" for rank in ranks])
+        states = map(json.loads, values)
+        return {rank: RankState(*state) for rank, state in zip(ranks, states, strict=True)}
 
     # ---- ranks that hang ----------------------------------------------------------------------------------------
 
-    def _end(self, hang: Hang, places: dict[int, Place]) -> None:
+    def _end(self, hang: Hang, states: dict[int, RankState]) -> None:
         """Print which ranks hang, let them print their stacks, and end this rank. torchrun then ends all others."""
         print(hang.line, file=self.stderr, flush=True)
         self.announce_end(*hang.ranks)
@@ -304,9 +304,9 @@ class Watchdog:
         self._obey_verdict()
         time.sleep(STACK_SECONDS)
         for rank in {*hang.ranks} - {self.roles.rank}:
-            if places[rank].host == self.host:  # a stopped process would hear torchrun's SIGTERM only when continued
+            if states[rank].host == self.host:  # a stopped process would hear torchrun's SIGTERM only when continued
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(places[rank].pid, signal.SIGKILL)
+                    os.kill(states[rank].pid, signal.SIGKILL)
         failures.exit_now(1)
 
     def _obey_verdict(self) -> None:
@@ -366,13 +366,13 @@ class Watchdog:
     def _is_over(self) -> bool:
         """Return whether another rank has ended, so that torchrun ends this one. The first to see it prints it."""
         is_gone = False
-        for rank, place in self._places().items():
+        for rank, state in self._states().items():
             # torchrun has waited for a process that is gone
-            if place.host != self.host or os.path.exists(f"/proc/{place.pid}"):
+            if state.host != self.host or os.path.exists(f"/proc/{state.pid}"):
                 continue
             is_gone = True
             if self.store.add(f"ended/{rank}", 1) == 1:
-                line = f"error: rank {rank} ({place.role}) was ended from outside in phase {place.phase}"
+                line = f"error: rank {rank} ({state.role}) was ended from outside in phase {state.phase}"
                 hint = "torchrun's report has the signal; 9 is often the kernel's, out of memory (dmesg)"
                 print(f"{line}; {hint}", file=self.stderr, flush=True)
         return is_gone or self.store.check(["over"])

@@ -100,7 +100,7 @@ class Permitted(NamedTuple):
     """The values that one argument of a system call may have."""
 
     argument: int
-    """Its place, 0 to 5. Only its low 32 bits are compared."""
+    """Its index, 0 to 5. Only its low 32 bits are compared."""
     values: tuple[int, ...]
     mask: int = 0xFFFFFFFF
     """The bits that are compared."""

@@ -112,7 +112,7 @@ def _reading_capability() -> list[int]:
 
 
 @functools.cache
-def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
+def interpreter_paths(executable: str = sys.executable) -> tuple[str, ...]:
     """Return the files and folders of the interpreter, its environments and the system's loader and libraries.
 
     Of a prefix only the folders of programs and libraries, since an environment may have been made in a project.
@@ -123,52 +123,51 @@ def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
         target = os.path.join(os.path.dirname(path), os.readlink(path))
         path = os.path.normpath(target)
         links.append(path)
-    places = {
+    found = {
         *links,
         *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
         *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", *glob.glob("/etc/python3*")),
     }
     for prefix in (sys.prefix, sys.base_prefix):
         for folder in (prefix, os.path.realpath(prefix)):
-            places |= {os.path.join(folder, part) for part in ("bin", "lib", "lib64", "pyvenv.cfg")}
+            found |= {os.path.join(folder, part) for part in ("bin", "lib", "lib64", "pyvenv.cfg")}
     for path in os.environ.get(LOADER_VARIABLE, "").split(":"):
         if path.startswith("/") and not is_private(path):
-            places.add(path)
+            found.add(path)
     # the libraries of this process, since some systems keep even libc elsewhere
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = "/" + line.partition("/")[2]
         if ".so" in os.path.basename(path) and os.path.isfile(path):
-            places.add(path)
-    return tuple(sorted(filter(os.path.exists, places)))
+            found.add(path)
+    return tuple(sorted(filter(os.path.exists, found)))
 
 
 @functools.cache
-def package_places() -> tuple[str, ...]:
+def package_paths() -> tuple[str, ...]:
     """Return where this process finds packages: entries of `sys.path`, links in them, and editable installs.
 
     PYTHONPATH, the user's site and .pth files are in `sys.path`. What holds more than packages is left out
     (`is_private`). The first call decides, so make it before the folders of a run's own files are in `sys.path`.
     """
-    places = {path for path in sys.path if not is_private(path)}
-    children = {child for path in places for child in glob.glob(f"{glob.escape(path)}/*")}
+    found = {path for path in sys.path if not is_private(path)}
+    children = {child for path in found for child in glob.glob(f"{glob.escape(path)}/*")}
     for link in filter(os.path.islink, children):
         signs = (f"{link}/__init__.py", f"{link}/METADATA")
         if link.endswith(".py") or any(map(os.path.exists, signs)):
-            places.add(link)
+            found.add(link)
     for finder in sys.meta_path:  # those of setuptools' editable installs map names to packages and modules
         module = sys.modules.get(getattr(finder, "__module__", ""))
         for path in getattr(module, "MAPPING", {}).values():
-            places |= {path, f"{path}.py"}
-    existing = filter(os.path.exists, places)
+            found |= {path, f"{path}.py"}
+    existing = filter(os.path.exists, found)
     return tuple(sorted(itertools.filterfalse(is_private, existing)))
 
 
-def is_private(place: str) -> bool:
-    """Return whether a place is or holds the working folder, the home folder, the project or temporary files."""
-    place = os.path.realpath(place)
+def is_private(path: str) -> bool:
+    """Return whether a path is or holds the working folder, the home folder, the project or temporary files."""
+    path = os.path.realpath(path)
     folders = (os.getcwd(), os.path.expanduser("~"), processes.ROOT, tempfile.gettempdir())
-    paths = [Path(os.path.realpath(folder)) for folder in folders]
-    return any(path.is_relative_to(place) for path in paths)
+    return any(Path(os.path.realpath(folder)).is_relative_to(path) for folder in folders)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,19 +208,19 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     attributes = struct.pack("=3Q", handled, network, scopes)
     ruleset = kernel.libc("syscall", _LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     try:
-        for place in filter(os.path.exists, readable):
-            _allow(ruleset, place, _EXECUTE | _READ_FILE | _READ_DIR)
-        for place in filter(os.path.exists, writable):
-            _allow(ruleset, place, _READ_FILE | _WRITE_FILE)
+        for path in filter(os.path.exists, readable):
+            _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
+        for path in filter(os.path.exists, writable):
+            _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
         kernel.forbid_new_privileges()
         kernel.libc("syscall", _LANDLOCK_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
 
 
-def _allow(ruleset: int, place: str, rights: int) -> None:
+def _allow(ruleset: int, path: str, rights: int) -> None:
     """Add the rights on a file, or on all below a folder, to a set of rules."""
-    descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= ~_READ_DIR  # the kernel takes no right of folders for a file

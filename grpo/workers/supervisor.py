@@ -60,7 +60,7 @@ class Supervisor:
     def __init__(self, owner: socket.socket, folder: str):
         with owner.makefile("rb") as reader:
             self.setup: Setup = pickle.load(reader)
-        lockdown.package_places()  # for good, before the owner's own folders are in sys.path
+        lockdown.package_paths()  # for good, before the owner's own folders are in sys.path
         sys.path[:] = self.setup.path
         self.load = self.setup.load
         os.environ["TMPDIR"] = folder

@@ -66,7 +66,7 @@ class Episodes:
         version: int,
         held_out: bool,
     ) -> list[Rollout]:
-        """Play a rollout for each (prompt, place in its group) to its end. Returns these on the head, else [].
+        """Play a rollout for each (prompt, index in its group) to its end. Returns these on the head, else [].
 
         Their index and temperature are the caller's to set.
 
@@ -75,10 +75,10 @@ class Episodes:
         first = num_at_once(self.config, len(rollouts), self.num_processes)
         if self.player:
             episodes = []
-            for prompt, place in rollouts:
+            for prompt, index in rollouts:
                 seed = environment_seed(run_seed, prompt, held_out)
                 environment = environment_of(prompt.columns, self.player.turns)
-                episodes.append(Episode(prompt, place, seed, version, environment))
+                episodes.append(Episode(prompt, index, seed, version, environment))
             self.player.begin(episodes, max_tokens, self.turns_earn and not held_out, first)
         play(self.config, loop, len(rollouts), add, self.player, self._send, first)
         return [rollout_of(episode) for episode in self.player.finish()] if self.player else []

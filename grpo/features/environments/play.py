@@ -51,14 +51,14 @@ class Episode:
 
     prompt: Prompt
     rollout: int
-    """Its place in the group."""
+    """Its index in the group."""
     seed: int
     """Seed for `reset`, the same for all rollouts of a group."""
     version: int
     environment: str = ""
     """Its class, one of `environment.name`. Empty if there is only one."""
     number: int = 0
-    """Its place among the episodes that are played together."""
+    """Its index among the episodes that are played together."""
     ids: list[int] = field(default_factory=list)
     """The prompt and all that followed. Only appended to."""
     pieces: list[Piece] = field(default_factory=list)
@@ -276,14 +276,14 @@ class Player:
             split_special_tokens=True,
             return_offsets_mapping=True,
         )
-        places = encoded["offset_mapping"]  # of each token in the text, so that no character is cut in two
-        if len(places) <= self.config.max_answer_tokens:
+        spans = encoded["offset_mapping"]  # of each token in the text, so that no character is cut in two
+        if len(spans) <= self.config.max_answer_tokens:
             return answer
         counts["cut_answers"] += 1
         half = max(1, self.config.max_answer_tokens // 2)
-        _, end_of_first = places[half - 1]
-        start_of_last, _ = places[-half]
-        num_left_out = len(places) - 2 * half
+        _, end_of_first = spans[half - 1]
+        start_of_last, _ = spans[-half]
+        num_left_out = len(spans) - 2 * half
         return f"{answer[:end_of_first]}\n[.. {num_left_out} tokens left out ..]\n{answer[start_of_last:]}"
 
     def _end(self, episode: Episode, ended_by: str) -> None:

@@ -147,10 +147,10 @@ class Turns:
             expected = before + between.join(three) + after
             _check("a row of three answers is written otherwise", expected, self._after_turn(role, three))
         earlier_roles = {"in the second round": role, "in a longer chat": "user"}
-        for place, earlier_role in earlier_roles.items():
+        for where, earlier_role in earlier_roles.items():
             history = self._chat(self.start, EARLIER, earlier_role, [ANSWER])
             written = self._after_turn(role, [ANSWER], history)
-            _check(f"what follows a turn {place} is written otherwise", suffix, written)
+            _check(f"what follows a turn {where} is written otherwise", suffix, written)
 
         first = self._encode(before)[:1]
         if not self.stop_token_ids.intersection(first):

@@ -108,7 +108,7 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
     It dies with the calling thread. Raises ProgramError if it could not be run.
     """
     deadline = time.monotonic() + limits.timeout_seconds
-    lockdown.interpreter_places()  # looked up once, and not after each fork
+    lockdown.interpreter_paths()  # looked up once, and not after each fork
     environment = dict(ENVIRONMENT)
     if lockdown.LOADER_VARIABLE in os.environ:
         environment[lockdown.LOADER_VARIABLE] = os.environ[lockdown.LOADER_VARIABLE]
@@ -190,7 +190,7 @@ def _lock(folder: str, limits: Limits, caller: int) -> None:
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this goes, and not a rank
         threads = limits.threads + _num_other_tasks()
-        lockdown.lock((*lockdown.interpreter_places(), folder), DEVICES, caller)
+        lockdown.lock((*lockdown.interpreter_paths(), folder), DEVICES, caller)
         cpu_seconds = int(limits.timeout_seconds) + 1
         lower = processes.lower_limit
         lower(resource.RLIMIT_CORE, 0)

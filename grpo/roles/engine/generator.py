@@ -120,9 +120,9 @@ class Generator:
             self.loop.sampled_tokens.keep_ids(not held_out)
         with no_collection():
             if self.episodes and max_tokens is None:
-                places = [(request.prompt, request.index % requests.group_size) for request in mine]
+                numbered = [(request.prompt, request.index % requests.group_size) for request in mine]
                 played = self.episodes.complete(
-                    self.loop, places, limit, add, run_seed=self.seed, version=self.version, held_out=held_out
+                    self.loop, numbered, limit, add, run_seed=self.seed, version=self.version, held_out=held_out
                 )
                 for rollout, request in zip(played, mine, strict=False):  # none except on the head
                     rollouts.append(replace(rollout, index=request.index, temperature=temperature_of(request)))

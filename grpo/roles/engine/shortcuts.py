@@ -215,7 +215,7 @@ class PlainSteps:
     differs: only then are a request's full blocks entered into the prefix cache.
 
     Suffixes of arrays in this class: R rows, C tokens of a row that are not written back, S requests of a step, P their
-    places in the model's output.
+    indices in the model's output.
     """
 
     @staticmethod
@@ -327,9 +327,9 @@ class PlainSteps:
         num_computed_S = self._num_computed_R[rows_S]
         begin_block = np.flatnonzero(num_computed_S % self._block_size == 0).tolist()
         new_block_ids: list[Any] = [None] * len(names)
-        for place, block in zip(begin_block, self._pool.get_new_blocks(len(begin_block)), strict=True):
-            self._blocks_of[names[place]].append(block)
-            new_block_ids[place] = ([block.block_id],)
+        for index, block in zip(begin_block, self._pool.get_new_blocks(len(begin_block)), strict=True):
+            self._blocks_of[names[index]].append(block)
+            new_block_ids[index] = ([block.block_id],)
         cached = step.scheduled_cached_reqs
         cached.req_ids.extend(names)
         cached.new_block_ids.extend(new_block_ids)
@@ -392,7 +392,7 @@ class PlainSteps:
         self._num_in_flight_R[rows] -= num_scheduled_S[goes_on_S]
         self._num_tokens_R[rows] += 1
         self.write_back(rows[columns == MOST_UNWRITTEN - 1].tolist())
-        rest = [names[place] for place in np.flatnonzero(~goes_on_S)]
+        rest = [names[index] for index in np.flatnonzero(~goes_on_S)]
         self.write_back([self._row_of.pop(name) for name in rest if name in self._row_of])
         scheduled = copy.copy(scheduled)
         scheduled.num_scheduled_tokens = {name: num_scheduled[name] for name in rest}

@@ -37,8 +37,8 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTER
 
 def fail(kind: str, roles: Roles) -> None:
     store = PrefixStore("watch", roles.store.clone())
-    shown = f"place/{roles.rank}"
-    while watchdog.Place(*json.loads(store.get(shown))).phase != here.phase:  # the others do not know the phase yet
+    shown = f"state/{roles.rank}"
+    while watchdog.RankState(*json.loads(store.get(shown))).phase != here.phase:  # the others do not know the phase yet
         time.sleep(0.1)
     if kind == "raise":
         raise RuntimeError("forced")

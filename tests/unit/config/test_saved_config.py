@@ -16,7 +16,7 @@ RECIPES = sorted((pathlib.Path(__file__).parents[3] / "configs").glob("*.py"))
 
 def resumed(config: GRPOConfig | SFTConfig, before: GRPOConfig | SFTConfig, **parts: dict[str, str]) -> WasRead:
     """What a run reads that is resumed with `config` from step 3 of another one."""
-    saved = json.loads(json.dumps({**begin_to_read(before, {}).parts, **parts}))
+    saved = json.loads(json.dumps({**begin_to_read(before, {}).facts, **parts}))
     return begin_to_read(config, {"step": 3, READ: saved})
 
 
@@ -68,7 +68,7 @@ def test_changes_are_shown_and_refused(config, capsys):
 
 def test_a_field_of_another_version_is_a_change():
     for added, message in (({"sed": "0"}, "sed: 0 -> not there"), ({}, "seed: not there -> 0")):
-        saved = begin_to_read(GRPOConfig(), {}).parts
+        saved = begin_to_read(GRPOConfig(), {}).facts
         saved["config"] = {name: value for name, value in saved["config"].items() if name != "seed" or added} | added
         with pytest.raises(ValueError, match=message):
             begin_to_read(GRPOConfig(), {"step": 3, READ: saved})

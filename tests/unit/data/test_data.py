@@ -152,7 +152,7 @@ def test_other_rows_are_refused_or_begin_again(tokenizer, ten_rows, capsys):
         stream = prompts_of(config.data, tokenizer)
         resume_data(Saved(None, state, read), stream)
         drawn = rows_of(stream.draw(3))
-        return drawn, {"step": 1, "data": stream.state_dict(), "read": read.parts}
+        return drawn, {"step": 1, "data": stream.state_dict(), "read": read.facts}
 
     first, saved = started({})
     second, _ = started(saved)

@@ -13,7 +13,7 @@ from grpo.config import ModelConfig, SFTConfig, TrainerConfig, change
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import export_hf, hf_tensors
 from grpo.models.hf_folder import read_hf_config
-from grpo.models.lora import adapted_places
+from grpo.models.lora import adapted_paths
 from grpo.run.policy import read_policy
 from tests.tiny_models import QWEN3_MOE, make_tiny
 
@@ -52,11 +52,11 @@ def test_an_exported_folder_is_the_one_it_came_from(folder: str, tmp_path: pathl
 def test_experts_take_no_adapters(folder: str):
     """All targets, the default, are all that the model has; one by name that it lacks is refused."""
     hf = read_hf_config(folder)
-    places = [f"attention.{name}" for name in ("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo")]
-    assert adapted_places(hf, TrainerConfig(lora_rank=4)) == places
-    assert adapted_places(hf, TrainerConfig(lora_rank=4, lora_targets=("v_proj",))) == places[2:3]
+    paths = [f"attention.{name}" for name in ("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo")]
+    assert adapted_paths(hf, TrainerConfig(lora_rank=4)) == paths
+    assert adapted_paths(hf, TrainerConfig(lora_rank=4, lora_targets=("v_proj",))) == paths[2:3]
     with pytest.raises(ValueError, match="qwen3_moe .*up_proj, down_proj .*experts; .*q_proj"):
-        adapted_places(hf, TrainerConfig(lora_rank=4, lora_targets=("q_proj", "up_proj", "down_proj")))
+        adapted_paths(hf, TrainerConfig(lora_rank=4, lora_targets=("q_proj", "up_proj", "down_proj")))
 
 
 def test_the_files_of_a_folder_may_have_any_names(folder: str, tmp_path: pathlib.Path):

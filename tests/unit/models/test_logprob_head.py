@@ -79,7 +79,7 @@ def test_kept_logits_change_no_digit():
 
 
 def test_compiled_twice_for_any_number_of_tokens(monkeypatch):
-    """Both functions of a chunk, for whole chunks and rests, of tensors of several chunks and of one: first for one size, then for all."""
+    """Both functions of a chunk, for whole chunks and rests: first for one size, then for all."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))

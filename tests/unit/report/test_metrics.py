@@ -182,19 +182,6 @@ def test_what_says_that_a_completion_was_cut_off_names_the_limit():
     assert heads[0].endswith("2 tokens, ended by turns") and heads[1].endswith("2 tokens, finish reason length")
 
 
-# Turns of three episodes, how many calls were read, and what the warning ends with
-FENCED = {"text": 'So \x1b[2J:\n```json\n{"name": "add"}\n```', "unread": "fence"}
-UNREAD = [
-    (
-        FENCED,
-        1,
-        """such as '```json {"name": "add"} ```', beside 1 calls .*--environment.calls fence reads 3 of them""",
-    ),
-    (FENCED, 3, "beside 3 calls that are; show the model the form that is read, in data.system_prompt"),  # no gain
-    ({"text": "[add(number=1)]", "unread": "unknown"}, 0, r"such as '.add\(number=1\).', .*; show the model the form"),
-]
-
-
 # --- files
 
 

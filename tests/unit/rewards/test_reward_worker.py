@@ -14,7 +14,7 @@ import torch
 
 from grpo.config import RewardConfig
 from grpo.rewards import loading
-from grpo.rewards.loading import part, readable_places
+from grpo.rewards.loading import part, readable_paths
 from grpo.rewards.pool import RewardPool
 from grpo.types import Prompt, Rollout
 from grpo.workers import kernel, processes
@@ -170,7 +170,7 @@ def test_a_kernel_without_landlock_runs_built_in_rewards_and_says_so(monkeypatch
 def test_what_built_in_functions_import_is_readable(place):
     spec = importlib.util.find_spec(place)
     folder = os.path.realpath(spec.submodule_search_locations[0])
-    readable = [os.path.realpath(readable) for readable in readable_places()]
+    readable = [os.path.realpath(readable) for readable in readable_paths()]
     assert any(folder == readable_place or folder.startswith(readable_place + "/") for readable_place in readable)
     private = [ROOT, *ROOT.parents, pathlib.Path.home(), pathlib.Path("/usr"), pathlib.Path("/tmp")]
     assert [str(path) for path in private if os.path.realpath(path) in readable] == []

@@ -311,7 +311,7 @@ def test_groups_in_flight_of_another_run_are_left_out(capsys):
     buffer, run = buffer_of(carry_over=1)
     buffer.fill(run.stream.draw, run.score)
     for seed, num_left in ((0, 5), (1, 0)):
-        before = begin_to_read(GRPOConfig(), {}).parts | {"rows": {}}
+        before = begin_to_read(GRPOConfig(), {}).facts | {"rows": {}}
         state = {"step": 1, "read": before, "data": run.stream.state_dict(), "flight": buffer.state()}
         read = begin_to_read(GRPOConfig(seed=seed, allow_changes=True), state)
         stream = SimpleNamespace(orders={}, load_state_dict=lambda _: None)

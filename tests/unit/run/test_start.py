@@ -103,7 +103,7 @@ def test_other_weights_than_the_checkpoint_relies_on_are_refused(folders, change
         saved = Saved(None, state, begin_to_read(config, state))
         reward_model = folder if config.reward.model else ""
         note_weights(config, Start(saved, SimpleNamespace(folder=folder), folder, reward_model=reward_model))
-        return saved.read.parts
+        return saved.read.facts
 
     state = {"step": 7, "read": note(folders[0], {})}
     assert list(state["read"]["weights"]) == [f"the weights of {name}" for name in checked]

@@ -238,7 +238,7 @@ def test_the_whitelist_holds_libraries_and_not_the_places_around_them(monkeypatc
     (tmp_path / "current").symlink_to(sys.base_prefix)
     (project / "bin" / "python").symlink_to(tmp_path / "current" / "bin" / "python3")
     monkeypatch.setattr(sys, "prefix", str(project))
-    places = lockdown.interpreter_places.__wrapped__(str(project / "bin" / "python"))
+    places = lockdown.interpreter_paths.__wrapped__(str(project / "bin" / "python"))
     links = {str(project / "bin/python"), str(tmp_path / "current/bin/python3")}
     assert {str(project / "bin"), str(project / "lib"), "/usr/lib", *links} <= set(places)
     private = (project, project / "data", ROOT, pathlib.Path.home(), pathlib.Path("/etc/passwd"), "/", "/usr", "/tmp")
