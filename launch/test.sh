@@ -4,8 +4,8 @@
 #   bash launch/test.sh
 #   bash launch/test.sh tests/unit -k losses
 #
-# Without any, four parts run beside each other, so that no core waits: whole runs, the programs of several ranks, and
-# two halves of the unit tests, except for tests/unit/watch, which forks as those programs do (tests/forks.py).
+# Without any, three parts run beside each other, so that no core waits: what forks ranks (tests/forks.py), which is
+# whole runs, the programs of several ranks and tests/unit/watch, and two halves of the other unit tests.
 set -euo pipefail
 # shellcheck source=launch/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -22,16 +22,15 @@ fi
 logs=$(mktemp -d)
 others=()
 trap 'kill "${others[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
+runs=(tests/e2e tests/dist tests/unit/watch)
 first_half=(tests/unit/[a-m]*/)
-python -m pytest tests/e2e >"$logs/1" 2>&1 &
+python -m pytest "${runs[@]}" >"$logs/1" 2>&1 &
 others+=($!)
-python -m pytest tests/dist tests/unit/watch >"$logs/2" 2>&1 &
+python -m pytest "${first_half[@]}" >"$logs/2" 2>&1 &
 others+=($!)
-python -m pytest "${first_half[@]}" >"$logs/3" 2>&1 &
-others+=($!)
+rest=("${runs[@]/#/--ignore=}" "${first_half[@]/#/--ignore=}")
 status=0
-python -m pytest tests --ignore=tests/e2e --ignore=tests/dist --ignore=tests/unit/watch \
-    "${first_half[@]/#/--ignore=}" || status=$?
+python -m pytest tests "${rest[@]}" || status=$?
 for other in "${others[@]}"; do
     wait "$other" || status=$?
 done

@@ -104,6 +104,13 @@ def replace_kernels_once() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 
+def inspect_models_here() -> None:
+    """Let vLLM look at a model's class in the rank, which needs it anyway, not in a process that imports it all."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
 def _begin(words: list[str], environment: dict[str, str], folder: pathlib.Path, output: str) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -159,5 +166,6 @@ if os.environ.pop("IMPORT_FOR_FORKS", ""):  # in the process that is forked
     for name in MODULES:
         importlib.import_module(name)
     replace_kernels_once()
+    inspect_models_here()
     gc.collect()
     gc.freeze()  # the forks' garbage collections leave these objects, and so their memory, alone

@@ -34,9 +34,9 @@ from grpo.workers import kernel
 # Returns the function that is called with the arguments of each call
 Load = Callable[[], Callable[..., Any]]
 # Seconds for the supervisor to start
-START_SECONDS = 60.0
-# Seconds for one process to load a user's files
-LOAD_SECONDS = 60.0
+START_SECONDS = 300.0
+# Seconds for one process to load a user's files, which may be models, on a machine that is busy with other starts
+LOAD_SECONDS = 300.0
 # Seconds for the supervisor to end when its owner closes the connection
 CLOSE_SECONDS = 60.0
 # Seconds between two looks for outcomes; the supervisor keeps the deadlines

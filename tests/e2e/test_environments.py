@@ -23,16 +23,17 @@ def run(model: pathlib.Path, run_dir: pathlib.Path, nproc: int, *flags: object, 
     return result.stdout
 
 
-@pytest.mark.parametrize(
-    ("nproc", "flags"),
-    [
-        (3, (*split(1, 0, 2), "--overlap-steps", 1, "--evaluation.interval", 2, "--evaluation.num-prompts", 4)),
-        (2, (*COLOCATED, "--roles.num-trainers", 2, "--trainer.tensor-parallel", 2, "--generator.tensor-parallel", 2)),
-    ],
-    ids=["two engines, a step behind", "TP 2"],
-)
-def test_turns_are_trained_as_they_were_sampled(model, tmp_path, nproc, flags):
-    run(model, tmp_path / "run", nproc, *ROOM, "--algorithm.kl-coef", 0, *flags)
+TP = ("--trainer.tensor-parallel", 2, "--generator.tensor-parallel", 2)
+LAYOUTS = {
+    "two engines, a step behind": (3, (*split(1, 0, 2), "--overlap-steps", 1, "--evaluation.interval", 2)),
+    "TP 2": (2, (*COLOCATED, "--roles.num-trainers", 2, *TP)),
+}
+
+
+@pytest.mark.parametrize("layout", ["two engines, a step behind", pytest.param("TP 2", marks=pytest.mark.slow)])
+def test_turns_are_trained_as_they_were_sampled(model, tmp_path, layout):
+    nproc, flags = LAYOUTS[layout]
+    run(model, tmp_path / "run", nproc, *ROOM, "--algorithm.kl-coef", 0, "--evaluation.num-prompts", 4, *flags)
     steps = [record for record in read_metrics(tmp_path / "run") if "time/step" in record]
     assert len(steps) == 2
     for record in steps:

@@ -112,7 +112,6 @@ def test_two_nodes_restart_after_a_kill(flags, undisturbed, tmp_path: pathlib.Pa
     assert numbers(run_dir) == undisturbed
 
 
-@pytest.mark.usefixtures("cold_starts")
 def test_ctrl_c_without_torchrun(model: pathlib.Path, tmp_path: pathlib.Path):
     """GRPO in one process: it saves, says how to go on, and the exit code is that of an interrupted program."""
     path = tmp_path / "recipe.py"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from grpo import features
-from tests.torchrun import ROOT, SETTINGS
+from tests.torchrun import ROOT, SETTINGS, run_python
 
 # What goes with each folder besides it and tests/unit/features/NAME
 ALSO = {
@@ -28,14 +28,22 @@ ALSO = {
         "tests/dist/programs/reward_model.py",
     ],
 }
-IMPORT_ALL = """
-import importlib, pathlib
-files = sorted(pathlib.Path("grpo").rglob("*.py"))
-modules = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files]
+# In a process that has imported the libraries (forks.py), which takes the project's modules from the copy alone
+PROGRAM = """
+import importlib, os, pathlib, runpy, sys
+core = sys.argv[1]
+ours = ("grpo", "configs", "tests", "train_grpo", "train_sft")
+for name in [name for name in sys.modules if name.split(".")[0] in ours]:
+    del sys.modules[name]
+os.chdir(core)
+sys.path = [core, *(path for path in sys.path if path != sys.argv[2])]
+files = sorted(pathlib.Path(core, "grpo").rglob("*.py"))
+modules = [".".join(file.relative_to(core).with_suffix("").parts).removesuffix(".__init__") for file in files]
 for module in [*modules, "train_grpo", "train_sft"]:
-    importlib.import_module(module)
+    assert importlib.import_module(module).__file__.startswith(core), module
 from grpo import features
-print(features.present())
+print("present:", features.present())
+runpy.run_module("configs.examples.notebook", run_name="__main__")
 """
 
 
@@ -52,9 +60,18 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return copy
 
 
-def python(core: pathlib.Path, *words: str) -> str:
+def test_every_module_imports_and_a_notebook_trains_by_sft_and_grpo(core: pathlib.Path):
+    (core / "program.py").write_text(PROGRAM)
+    output = run_python(core / "program.py", core, ROOT)
+    assert "present: []\n" in output and output.splitlines()[-1].startswith("done; ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize("part", ["unit", "e2e", "dist"])
+def test_the_whole_suite_of_the_core_passes(core: pathlib.Path, part: str):
     done = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, "-m", "pytest", "-q", f"tests/{part}", "--ignore=tests/e2e/test_without_features.py"],
         cwd=core,
         env=os.environ | SETTINGS | {"PYTHONPATH": str(core)},
         stdout=subprocess.PIPE,
@@ -62,20 +79,3 @@ def python(core: pathlib.Path, *words: str) -> str:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-10_000:]
-    return done.stdout
-
-
-def test_every_module_imports(core: pathlib.Path):
-    assert python(core, "-c", IMPORT_ALL).endswith("[]\n")
-
-
-def test_the_core_runs_sft_and_grpo(core: pathlib.Path):
-    """As the example for notebooks does, in one process."""
-    assert python(core, "-m", "configs.examples.notebook").splitlines()[-1].startswith("done; ")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3 * 3600)
-@pytest.mark.parametrize("part", ["unit", "e2e", "dist"])
-def test_the_whole_suite_of_the_core_passes(core: pathlib.Path, part: str):
-    python(core, "-m", "pytest", "-q", f"tests/{part}", "--ignore=tests/e2e/test_without_features.py")

@@ -91,11 +91,11 @@ def scores(server, monkeypatch):
     """A function from completions to what the pool says of them."""
     pools = []
 
-    def scores(*texts: str, key: str = KEY, timeout_seconds: float = 600.0) -> list[Rollout]:
+    def scores(*texts: str, key: str = KEY, request_seconds: float = 600.0, **fields: float) -> list[Rollout]:
         monkeypatch.setenv("OPENAI_API_KEY", key)
         if not pools:
-            options = {NAME: {"url": server.url, "model": "any", "request_seconds": 5.0}}
-            fields = {"num_workers": 1, "timeout_seconds": timeout_seconds, "environment": ("OPENAI_API_KEY",)}
+            options = {NAME: {"url": server.url, "model": "any", "request_seconds": request_seconds}}
+            fields = {"num_workers": 1, "timeout_seconds": 600.0, "environment": ("OPENAI_API_KEY",)} | fields
             pools.append(RewardPool(RewardConfig(functions={NAME: 1.0}, options=options, **fields), 100))
         prompt = Prompt(0, [1], {}, content="What?")
         pools[0].submit([completion([2], prompt=prompt, text=text) for text in texts], 1)
@@ -122,13 +122,18 @@ def test_equal_completions_are_asked_once_all_others_at_the_same_time(scores, se
 
 
 def test_what_may_pass_is_tried_again(scores, server):
-    rollouts = scores("busy", "hangs up", "late once", "refused", "down")
-    assert [r.reward for r in rollouts] == [0.7, 0.7, 0.7, None, None]
-    assert server.asked == {"busy": 4, "hangs up": 2, "late once": 2, "refused": 1, "down": 4}
+    rollouts = scores("busy", "hangs up", "refused", "down")
+    assert [r.reward for r in rollouts] == [0.7, 0.7, None, None]
+    assert server.asked == {"busy": 4, "hangs up": 2, "refused": 1, "down": 4}
+
+
+def test_a_request_without_an_answer_is_repeated(scores, server):
+    assert [r.reward for r in scores("late once", request_seconds=2.0)] == [0.7]
+    assert server.asked["late once"] > 1
 
 
 def test_a_judge_that_never_answers_costs_its_completion_alone(scores):
-    assert [r.reward for r in scores("good", "never", "best", timeout_seconds=15.0)] == [0.7, None, 1.0]
+    assert [r.reward for r in scores("good", "never", "best", timeout_seconds=30.0)] == [0.7, None, 1.0]
 
 
 @pytest.mark.parametrize(("key", "statuses"), [(KEY, "[401]"), (f"{KEY}\n", "[401]"), (f"{KEY}\n{KEY}", "none came")])

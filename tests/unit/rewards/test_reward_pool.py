@@ -20,6 +20,7 @@ from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import RewardError, RewardPool, call_columns, check_all_failed
 from grpo.types import Prompt, Rollout
 from grpo.workers import processes
+from grpo.workers.processes import Call
 from tests.rollouts import completion
 from tests.unit.workers.processes import DEADLINE, alive, family, wait_until
 
@@ -28,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 # Nothing here may hang: that is the subject.
 
 # Seconds a call may take where one of them loops: far more than the others need, even on a busy machine.
-SHORT = 5.0
+SHORT = 2.0
 
 # `act` is worth the length of the text, unless the text starts with the name of a misdeed.
 REWARD_FILE = r'''
@@ -210,11 +211,6 @@ def act_on_group(completions, **columns):
 def last_turns(completions, turns, environments, **columns):
     return [100 * len(completions) + len(texts[-1]) + e.score for texts, e in zip(turns, environments)]
 
-@group_level
-def slow_group(completions, **columns):
-    time.sleep(3.5)
-    return [1.0] * len(completions)
-
 def main_thread(completions, **columns):
     return [float(threading.current_thread() is threading.main_thread())]
 
@@ -332,7 +328,7 @@ def workers(pool: RewardPool) -> list[int]:
 
 # ---- Misdeeds
 
-TOO_LONG = "took longer than 5 s"
+TOO_LONG = f"took longer than {SHORT:g} s"
 IN_THE_LINE = "the process wrote into its connection to its parent"
 # For one completion, as JSON; _ stands for a blank.
 FORGED = ["[NaN]", "[Infinity]", "[-Infinity]", "[1e999]", '["1.0"]', "[[1.0]]", "[]", "[1.0,_2.0]"]
@@ -362,9 +358,23 @@ MISDEEDS = {
 }
 
 
+def shorten(pool: RewardPool) -> None:
+    """Give misdeeds, and nothing else, a short deadline."""
+    (workers,) = pool.workers.values()
+    submit = workers.submit
+
+    def shortened(call: Call) -> Call:
+        is_misdeed = b"mine.py:act" in call.arguments and b"and so on" in call.arguments
+        return replace(call, seconds=SHORT) if is_misdeed else call
+
+    workers.submit = lambda calls: submit(list(map(shortened, calls)))
+
+
 @pytest.mark.parametrize("kind", MISDEEDS)
 def test_a_misdeed_costs_that_completion_its_reward(kind, open_pool, tmp_path):
-    pool = open_pool({"act": 1.0, "length": 0.5}, timeout_seconds=SHORT if kind == "overdue" else DEADLINE)
+    pool = open_pool({"act": 1.0, "length": 0.5})
+    if kind == "overdue":
+        shorten(pool)
     act, length = mine(tmp_path, "act"), mine(tmp_path, "length")
     texts = [text for misdeed in MISDEEDS[kind] for text in (f"{misdeed} and so on", "good", "good too")]
     scored = score(pool, [rollout(text) for text in texts], group_size=1)
@@ -460,12 +470,22 @@ def test_ordinary_functions_get_one_completion_and_group_level_ones_a_group(open
 
 
 def test_a_group_level_call_fails_as_a_group_and_has_a_groups_time(open_pool, tmp_path):
-    pool = open_pool({"slow_group": 1.0, "act_on_group": 1.0}, timeout_seconds=3.0)
-    texts = ["a", "b", "loop", "d", "e", "f", "g", "h"]
+    pool = open_pool({"length": 1.0, "act_on_group": 1.0})
+    granted = []
+    (workers,) = pool.workers.values()
+    submit = workers.submit
+
+    def submit_and_note(calls: list[Call]) -> None:
+        granted.extend(call.seconds for call in calls)
+        submit(calls)
+
+    workers.submit = submit_and_note
+    texts = ["a", "b", "raises", "d", "e", "f", "g", "h"]
     scored = score(pool, [rollout(text, i // 4) for i, text in enumerate(texts)], group_size=4)
     assert [r.reward for r in scored] == [None] * 4 + [5.0] * 4
-    assert [r.rewards[mine(tmp_path, "slow_group")] for r in scored] == [1.0] * 8  # 3.5 s each
-    assert [r.failures for r in scored[:4]] == [{mine(tmp_path, "act_on_group"): "took longer than 12 s"}] * 4
+    assert [r.rewards[mine(tmp_path, "length")] for r in scored] == [float(len(text)) for text in texts]
+    assert all("ValueError: line one" in r.failures[mine(tmp_path, "act_on_group")] for r in scored[:4])
+    assert granted == [4 * DEADLINE] * 2 + [DEADLINE] * 8
 
 
 def test_weighted_sums_leave_none_out(open_pool):

@@ -125,8 +125,16 @@ def tried(home: pathlib.Path, mode: str, variables: dict[str, str]) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", PLACES)
+# Every place as one user, and as every user the place that is hardest to find; all of them together are slow
+EVERYDAY = {(place, MODES[-1]) for place in PLACES} | {(behind_an_editable_finder, mode) for mode in MODES}
+CASES = [
+    pytest.param(place, mode, marks=() if (place, mode) in EVERYDAY else pytest.mark.slow)
+    for place in PLACES
+    for mode in MODES
+]
+
+
+@pytest.mark.parametrize(("place", "mode"), CASES)
 def test_what_the_driver_imports_a_confined_process_imports(place, mode, home):
     packages = next(home.glob("env/lib/python3*/site-packages"))
     variables = place(home, packages)

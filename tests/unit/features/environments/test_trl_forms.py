@@ -259,18 +259,20 @@ REWARDS = """
 def test_reward_functions_of_conversational_rows(folder):
     """Messages, token ids, default arguments, and coroutines that see the whole step at once."""
     (folder / "mine.py").write_text(textwrap.dedent(REWARDS))
-    names = [f"mine.py:{name}" for name in ("accuracy_reward", "short_enough", "judge", "hangs")]
+    names = [f"mine.py:{name}" for name in ("accuracy_reward", "short_enough", "judge")]
     weights = dict.fromkeys([*names, "regex_match"], 1.0)
     options = {names[1]: {"max_len": 3}, "regex_match": {"pattern": "7"}}
-    reward = RewardConfig(functions=weights, options=options, num_workers=2, timeout_seconds=10.0)
+    reward = RewardConfig(functions=weights, options=options, num_workers=2, timeout_seconds=600.0)
     load_functions(reward, ["solution"])  # the check before a run
     rollouts = []
     for i, (text, ids) in enumerate([("so 7", [1, 2, 3]), ("so 8 or", [1, 2, 3, 4])]):
         prompt = Prompt(0, [1], {"solution": "7"}, content=[{"role": "user", "content": "3+4?"}])
         rollouts.append(completion(ids, prompt=prompt, index=i, text=text))
     scored = scores(reward, *rollouts)
-    found = [[rollout.rewards[name] for name in (*names[:3], "regex_match")] for rollout in scored]
+    found = [[rollout.rewards[name] for name in (*names, "regex_match")] for rollout in scored]
     assert found == [[1.0, 1.0, 208.0, 1.0], [0.0, 0.0, 211.0, 0.0]]
-    assert [r.failures for r in scored] == [{names[3]: "took longer than 10 s"}] * 2  # once, not for each
+    hanging = RewardConfig(functions={"mine.py:hangs": 1.0}, num_workers=1, timeout_seconds=2.0)
+    late = {"mine.py:hangs": "took longer than 2 s"}  # once, not for each
+    assert [r.failures for r in scores(hanging, *rollouts)] == [late] * 2
     with pytest.raises(ValueError, match="trainer_state is TRL's: take `step`"):
         load_functions(RewardConfig(functions={"mine.py:watches": 1.0}), ["solution"])
