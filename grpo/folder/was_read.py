@@ -49,7 +49,7 @@ class WasRead:
     ) -> bool:
         """Note one kind of what is read. Returns whether it is what it was, as it is if the run is not resumed.
 
-        may_change: facts of which another value leaves the run the same. Prints each change. Raises ValueError for one
+        may_change: facts that may differ in the same run. Prints each change. Raises ValueError for one
         that makes it another run, unless `allow_changes` is set.
         """
         self.facts[kind] = facts

@@ -527,7 +527,7 @@ class HFRoPE(CosSinRoPE):
     is_filled = False
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
-        if not self.is_filled:  # by another layer, which shares it
+        if not self.is_filled:  # layers share one table, which the first of them fills
             super()._init_self_buffers(buffer_device=buffer_device)
             self.is_filled = True
 

@@ -207,7 +207,7 @@ def check_lengths(
     if has_states(config) and tensor_parallel > 1:
         raise ValueError(
             f"{folder} has gated delta nets, which are not split: tensor_parallel={tensor_parallel} must be 1, of "
-            "trainers, references and generators; more trainer ranks share its weights all the same"
+            "trainers, references and generators; more trainer ranks share its weights by FSDP"
         )
     if config.num_key_value_heads % tensor_parallel or config.vocab_size % tensor_parallel:
         raise ValueError(

@@ -36,7 +36,7 @@ CONSOLE_COLUMNS = {
     "tokens_per_second": "{} tok/s",
     "time/step": "{} s",
 }
-ETA_STEPS = 20  # the time left is a mean over these, so that it is smooth and soon without compilation
+ETA_STEPS = 20  # over which the time left is averaged: smooth, and soon free of the slow first steps, which compile
 
 
 class RunLog:

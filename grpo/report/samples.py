@@ -84,7 +84,7 @@ def is_number(value: Any) -> bool:
 
 
 def number_text(value: Any) -> str:
-    """Return a record's number for a reader; `none` for None, and what is no number as it is."""
+    """Return a record's number for a reader; `none` for None; a text stays as it is."""
     if value is None:
         return "none"
     return compact_number(value) if is_number(value) else str(value)

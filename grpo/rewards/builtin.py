@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo.rewards.answers import extract_answer, last_box, same_answer
-from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
+from grpo.rewards.form import format_reward, regex_match, thinking_reward
 from grpo.rewards.latex import OutOfTime, load_math_verify
 from grpo.workers.worker import Rewards
 
@@ -125,7 +125,5 @@ BUILT_INS: dict[str, RewardFunction] = {
         format_reward,
         thinking_reward,
         overlong_penalty,
-        repetition_penalty,
-        language_reward,
     )
 }

@@ -250,7 +250,7 @@ _COUNTED = re.compile(r"(?!1[*/])[0-9.]+|[a-zA-Z]+| [-+] |\*\*|(?<=[a-z])\(")
 
 
 def _is_as_worked_out(answer: Any, reference: Any) -> bool:
-    """Check that `answer` leaves no more work than the reference and is solved for the same symbols."""
+    """Check that `answer` leaves nothing to work out that the reference does not, and isolates the same symbols."""
     return _work(answer) <= _work(reference) and _isolated(reference) <= _isolated(answer)
 
 
@@ -332,14 +332,14 @@ def _can_cancel(expression: Any) -> bool:
 
 
 def _has_arithmetic(expression: Any) -> bool:
-    """Decide whether sympy's arithmetic makes an expression shorter, or a power of numbers is left."""
+    """Say whether numbers are left to be worked out: 2 + 3, 2 * 3, 2^3, or what sympy's arithmetic makes shorter."""
     import sympy
 
     powers = [node for node in sympy.preorder_traversal(expression) if node.is_Pow and node.exp.is_Integer]
     plain = {power: sympy.Symbol("ten") for power in powers if power.base == 10}
     with sympy.evaluate(False):
         for node in expression.atoms(sympy.log):
-            if node.args[1:] == (sympy.E,):  # the parser's natural logarithm
+            if node.args[1:] == (sympy.E,):  # the parser writes ln(x) as log(x, E)
                 plain[node] = sympy.log(node.args[0])
         written = expression.xreplace(plain)
     for product in expression.atoms(sympy.Mul):

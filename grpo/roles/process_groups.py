@@ -359,7 +359,7 @@ def collectives_entered(roles: Roles, is_saving: bool) -> dict[str, int]:
 
 
 def _collectives_of(group: ProcessGroup) -> int:
-    """Return the collectives of all backends of a group, for CPU and GPU, without the fake one of one-rank groups."""
+    """Count the collectives that this rank has begun in a group, on CPU and GPU. A group of one rank has none."""
     backends = {group._get_backend(device) for device in group._device_types}
     count = 0
     for backend in backends:

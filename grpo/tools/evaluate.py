@@ -34,7 +34,7 @@ def main() -> None:
     with refuse_bad_input():
         config = load_config(model, words, num_ranks)
         check_folder_early(config, "grpo.evaluate")
-    # no rank trains, and rank 0 is the driver all the same
+    # no rank trains; rank 0 is the driver nevertheless
     layout = RolesConfig(num_trainers=0, num_generators=num_ranks)
     run(config, "grpo.evaluate", read, evaluate, layout)
 

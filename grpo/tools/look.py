@@ -74,7 +74,7 @@ class Options:
     step: str = ""
     """Show the rollouts after this number of steps, or of the `latest` one."""
     num: int = 10
-    """Show so many rollouts; 0 shows all."""
+    """The number of rollouts that are shown; 0 shows all."""
     worst: bool = False
     """The lowest rewards first."""
     prompt: str = ""

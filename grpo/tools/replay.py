@@ -104,7 +104,7 @@ def load_config(
     recipe = f"{recorded}/config.py"
 
     def fit(config: GRPOConfig, recorded_config: GRPOConfig) -> GRPOConfig:
-        """Make every rank a trainer; nothing is evaluated or sampled, and the recorded run's upload is not replaced."""
+        """Make every rank a trainer, without evaluations. Upload where the flags say so, not where that run did."""
         changes = {
             "roles.num_trainers": num_trainers,
             "generator.tensor_parallel": 1,
@@ -127,7 +127,7 @@ def read(
     script: str,
     build_dir: str,
 ) -> Start:
-    """Check the loss, the recorded batches and the model. On rank 0."""
+    """Check the loss and the recorded batches, on rank 0. Returns the model, and the checkpoint if it is resumed."""
     algorithm = config.algorithm
     try_algorithm(algorithm)
     batches_dir = batch_path(recorded, 1).parent

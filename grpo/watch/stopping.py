@@ -65,7 +65,7 @@ def stop_files(run_dir: str) -> list[Path]:
 
 
 def forget_old_stop(run_dir: str) -> None:
-    """Forget what stopped a run before this one: in this folder its file, in this process (a notebook's) its reason."""
+    """Remove an earlier run's stop file from the folder, and forget why an earlier run of this process was stopped."""
     _reasons.clear()
     (Path(run_dir) / STOP_FILE).unlink(missing_ok=True)
 

@@ -39,7 +39,7 @@ def prctl(option: int, value: int, second: int = 0) -> int:
 
 
 def forbid_new_privileges() -> None:
-    """Make set-user-id bits and file capabilities of programs without effect for this process, for good."""
+    """Let this process gain no rights by starting a program, for good: set-user-id bits and capabilities do nothing."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 

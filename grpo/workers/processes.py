@@ -250,7 +250,7 @@ def connections() -> set[int]:
     """Return the file descriptors of this process's sockets that are connected to an address."""
     connected = set()
     for number in map(int, os.listdir("/proc/self/fd")):
-        # no socket, no peer, or the folder that is listed
+        # OSError: it is no socket, has no peer, or was the open folder of this listing
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
             if copy.getpeername():  # a pair within the process has no name
                 connected.add(number)

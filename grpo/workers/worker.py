@@ -187,7 +187,11 @@ def _as_float(value: Any) -> float:
         return math.nan
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError):  # a table, a complex number; a signalling NaN; 10**400
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ):  # for a dict; for a signalling NaN; for 10**400
         return math.nan
 
 

@@ -32,7 +32,7 @@ from grpo.types import Piece, Request, Requests, Rollout
 SILENT_SECONDS = 20
 # Each run's request seeds lie in a block of its own, which is larger than any number of samples that a run can draw
 SEEDS_PER_RUN = 2**40
-# Seeds of completions that go on are above all blocks
+# Completions that were begun in an earlier step have seeds from here on, above the blocks of all runs
 CONTINUATIONS = 2**62
 
 

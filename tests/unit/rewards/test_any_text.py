@@ -50,9 +50,11 @@ references = st.sampled_from(
 OPTIONS = {"regex_match": {"pattern": r"\d+\s*apples"}, "code_reward": {"timeout_seconds": 1.0}}
 # Comparing LaTeX takes up to 2 s for each parse and comparison, code_reward starts a process.
 SLOW = {"code_reward": 40, "math_reward boxed": 120}
-RANGES = {"repetition_penalty": (-1, 0), "overlong_penalty": (-1, 0)}
+STYLE = "configs/examples/style.py"
+RANGES = {f"{STYLE}:repetition_penalty": (-1, 0), "overlong_penalty": (-1, 0)}
 CASES = [
     *(name for name in BUILT_INS if name != "math_reward"),
+    *(f"{STYLE}:repetition_penalty", f"{STYLE}:language_reward"),
     *(f"math_reward {answer_format}" for answer_format in ("answer_tag", "boxed", "hashes", "answer_line")),
 ]
 

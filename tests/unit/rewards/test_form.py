@@ -4,12 +4,11 @@ import functools
 
 import pytest
 
+from configs.examples.style import language_reward, repetition_penalty
 from grpo.rewards.builtin import (
     format_reward,
-    language_reward,
     overlong_penalty,
     regex_match,
-    repetition_penalty,
     thinking_reward,
 )
 from grpo.rewards.form import has_content

@@ -41,12 +41,10 @@ def test_load_functions_gives_every_built_in_its_options():
             "math_reward": {"partial_credit": 0.3, "tolerance": 0.1},
             "regex_match": {"pattern": "[0-9]{3}"},
             "overlong_penalty": {"tokens": 50},
-            "repetition_penalty": {"ngram": 1},
-            "language_reward": {"language": "greek"},
         },
     )
     functions = load_functions(config, columns=["answer"], max_completion_tokens=200)
-    text = "αβ γ γ\n```\nx = 7\n```\n#### 105"  # words: αβ γ γ ``` x = 7 ``` #### 105
+    text = "x = 7\n#### 105"
     columns = {"answer": ["100.5"], "num_tokens": [180], "truncated": [False]}
     assert {name: function([text], **columns) for name, function in functions.items()} == {
         "math_reward": [1.0],
@@ -54,8 +52,6 @@ def test_load_functions_gives_every_built_in_its_options():
         "format_reward": [0.0],
         "thinking_reward": [0.0],
         "overlong_penalty": [-0.6],
-        "repetition_penalty": [pytest.approx(-0.2)],  # 8 of 10 are distinct
-        "language_reward": [0.8],  # αβγγ and x
     }
     assert functions["math_reward"](["#### 120"], **columns) == [0.3]
 
@@ -69,7 +65,7 @@ def test_load_functions_gives_every_built_in_its_options():
             "truncated",
             r"data.columns has truncated, .* another name, such as --data.columns my_truncated truncated",
         ),
-        ("language_reward", "language", r"column language is named like an option of language_reward; rename"),
+        ("regex_match", "pattern", r"column pattern is named like an option of regex_match; rename"),
     ],
 )
 def test_load_functions_refuses_columns(name, column, message):
@@ -83,15 +79,13 @@ def test_load_functions_refuses_columns(name, column, message):
         ("regex_match", {}, r"regex_match needs pattern; give it with .* regex_match '{\"pattern\": \.\.\.}'$"),
         ("regex_match", {"pattern": "(["}, r"pattern '\(\[' is no regular expression: .*; escape"),
         ("overlong_penalty", {"tokens": 201}, r"tokens is 201; set at most .* = 200"),
-        ("repetition_penalty", {"ngram": 0}, r"repetition_penalty: ngram is 0; set 1 word or more"),
-        ("language_reward", {"language": "klingon"}, r"language 'klingon' is no script .* such as latin"),
         ("math_reward", {"answer_format": "xml"}, r"of math_reward: answer_format='xml' is unknown; use"),
         (
             "overlong_penalty",
             {"token": 1},
             r"no option 'token' \(did you mean tokens\?\); its options .* are: tokens, ",
         ),
-        ("repetition_penalty", {"ngram": True}, r"ngram is True \(bool\), not int"),
+        ("overlong_penalty", {"tokens": True}, r"tokens is True \(bool\), not int"),
         ("math_reward", [1], r"reward.options of math_reward is \[1\]; write a table such as"),
     ],
 )
@@ -141,7 +135,7 @@ def test_a_function_of_the_users_has_options_and_facts_of_the_run_like_a_built_i
     [
         (
             "maths",
-            r"'maths'.* math_reward, .*, language_reward, .* path/file.py:function",
+            r"'maths'.* math_reward, .*, overlong_penalty, .* path/file.py:function",
         ),
         ("mine.py", "unknown reward function 'mine.py'"),
         (
