@@ -6,21 +6,21 @@ import sys
 ALLOCATES = """
 import resource
 import torch
-from grpo.roles.process_groups import setup_trainers
 
 if {in_a_run}:
+    from grpo.roles.process_groups import setup_trainers
     setup_trainers()
 new_pages = []
-for _ in range(40):
+for _ in range(20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(16 * 2**20)
     new_pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(max(new_pages[-10:]))
+print(max(new_pages[-5:]))
 """
 
 
 def new_pages(in_a_run: bool) -> int:
-    """Return the most pages that the system clears for a tensor of 64 MiB, after thirty of its kind."""
+    """Return the most pages that the system clears for a tensor of 64 MiB, after fifteen of its kind."""
     command = [sys.executable, "-c", ALLOCATES.format(in_a_run=in_a_run)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return int(ended.stdout.split()[-1])
