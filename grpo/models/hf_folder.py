@@ -477,10 +477,8 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
                 "tie_word_embeddings to false in it to train both, or take the head out of the file to train without it"
             )
     if unread:
-        shown = ", ".join(sorted(unread)[:SHOWN_TENSORS])
-        if len(unread) > SHOWN_TENSORS:
-            shown += ", .."
-        message = f"{len(unread)} tensors of {folder} belong to no weight of config.json's model: {shown}"
+        names = ", ".join(sorted(unread)[:SHOWN_TENSORS])
+        message = f"{len(unread)} tensors of {folder} belong to no weight of config.json's model, such as {names}"
         print(printable(f"warning: {message}; they are not read, and an export lacks them"), flush=True)
 
 
