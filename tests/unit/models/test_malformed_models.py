@@ -200,8 +200,8 @@ def test_tensors_that_are_not_read_are_named(folder: pathlib.Path, capsys):
     open_folder(folder)
     told = [line for line in capsys.readouterr().out.splitlines() if "tensors" in line]
     assert told == [
-        f"warning: 1 tensors of {folder} belong to no weight of config.json's model, such as {bias}; they are not read, "
-        "and an export lacks them"
+        f"warning: 1 tensors of {folder} belong to no weight of config.json's model, such as {bias}; they are not "
+        "read, and an export lacks them"
     ]
 
 
