@@ -34,7 +34,7 @@ PIECE_FACTS = ("num_tokens", "is_sampled", "num_kept", "version", "ended_by")
 
 
 def broadcast(value: Any, group: ProcessGroup) -> Any:
-    """Give every rank of a bridge the value of its first rank; the others pass anything. Small picklable values."""
+    """Give every rank of a bridge the value of its first rank; the others pass anything. Picklable values."""
     values = [value]
     dist.broadcast_object_list(values, group_src=0, group=group, device=torch.device("cpu"))
     return values[0]
@@ -215,17 +215,11 @@ def broadcast_tensors(tensors: Sequence[Tensor | None] | None, roles: Roles) -> 
     """
     if not roles.learns:
         return None
-    layouts = None
+    arrays = None
     if roles.is_driver:
-        layouts = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
-    layouts = broadcast(layouts, roles.learners)
-    if not roles.is_driver:
-        tensors = [layout and torch.empty(layout[0], dtype=layout[1]) for layout in layouts]
-    for tensor in tensors:
-        if tensor is not None and len(tensor):
-            # as bytes, since gloo does not know every dtype
-            dist.broadcast(tensor.view(torch.uint8), group_src=0, group=roles.learners)
-    return tensors
+        arrays = [None if tensor is None else tensor.numpy() for tensor in tensors]
+    arrays = broadcast(arrays, roles.learners)  # tensors would be pickled more slowly
+    return [None if array is None else torch.from_numpy(array) for array in arrays]
 
 
 def flatten_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
@@ -256,23 +250,23 @@ def unflatten_rollouts(tensors: dict[str, Tensor], requests: Requests) -> list[R
     by_rollout, by_piece = json.loads(tensors["facts"].numpy().tobytes())
     check_saved("a rollout", by_rollout, ROLLOUT_FACTS)
     check_saved("a piece of a rollout", by_piece, PIECE_FACTS)
-    facts = list(zip(*(by_piece[name] for name in PIECE_FACTS), strict=True))
     lengths = by_piece["num_tokens"]
-    tokens = zip(
+    is_sampled = by_piece["is_sampled"]
+    num_logprobs = [length * sampled for length, sampled in zip(lengths, is_sampled, strict=True)]
+    logprobs = tensors["logprobs"].split(num_logprobs)
+    pieces = map(
+        Piece,
         tensors["ids"].split(lengths),
         tensors["loss_mask"].split(lengths),
-        tensors["logprobs"].split([num_tokens * is_sampled for num_tokens, is_sampled, *_ in facts]),
+        [logprobs_T if sampled else None for logprobs_T, sampled in zip(logprobs, is_sampled, strict=True)],
+        by_piece["version"],
         tensors["kept"].split(by_piece["num_kept"]),
-        strict=True,
+        by_piece["ended_by"],
     )
-    pieces = []
-    for (ids_T, mask_T, logprobs_T, kept_C), (_, is_sampled, _, version, ended_by) in zip(tokens, facts, strict=True):
-        pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version, kept_C, ended_by))
 
     prompts = {request.index: request.prompt for request in requests.requests}
-    remaining = iter(pieces)
     rollouts = []
     for index, lengths, *others in zip(*(by_rollout[name] for name in ROLLOUT_FACTS), strict=True):
-        sequences = tuple(tuple(itertools.islice(remaining, length)) for length in lengths)
+        sequences = tuple(tuple(itertools.islice(pieces, length)) for length in lengths)
         rollouts.append(Rollout(prompts[index], index, sequences, *others))
     return rollouts

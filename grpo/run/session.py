@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo import features
 from grpo.config import GRPOConfig, RolesConfig
@@ -54,7 +54,6 @@ from grpo.watch.stopping import (
 )
 from grpo.watch.watchdog import watched
 
-Result = TypeVar("Result")
 Read = Callable[[Config, str, str], Start]
 """Config, the script's name, the folder in which a dry run may build a model -> what the run starts from."""
 
@@ -107,7 +106,7 @@ def run(
     )
     set_place(role=roles.name, run_dir=config.run_dir)
     with watched(roles, config.deadline_minutes) as watchdog:
-        session = Session(config, script, read, layout, roles, text_around(train))
+        session = Session(config, script, read, layout or config.roles, roles, text_around(train))
         try:
             train(config, session)
         except BaseException as failure:
@@ -155,36 +154,36 @@ def dry_run(config: Config, script: str, read: Read) -> bool:
     return not num_problems
 
 
+@dataclass(eq=False)
 class Session:
-    """One run, from its first check to its last line."""
+    """One run, from its first check to its last line. `run` makes it; nothing is read yet."""
 
-    def __init__(
-        self,
-        config: Config,
-        script: str,
-        read: Read,
-        layout: RolesConfig | None = None,
-        roles: Roles | None = None,
-        script_text: str = "",
-    ) -> None:
-        """Hold what `run` gives. Nothing is read yet. script_text: the script, as users edit it."""
-        self.config = config
-        self.script = script
-        self.script_text = script_text
-        # not bound to this object: a notebook's next run would fork a child that collects the cycle, and hangs in it
-        self.read = read
-        self.layout = layout or config.roles
-        self.roles = roles
-        self.timer = StepTimer(roles is not None and roles.is_driver)
+    config: Any
+    script: str
+    # not bound to this object: a notebook's next run would fork a child that collects the cycle, and hangs in it
+    read: Read
+    layout: RolesConfig
+    roles: Roles
+    script_text: str
+    """The script, as users edit it."""
+    start: Start = Start()
+    """On rank 0, once it is read."""
+    run_log: RunLog | None = None
+    """On rank 0, once it is open."""
+    repository: str = ""
+    """On rank 0: the one at the hub that gets the exported model."""
+    is_exported: bool = False
+    saver: checkpoint.CheckpointSaver | None = None
+    """On trainers, once their model is loaded."""
+    reward_model: Any = None
+    """On learners, once it is loaded."""
+    close_engine: Callable[[], None] | None = None
+    """On generators, once it has started."""
+
+    def __post_init__(self) -> None:
+        """Start the clock."""
+        self.timer = StepTimer(self.roles.is_driver)
         self.held = contextlib.ExitStack()  # on rank 0: reward processes, run folder and log, until the run ends
-        self.repository = ""  # on rank 0: the one at the hub that gets the exported model
-        self.is_exported = False
-        self.start = Start()  # on rank 0, once it is read
-        self.run_log: RunLog | None = None  # on rank 0, once it is open
-        self.folders: dict[str, str] = {}  # of the models, once they are there
-        self.saver: checkpoint.CheckpointSaver | None = None  # on trainers, once their model is loaded
-        self.reward_model: Any = None  # on learners, once it is loaded
-        self.close_engine: Callable[[], None] | None = None  # on generators, once it has started
 
     # ---- before the first step ------------------------------------------------------------------------------------
 
@@ -367,7 +366,7 @@ class Session:
             self.evaluate(generator, 0)
 
     @from_driver
-    def ask_driver(self, decide: Callable[..., Result], *arguments: Any) -> Result:
+    def ask_driver(self, decide: Callable, *arguments: Any) -> Any:
         """Return what `decide(*arguments)` returns on rank 0, on every rank. Collective over `roles.control`."""
         return decide(*arguments)
 

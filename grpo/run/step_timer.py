@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator
 
 import torch
-from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from grpo.roles.process_groups import Roles
@@ -82,9 +81,7 @@ class StepTimer:
     def startup(self, what: str) -> Iterator[None]:
         """Add the block to phase `startup`. The driver prints `what` it does and the age of the process in seconds."""
         if self.is_driver:
-            line = f"starting {time.perf_counter() - BEGAN:4.0f} s  {what}"
-            console = Console(highlight=False, markup=False)
-            console.print(line, style="dim", soft_wrap=True)
+            print(f"starting {time.perf_counter() - BEGAN:4.0f} s  {what}")
         with self.phase("startup"):
             yield
 

@@ -93,12 +93,12 @@ def _check_aggregation(name: str, x: LossInputs, totals: UpdateTotals) -> None:
     """Raise ValueError unless an aggregation's results for two groups add up to its result for both together."""
     loss_BT = -x.generator_logprobs_BT
     is_first_BT = x.sequence_BT < 3
-    function = named_aggregation(name)
     results = []
-    for part_BT in (loss_BT.where(is_first_BT, 0), loss_BT.where(~is_first_BT, 0), loss_BT):
+    for part_BT in (loss_BT, loss_BT.where(is_first_BT, 0), loss_BT.where(~is_first_BT, 0)):
+        function = named_aggregation(name)
         results.append(call(f"aggregation {name}", "aggregation(loss_BT, x, totals)", function, part_BT, x, totals))
-    first, second, whole = results
-    if not _is_tensor(whole, ()) or not torch.allclose(whole, first + second):
+    whole, first, second = results
+    if _shape(whole) != () or not torch.allclose(whole, first + second):
         raise ValueError(
             f"aggregation {name} gives {whole} for two groups, and {first} and {second} for each alone; return "
             "a sum over loss_BT, divided only by what `totals` counts over the whole update"
@@ -107,30 +107,21 @@ def _check_aggregation(name: str, x: LossInputs, totals: UpdateTotals) -> None:
 
 def check_loss_output(output: tuple[Tensor, Metrics], x: LossInputs, name: str) -> None:
     """Raise ValueError unless a loss returned floats that depend on `logprobs_BT`, and detached metrics, all [B, T]."""
-    shape = tuple(x.loss_mask_BT.shape)
+    shape = x.loss_mask_BT.shape
     if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[1], dict):
-        raise ValueError(f"loss {name} returned {_kind_of(output)}; return (loss_BT, dict of metrics)")
+        raise ValueError(f"loss {name} returned a {type(output).__name__}; return (loss_BT, dict of metrics)")
     loss_BT, metrics = output
-    if not _is_tensor(loss_BT, shape) or not loss_BT.is_floating_point():
-        raise ValueError(
-            f"loss {name} returned a loss that is {_kind_of(loss_BT)}; return one floating number per position, "
-            f"shape {shape}, and leave mask and mean to algorithm.aggregation"
-        )
+    for what, value_BT in {"its loss": loss_BT, **metrics}.items():
+        if _shape(value_BT) != shape:
+            raise ValueError(
+                f"loss {name}: {what} is a {type(value_BT).__name__} of shape {_shape(value_BT)}; return one number per "
+                f"position, shape {tuple(shape)}, and leave mask and mean to algorithm.aggregation"
+            )
+        if what in metrics and value_BT.requires_grad:
+            raise ValueError(f"loss {name}: {what} carries a gradient; detach it")
     if x.logprobs_BT.requires_grad and not loss_BT.requires_grad:
-        raise ValueError(f"loss {name} returned a loss without gradient; compute it from x.logprobs_BT")
-    for key, value_BT in metrics.items():
-        what = f"metric {key!r} of loss {name}"
-        if not _is_tensor(value_BT, shape):
-            raise ValueError(f"{what} is {_kind_of(value_BT)}; return one value per position, shape {shape}")
-        if value_BT.requires_grad:
-            raise ValueError(f"{what} carries a gradient; detach it")
+        raise ValueError(f"loss {name}: its loss has no gradient; compute it from x.logprobs_BT")
 
 
-def _is_tensor(value: object, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape
-
-
-def _kind_of(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    return f"a {type(value).__name__}"
+def _shape(value: object) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None

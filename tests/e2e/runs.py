@@ -2,8 +2,10 @@
 
 import json
 import pathlib
+from types import SimpleNamespace
 
 CLOCKS = ("time", "tokens_per_second", "memory/")
+RANK_0 = SimpleNamespace(is_driver=True)  # the roles of a session that only reads
 TINY = str(pathlib.Path(__file__).parent / "tiny.py")
 
 

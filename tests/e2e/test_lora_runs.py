@@ -15,7 +15,7 @@ from grpo.run.session import Session
 from grpo.run.start import read_grpo
 from grpo.tools import export
 from grpo.watch.failures import BadInput
-from tests.e2e.runs import TINY, assert_same_run, read_metrics
+from tests.e2e.runs import RANK_0, TINY, assert_same_run, read_metrics
 from tests.e2e.test_layouts import COLOCATED, split
 from tests.torchrun import run_python, torchrun
 
@@ -102,7 +102,7 @@ def test_resume_with_other_targets_is_refused(run, tmp_path):
     with pytest.raises(
         BadInput, match="would not go on as the run that it is, since step 4 .*: trainer.lora_targets: "
     ):
-        Session(config, "train_grpo.py", read_grpo).read_on_driver()
+        Session(config, "train_grpo.py", read_grpo, config.roles, RANK_0, "").read_on_driver()
 
 
 def test_resume_with_another_base_under_the_adapters_is_refused(run, model, tmp_path):
@@ -114,7 +114,8 @@ def test_resume_with_another_base_under_the_adapters_is_refused(run, model, tmp_
     try:
         save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
         with pytest.raises(BadInput, match="since step 4 was saved: the weights of model.path: checksum"):
-            Session(load(GRPOConfig, "", arguments), "train_grpo.py", read_grpo).read_on_driver()
+            config = load(GRPOConfig, "", arguments)
+            Session(config, "train_grpo.py", read_grpo, config.roles, RANK_0, "").read_on_driver()
     finally:
         file.write_bytes(kept)
 

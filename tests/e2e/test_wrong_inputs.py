@@ -29,7 +29,7 @@ from grpo.run.session import Session
 from grpo.run.start import read_grpo
 from grpo.tools import evaluate
 from grpo.watch.failures import BadInput
-from tests.e2e.runs import TINY
+from tests.e2e.runs import RANK_0, TINY
 from tests.tiny_models import SMALL
 from tests.torchrun import ROOT, finish, run_torchrun, start_python
 
@@ -264,7 +264,7 @@ def test_a_dry_run_says_what_is_wrong(command: str, here: pathlib.Path, tmp_path
 def start(*arguments: object) -> None:
     """Begin a run and end it before its first step, as rank 0 does without the other ranks."""
     config = load(GRPOConfig, TINY, [TINY, *map(str, arguments)])
-    session = Session(config, "train_grpo.py", read_grpo)
+    session = Session(config, "train_grpo.py", read_grpo, config.roles, RANK_0, "")
     try:
         session.read_on_driver()
     finally:
@@ -296,7 +296,7 @@ def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_pat
     def evaluate_into(name: str) -> None:
         flags = ("--run-dir", tmp_path / name, "--data.answer-column", "answer", "--evaluation.num-prompts", 2)
         config = evaluate.load_config(str(model), [TINY, *map(str, flags)], num_ranks=1)
-        session = Session(config, "grpo.evaluate", evaluate.read)
+        session = Session(config, "grpo.evaluate", evaluate.read, config.roles, RANK_0, "")
         try:
             session.read_on_driver()
         finally:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -11,15 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo.algorithm.groups import are_informative
 from grpo.config import GRPOConfig, SamplingConfig
-from grpo.report.rollout_metrics import stale_frac
 from grpo.rewards.builtin import math_reward, overlong_penalty
-from grpo.run.driver import Driver
-from grpo.run.groups import Group, GroupBuffer, rollouts_of, saved_groups
+from grpo.run.groups import Group, GroupBuffer, Life, saved_groups
 from grpo.run.saved import Saved, begin_to_read, resume_data
 from grpo.run.scorer import Scorer
-from grpo.run.start import Prompts
-from grpo.run.steps import Schedule
 from grpo.types import EpisodeFacts, Prompt, Request, Requests, Rollout
 from tests.rollouts import counting_up, hands, logprobs_of
 
@@ -30,10 +28,9 @@ def prompt_of(index: int) -> Prompt:
     return Prompt(index, [5, index], row=index % 7)
 
 
-def completion(index: int, length: int, first: int = 0, **facts) -> Rollout:
-    """The rollout with this index: `length` tokens that follow `first` earlier ones."""
-    request = Request(prompt_of(index // GROUP_SIZE), index, begun=list(range(first)))
-    return counting_up(request, length, **facts)
+def completions(indices: Iterable[int]) -> list[Rollout]:
+    """Rollouts of three tokens with these indices."""
+    return [counting_up(Request(prompt_of(index // GROUP_SIZE), index), 3) for index in indices]
 
 
 class Stream:
@@ -74,6 +71,9 @@ class Run:
             while requests := buffer.fill(self.stream.draw, self.score):
                 self.sample(requests)
             trained = buffer.rollouts()
+            if not self.sampling.dynamic:  # the oldest complete groups
+                complete = indices(group.prompt for group in buffer.groups if group.life is Life.COMPLETE)
+                assert max(indices(r.prompt for r in trained)) < min(complete, default=math.inf)
             finished = indices(group.prompt for group in buffer.taken)
             for group in buffer.taken:
                 assert indices(r.prompt for r in group.rollouts) == [group.prompt.index] * GROUP_SIZE
@@ -180,54 +180,28 @@ def facts(rollout: Rollout) -> tuple:
     return rollout.index, *tokens, rollout.temperature, rollout.ended_by, rollout.prompt
 
 
-def buffer_of(**rules) -> tuple[GroupBuffer, Run]:
-    run = Run(SamplingConfig(**rules), overlap=False, seed=0)
-    return run.buffer, run
-
-
 def indices(prompts: Iterable[Prompt]) -> list[int]:
     return [prompt.index for prompt in prompts]
 
 
-def test_groups_that_are_carried_over_by_hand():
-    """A step of 4 groups of 2 with one more in flight: completion 1, of the oldest, has 4 tokens when others end."""
-    buffer, run = buffer_of(carry_over=1)
-    requests = buffer.fill(run.stream.draw, run.score)
-    assert indices(requests.prompts) == [0, 1, 2, 3, 4] and requests.num_left == 1
-    assert [request.begun for request in requests.requests] == [[]] * 10
-    sampled = [completion(0, 3), completion(1, 4, ended_by=""), *(completion(i, 2) for i in range(2, 10))]
-    buffer.add(sampled)
-    assert buffer.fill(run.stream.draw, run.score) is None
-    assert [r.index for r in buffer.rollouts()] == list(range(2, 10))
-    assert buffer.metrics() == {"sampling/carried": 1}
-
-    buffer.begin_step()
-    requests = buffer.fill(run.stream.draw, run.score)
-    assert indices(requests.prompts) == [0, 5, 6, 7, 8]
-    assert [(r.index, r.begun) for r in requests.requests[:2]] == [(1, [0, 1, 2, 3]), (10, [])]  # 0 has ended
-    # of the last a completion did not even begin
-    sampled = [completion(1, 2, version=1, first=4), *(completion(i, 5, version=1) for i in range(10, 17))]
-    buffer.add(sampled)
-    assert buffer.fill(run.stream.draw, run.score) is None
-    rollouts = buffer.rollouts()
-    assert [r.index for r in rollouts] == [0, 1, *range(10, 16)]
-    assert hands(rollouts[1]) == [(0, 4), (1, 2)] and rollouts[1].ids_T.tolist() == [0, 1, 2, 3, 4, 5]
-    # 3 + 6 + 6 x 5 tokens, of which 3 + 4 are of version 0
-    assert stale_frac(rollouts, 1) == pytest.approx(7 / 39) and stale_frac(rollouts, 0) == 0
-
-
 def test_rounds_of_dynamic_sampling_by_hand():
     """Of groups 0 to 3 two have rewards that differ: half, so that two more need four, of which (5, 7) do: enough."""
-    buffer, run = buffer_of(dynamic=True)
-    for expected, informative in (([0, 1, 2, 3], 2), ([4, 5, 6, 7], 5)):
+    run = Run(SamplingConfig(dynamic=True), overlap=False, seed=0)
+    buffer = run.buffer
+    for expected, num_informative in (([0, 1, 2, 3], 2), ([4, 5, 6, 7], 5)):
         requests = buffer.fill(run.stream.draw, run.score)
         assert indices(requests.prompts) == expected and requests.num_left == 0
-        buffer.add([completion(i * 2 + k, 3) for i in expected for k in (0, 1)])
-        buffer.fill(run.stream.draw, run.score) if informative == 5 else buffer.take(4, run.score)
-        assert len(buffer.informative) == informative
-    assert [r.prompt.index for r in buffer.rollouts()[::2]] == [1, 2, 4, 5] and not buffer.groups
+        buffer.add(completions(request.index for request in requests.requests))
+        buffer.take(4, run.score)
+        assert len(buffer.informative) == num_informative
+    assert buffer.fill(run.stream.draw, run.score) is None
+    assert trained_prompts(buffer) == [1, 2, 4, 5] and not buffer.groups
     expected = {"sampling/rounds": 2, "sampling/informative_frac": 5 / 8, "sampling/full_frac": 1}
     assert buffer.metrics().items() >= expected.items()
+
+
+def trained_prompts(buffer: GroupBuffer) -> list[int]:
+    return indices(rollout.prompt for rollout in buffer.rollouts()[::GROUP_SIZE])
 
 
 def brevity(completions: list[str], **columns: list) -> list[float]:
@@ -251,64 +225,25 @@ def test_groups_that_differ_by_length_alone_are_dropped(weight, length_name, exp
 
     A part of weight 0 measures each completion, and changes nothing.
     """
-    run = Run(SamplingConfig(dynamic=True, max_rounds=1), overlap=False, seed=0)
     functions = {"math_reward": math_reward, "overlong_penalty": partial(overlong_penalty, tokens=8)}
     functions |= {"mine.py:brevity": brevity, "measure": math_reward}
     weights = {"math_reward": weight, length_name: 1.0, "measure": 0.0}
-    scorer = object.__new__(Scorer)
-    scorer.weights = weights
-    scorer.pool = SimpleNamespace(functions=functions)
-    buffer = GroupBuffer(run.sampling, PROMPTS, GROUP_SIZE, (), scorer.judging_parts)
+    scorer = SimpleNamespace(weights=weights, pool=SimpleNamespace(functions=functions))
     right = [0.0, 0.0, 0.0, 0.0, 1.0, None, 1.0, 0.0]
     length = [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0, -0.5]
-
-    def score(rollouts: list[Rollout]) -> list[Rollout]:
-        scored = []
-        for place, rollout in enumerate(rollouts):
-            rewards = {"math_reward": right[place], length_name: length[place], "measure": float(place)}
-            reward = sum(weights[name] * (value or 0.0) for name, value in rewards.items())
-            scored.append(replace(rollout, rewards=rewards, reward=reward))
-        return scored
-
-    buffer.fill(run.stream.draw, score)
-    buffer.add([completion(i, 3) for i in range(8)])
-    assert buffer.fill(run.stream.draw, score) is None
-    assert [r.prompt.index for r in buffer.rollouts()[::2]] == expected
-
-
-def test_a_group_that_goes_back_counts_in_the_step_that_trains_on_it():
-    """The first round has 2 of 4 groups that differ, the second 3 where 2 are enough: group 7 waits for the next step.
-
-    The first step counts the rewards of groups 0 to 6: 2 + 3, 4 + 5, 8 + 9, 10 + 11 and six times 0, 52 in all.
-    """
-    sampling = SamplingConfig(dynamic=True, carry_over=1)
-    run = Run(sampling, overlap=False, seed=0)
-    prompts = Prompts(run.stream, PROMPTS, GROUP_SIZE)
-    scorer = SimpleNamespace(judging_parts=(), answer_format=None, turn_weight=None)
-    schedule = Schedule(num_steps=NUM_STEPS, checkpoint_every=0)
-    driver = Driver(sampling, prompts, scorer, None, schedule, None, None)
-    driver.step = 0
-    counted = []
-    carried = []
-    buffer = driver.buffer
-    for _ in range(2):
-        buffer.begin_step()
-        while requests := buffer.fill(run.stream.draw, run.score):
-            first_tokens = [completion(p.index * GROUP_SIZE + k, 3) for p in requests.prompts for k in (0, 1)]
-            buffer.add(first_tokens)
-        rollouts = buffer.rollouts()
-        carried.append(indices(group.prompt for group in buffer.groups))
-        metrics = driver.sampling_metrics(rollouts, SimpleNamespace(versions_S=torch.zeros(len(rollouts))))
-        counted.append(metrics["reward/mean"])
-        run.finished += [rollout.index for rollout in rollouts_of(buffer.taken)]
-    assert counted[0] == pytest.approx(52 / 14)
-    assert carried[0] == [7, 8]  # the oldest is the next to be taken
-    assert 14 in run.finished and len(set(run.finished)) == len(run.finished)
+    scored = []
+    for rollout, *values in zip(completions(range(8)), right, length, range(8), strict=True):
+        rewards = dict(zip(weights, values, strict=True))
+        reward = sum(weights[name] * (value or 0.0) for name, value in rewards.items())
+        scored.append(replace(rollout, rewards=rewards, reward=reward))
+    informative_P = are_informative(scored, GROUP_SIZE, Scorer.judging_parts.fget(scorer))
+    assert informative_P.nonzero().flatten().tolist() == expected
 
 
 def test_groups_in_flight_of_another_run_are_left_out(capsys):
     """It has another seed, which is allowed, so that prompts are drawn in another order."""
-    buffer, run = buffer_of(carry_over=1)
+    run = Run(SamplingConfig(carry_over=1), overlap=False, seed=0)
+    buffer = run.buffer
     buffer.fill(run.stream.draw, run.score)
     for seed, num_left in ((0, 5), (1, 0)):
         before = begin_to_read(GRPOConfig(), {}).facts | {"rows": {}}
@@ -328,26 +263,29 @@ def test_a_round_expects_an_eighth_of_its_groups_to_differ_at_least():
 
 
 def test_a_step_without_enough_groups_goes_on_after_the_last_round():
-    buffer, run = buffer_of(dynamic=True, max_rounds=1)
-    buffer.fill(run.stream.draw, lambda *_: [])
-    buffer.add([completion(i, 3) for i in range(8)])
-    assert buffer.fill(run.stream.draw, run.score) is None
-    assert [r.prompt.index for r in buffer.rollouts()[::2]] == [1, 2] and buffer.metrics()["sampling/full_frac"] == 0.5
-    buffer.begin_step()
-    buffer.fill(run.stream.draw, run.score)
-    buffer.add([completion(i, 3) for i in range(8, 16)])
-    assert buffer.fill(run.stream.draw, lambda rollouts: [replace(r, reward=1.0) for r in rollouts]) is None
-    assert [r.index for r in buffer.rollouts()] == list(range(8, 16))  # all rewards are equal
+    """With two of four, or with all four if the rewards of none differ."""
+    run = Run(SamplingConfig(dynamic=True, max_rounds=1), overlap=False, seed=0)
+    buffer = run.buffer
+    equal = partial(map, lambda rollout: replace(rollout, reward=1.0))
+    for score, expected, full_frac in (
+        (run.score, [1, 2], 0.5),
+        (lambda rollouts: [*equal(rollouts)], [4, 5, 6, 7], 0),
+    ):
+        buffer.begin_step()
+        requests = buffer.fill(run.stream.draw, score)
+        buffer.add(completions(request.index for request in requests.requests))
+        assert buffer.fill(run.stream.draw, score) is None
+        assert trained_prompts(buffer) == expected and buffer.metrics()["sampling/full_frac"] == full_frac
 
 
 @pytest.mark.parametrize("change", ["lacking", "unknown"])
 @pytest.mark.parametrize("part", ["the groups", "a prompt", "the rollouts", "a rollout", "a piece", "an episode"])
 def test_groups_of_another_version_are_refused_by_name(part: str, change: str):
     """Whatever a saved part has less or more, the message names it and the way out."""
-    buffer, run = buffer_of(carry_over=1)
-    requests = buffer.fill(run.stream.draw, run.score)
-    buffer.add([completion(index, 2) for index in range(2 * len(requests.prompts))])
-    state = buffer.state()
+    run = Run(SamplingConfig(carry_over=1), overlap=False, seed=0)
+    run.buffer.fill(run.stream.draw, run.score)
+    run.buffer.add(completions(range(10)))
+    state = run.buffer.state()
     assert len(saved_groups(state)) == 5
     tensors = state["rollouts"]
     by_rollout, by_piece = json.loads(tensors["facts"].numpy().tobytes())
