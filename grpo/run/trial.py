@@ -41,12 +41,22 @@ def try_algorithm(config: AlgorithmConfig) -> None:
     elif config.loss_options:
         raise ValueError(f"loss {config.loss} has no options, but loss_options is {config.loss_options}; drop them")
     if config.advantages not in ("group_std", *ADVANTAGES):
-        rewards_PG = torch.tensor([[1.0, 0.5, 0.0], [1.0, 1.0, 0.0]]).double()
-        has_PG = torch.tensor([[True, True, False], [True, True, True]])
-        penalty = 1.0 if config.kl_coef and config.kl_in == "reward" else 0.0  # part of no function, as in the run
-        weights_F = torch.ones(1).double()
-        groups = AdvantageInputs(rewards_PG - penalty, has_PG, rewards_PG[None], has_PG[None], weights_F, batch)
-        call(f"advantages {config.advantages}", "advantages(x)", named_advantages(config.advantages), groups)
+        rewards_R = torch.tensor([1.0, 0.5, 0.0, 1.0, 1.0, 0.0])
+        scored = replace(
+            batch,
+            rewards_R=rewards_R,
+            has_reward_R=torch.arange(6) != 2,
+            parts_FR=rewards_R[None],
+        )
+        if config.kl_coef and config.kl_in == "reward":
+            scored = replace(scored, rewards_R=rewards_R - 1)  # a penalty, which is part of no function
+        groups = AdvantageInputs.of(scored, 3, {"reward": 1.0})
+        call(
+            f"advantages {config.advantages}",
+            "advantages(x)",
+            named_advantages(config.advantages),
+            groups,
+        )
     if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
         _check_aggregation(config.aggregation, x, UpdateTotals.of(batch, max_completion_tokens=8))
 
@@ -59,11 +69,19 @@ def trial_batch() -> TrainBatch:
         position_T = torch.arange(length + 2)
         loss_mask_T = (position_T > 0) & (position_T <= length)
         logprobs_T = -2 * torch.rand(length + 2, generator=generator) - 0.6
-        rollouts.append(Rollout.alone(Piece(position_T, loss_mask_T, logprobs_T)))
+        piece = Piece(position_T, loss_mask_T, logprobs_T)
+        rollouts.append(Rollout.alone(piece))
     batch = make_batch(rollouts)
-    policy_N = batch.generator_logprobs_N + torch.rand(batch.num_tokens, generator=generator) - 0.5
-    advantages_N = torch.tensor([1.0, -0.5, -2.0, 0.7, 0.2, -1.0])[batch.owner_N].where(batch.loss_mask_N, 0)
-    return replace(batch, old_logprobs_N=policy_N, ref_logprobs_N=policy_N - 0.1, advantages_N=advantages_N)
+    difference_N = torch.rand(batch.num_tokens, generator=generator) - 0.5
+    policy_N = batch.generator_logprobs_N + difference_N
+    advantages_S = torch.tensor([1.0, -0.5, -2.0, 0.7, 0.2, -1.0])
+    advantages_N = advantages_S[batch.owner_N].where(batch.loss_mask_N, 0)
+    return replace(
+        batch,
+        old_logprobs_N=policy_N,
+        ref_logprobs_N=policy_N - 0.1,
+        advantages_N=advantages_N,
+    )
 
 
 def trial_inputs(
@@ -92,11 +110,19 @@ def call(what: str, signature: str, function: Callable, *arguments: Any) -> Any:
 def _check_aggregation(name: str, x: LossInputs, totals: UpdateTotals) -> None:
     """Raise ValueError unless an aggregation's results for two groups add up to its result for both together."""
     loss_BT = -x.generator_logprobs_BT
-    is_first_BT = x.sequence_BT < 3
+    first_BT = loss_BT.where(x.sequence_BT < 3, 0)
+    function = named_aggregation(name)
     results = []
-    for part_BT in (loss_BT, loss_BT.where(is_first_BT, 0), loss_BT.where(~is_first_BT, 0)):
-        function = named_aggregation(name)
-        results.append(call(f"aggregation {name}", "aggregation(loss_BT, x, totals)", function, part_BT, x, totals))
+    for part_BT in (loss_BT, first_BT, loss_BT - first_BT):
+        result = call(
+            f"aggregation {name}",
+            "aggregation(loss_BT, x, totals)",
+            function,
+            part_BT,
+            x,
+            totals,
+        )
+        results.append(result)
     whole, first, second = results
     if _shape(whole) != () or not torch.allclose(whole, first + second):
         raise ValueError(
