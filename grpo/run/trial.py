@@ -140,8 +140,8 @@ def check_loss_output(output: tuple[Tensor, Metrics], x: LossInputs, name: str) 
     for what, value_BT in {"its loss": loss_BT, **metrics}.items():
         if _shape(value_BT) != shape:
             raise ValueError(
-                f"loss {name}: {what} is a {type(value_BT).__name__} of shape {_shape(value_BT)}; return one number per "
-                f"position, shape {tuple(shape)}, and leave mask and mean to algorithm.aggregation"
+                f"loss {name}: {what} is a {type(value_BT).__name__} of shape {_shape(value_BT)}; return one number per"
+                f" position, shape {tuple(shape)}, and leave mask and mean to algorithm.aggregation"
             )
         if what in metrics and value_BT.requires_grad:
             raise ValueError(f"loss {name}: {what} carries a gradient; detach it")
