@@ -69,14 +69,3 @@ def test_an_sft_recipe_that_evaluates(dry_run):
     flags = ("--evaluation.interval", 10, "--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 32)
     code, said = dry_run(train_sft.main, SFTConfig, "toy_sft.py", *flags)
     assert code == 0 and "held out: 64 of 64 rows" in said
-
-
-def test_what_a_run_refuses_is_refused(dry_run, tmp_path):
-    toy = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path")
-    with pytest.raises(BadInput, match="no_model does not exist"):
-        dry_run(*toy, tmp_path / "no_model")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "mine.txt").write_text("")
-    with pytest.raises(BadInput, match="mine.txt.*choose another --run-dir"):
-        dry_run(*toy, "configs/examples/toys.py:addition")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]

@@ -1,7 +1,6 @@
 """Groups in flight: whatever ends when, and wherever a run is interrupted, each group is trained on once, whole."""
 
 import io
-import json
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,10 +14,11 @@ import torch
 from grpo.algorithm.groups import are_informative
 from grpo.config import GRPOConfig, SamplingConfig
 from grpo.rewards.builtin import math_reward, overlong_penalty
+from grpo.roles import comm
 from grpo.run.groups import Group, GroupBuffer, Life, saved_groups
 from grpo.run.saved import Saved, begin_to_read, resume_data
 from grpo.run.scorer import Scorer
-from grpo.types import EpisodeFacts, Prompt, Request, Requests, Rollout
+from grpo.types import Prompt, Request, Requests, Rollout
 from tests.rollouts import counting_up, hands, logprobs_of
 
 NUM_STEPS, PROMPTS, GROUP_SIZE = 10, 4, 2
@@ -278,32 +278,29 @@ def test_a_step_without_enough_groups_goes_on_after_the_last_round():
         assert trained_prompts(buffer) == expected and buffer.metrics()["sampling/full_frac"] == full_frac
 
 
-@pytest.mark.parametrize("change", ["lacking", "unknown"])
-@pytest.mark.parametrize("part", ["the groups", "a prompt", "the rollouts", "a rollout", "a piece", "an episode"])
-def test_groups_of_another_version_are_refused_by_name(part: str, change: str):
+def test_groups_of_another_version_are_refused_by_name(monkeypatch):
     """Whatever a saved part has less or more, the message names it and the way out."""
     run = Run(SamplingConfig(carry_over=1), overlap=False, seed=0)
     run.buffer.fill(run.stream.draw, run.score)
     run.buffer.add(completions(range(10)))
     state = run.buffer.state()
     assert len(saved_groups(state)) == 5
-    tensors = state["rollouts"]
-    by_rollout, by_piece = json.loads(tensors["facts"].numpy().tobytes())
-    episode = dict.fromkeys(EpisodeFacts.__annotations__)
-    by_rollout["episode"][3] = episode
-    changed = {
-        "the groups": state,
-        "a prompt": state["prompts"][1],
-        "the rollouts": tensors,
-        "a rollout": by_rollout,
-        "a piece": by_piece,
-        "an episode": episode,
-    }[part]
-    *_, name = changed
-    value = changed.pop(name)
-    if change == "unknown":
-        changed |= {name: value, "of_tomorrow": value}
-        name = "of_tomorrow"
-    tensors["facts"] = torch.frombuffer(bytearray(json.dumps([by_rollout, by_piece]).encode()), dtype=torch.uint8)
-    with pytest.raises(ValueError, match=f"{name} {change}.*another version.*run.json"):
-        saved_groups(state)
+
+    def refuse(state: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=f"{message}.*another version.*run.json"):
+            saved_groups(state)
+
+    for part in (state, state["prompts"][1], state["rollouts"]):
+        name, value = part.popitem()
+        refuse(state, f"{name} lacking")
+        part |= {name: value, "of_tomorrow": value}
+        refuse(state, "of_tomorrow unknown")
+        del part["of_tomorrow"]
+    for facts in ("ROLLOUT_FACTS", "PIECE_FACTS"):
+        first, *others = getattr(comm, facts)
+        monkeypatch.setattr(comm, facts, (*others, "of_tomorrow"))
+        refuse(state, f"of_tomorrow lacking, {first} unknown")
+        monkeypatch.undo()
+    group = run.buffer.groups[0]
+    group.rollouts[0] = replace(group.rollouts[0], episode={"of_tomorrow": 1})
+    refuse(run.buffer.state(), "an episode .* turns, .* of_tomorrow unknown")

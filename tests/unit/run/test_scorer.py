@@ -2,15 +2,11 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from configs.examples import toys
 from grpo.config import GRPOConfig
 from grpo.config.recipes import change
-from grpo.report.rollout_metrics import evaluation_metrics
 from grpo.run.policy import describe_ends
 from grpo.run.scorer import passing_parts
-from tests.rollouts import completion
 
 
 def test_a_turn_whose_end_is_no_stop_is_said():
@@ -30,10 +26,8 @@ def test_a_turn_whose_end_is_no_stop_is_said():
     assert not warnings(**{"data.prompt_template": "Q: {question} A:"})
 
 
-@pytest.mark.parametrize(("passes", "accuracy"), [("", 0.0), ("right.py:accuracy", 1.0)])
-def test_a_field_chooses_the_function_by_which_a_completion_passes(passes, accuracy):
+def test_a_field_chooses_the_function_by_which_a_completion_passes():
     """Scripts of TRL put the function for the format first, which would be taken for accuracy."""
-    functions = {"format_reward": 0.2, "right.py:accuracy": 1.0}
-    config = change(GRPOConfig(), {"reward.functions": functions, "reward.passes": passes})
-    scored = [completion([], text="text", rewards={"format_reward": 0.0, "right.py:accuracy": 1.0}, reward=1.0)]
-    assert evaluation_metrics(scored, [], 0, passing_parts(config))["eval/accuracy"] == accuracy
+    config = change(GRPOConfig(), {"reward.functions": {"format_reward": 0.2, "right.py:accuracy": 1.0}})
+    assert passing_parts(config) == ["format_reward"]
+    assert passing_parts(change(config, {"reward.passes": "right.py:accuracy"})) == ["right.py:accuracy"]
