@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
 
 from grpo.config.checks import check_model_path, check_world_size, num_processes
@@ -54,15 +53,15 @@ def read_config(config_type: type[Config]) -> Config:
     """
     quiet_libraries()
     end_with_launcher()
-    return run_rank(partial(_read, config_type))
 
+    def read() -> Config:
+        keep_caches()
+        with refuse_bad_input():
+            config = checked_config(config_type)
+            check_folder_early(config, SCRIPTS[config_type])
+            return config
 
-def _read(config_type: type[Config]) -> Config:
-    keep_caches()
-    with refuse_bad_input():
-        config = checked_config(config_type)
-        check_folder_early(config, SCRIPTS[config_type])
-        return config
+    return run_rank(read)
 
 
 def check_folder_early(config: Config, script: str) -> None:

@@ -240,7 +240,8 @@ class Driver(Steps):
         measured: StepMetrics,
     ) -> Scalars:
         """Log step number `step`. Returns its metrics by name."""
-        num_tokens = sum(piece.num_tokens for rollout in rollouts_of(self.buffer.taken) for piece in rollout.pieces)
+        taken = rollouts_of(self.buffer.taken)
+        num_tokens = sum(piece.num_tokens for rollout in taken for piece in rollout.pieces)
         times = self.timer.close_step() | self.times_ahead
         metrics = self.sampling_metrics(rollouts, batch)
         metrics |= measured_metrics(measured, times, num_tokens)
@@ -259,7 +260,8 @@ class Driver(Steps):
     def sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
         """Return the metrics of sampling. Groups that go back count in the step that trains on them."""
         group_size = self.prompts.group_size
-        metrics = rollout_metrics(rollouts_of(self.buffer.taken), group_size, self.scorer.answer_format)
+        taken = rollouts_of(self.buffer.taken)
+        metrics = rollout_metrics(taken, group_size, self.scorer.answer_format)
         metrics["mismatch/nonfinite_frac"] = nonfinite_frac(rollouts)
         if self.scorer.turn_weight is not None:
             metrics["environment/alone_frac"] = alone_frac(rollouts, group_size)

@@ -119,15 +119,18 @@ class GroupBuffer:
         if num_fresh > 0:
             for prompt in draw(num_fresh):
                 requests = Requests.of([prompt], self.group_size).requests
-                self.groups.append(Group(prompt, [Rollout.begin(prompt, request.index) for request in requests]))
+                rollouts = [Rollout.begin(prompt, request.index) for request in requests]
+                self.groups.append(Group(prompt, rollouts))
         unfinished = [group for group in self.groups if group.life is not Life.COMPLETE]
         if len(self.groups) - len(unfinished) >= num_groups:
             return None
         requests = []
         for rollout in rollouts_of(unfinished):
             if not rollout.ended_by:
-                requests.append(Request(rollout.prompt, rollout.index, rollout.ids_T.tolist()))
-        return Requests(requests, self.group_size, num_left=len(self.groups) - num_groups)
+                begun = rollout.ids_T.tolist()
+                requests.append(Request(rollout.prompt, rollout.index, begun))
+        num_left = len(self.groups) - num_groups
+        return Requests(requests, self.group_size, num_left)
 
     def add(self, sampled: Sequence[Rollout]) -> None:
         """Add what was sampled for `ask`: whole rollouts, and further tokens of those that were begun."""
@@ -175,7 +178,8 @@ class GroupBuffer:
         set_rollouts(taken, rollouts)
         informative = [True] * num_groups
         if self.sampling.dynamic:
-            informative = are_informative(rollouts, self.group_size, self.judging_parts).tolist()
+            informative_P = are_informative(rollouts, self.group_size, self.judging_parts)
+            informative = informative_P.tolist()
         self.num_informative += sum(informative)
         for group, is_informative in zip(taken, informative, strict=True):
             group.life = Life.TAKEN if is_informative else Life.DULL

@@ -34,8 +34,7 @@ def check_version(rollouts: list[Rollout], version: int) -> None:
 
 def check_lost(rollouts: list[Rollout]) -> None:
     """Raise RewardError if more than half of the episodes were lost: something is wrong with their environment."""
-    episodes = [rollout.episode for rollout in rollouts]
-    episodes = list(filter(None, episodes))
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode]
     failures = [episode["failure"] for episode in episodes if episode["failure"]]
     if 2 * len(failures) > len(episodes):
         raise RewardError(f"{len(failures)} of {len(episodes)} episodes were lost; the first: {failures[0]}")
@@ -53,7 +52,8 @@ def passing_parts(config: RunConfig) -> list[str]:
     """
     if config.reward.passes:
         return [config.reward.passes]
-    return list(config.reward_weights)[: 2 if config.environment.all_classes else 1]
+    names = list(config.reward_weights)
+    return names[:2] if config.environment.all_classes else names[:1]
 
 
 def with_parts(
@@ -65,8 +65,10 @@ def with_parts(
 
     weights: of all parts of the reward, which is their `weighted_sum`; None if one failed.
     """
-    rewards = {name: value for name, (value, _) in parts.items() if name in weights} | rollout.rewards
-    failures = rollout.failures | {name: failure for name, (_, failure) in parts.items() if failure}
+    rewards = {name: value for name, (value, _) in parts.items() if name in weights}
+    rewards |= rollout.rewards
+    failures = {name: failure for name, (_, failure) in parts.items() if failure}
+    failures = rollout.failures | failures
     reward = None if failures else weighted_sum(rewards, weights)
     return replace(rollout, rewards=rewards, reward=reward, failures=failures)
 
@@ -122,7 +124,9 @@ class Scorer:
             if completion and completion[-1] in self.policy.stop_token_ids:
                 completion.pop()
         texts = detokenize(self.policy.tokenizer, ids)
-        self.submitted = [replace(rollout, text=text) for rollout, text in zip(rollouts, texts, strict=True)]
+        self.submitted = []
+        for rollout, text in zip(rollouts, texts, strict=True):
+            self.submitted.append(replace(rollout, text=text))
         self.pool.submit(self.submitted, group_size, step)
         return self.submitted
 
@@ -133,7 +137,9 @@ class Scorer:
         `scores` of `comm.on_driver`.
         """
         # while worker processes score
-        values_of = {name: part.values(self.submitted, self.pool.opening) for name, part in self.parts.items()}
+        values_of = {}
+        for name, part in self.parts.items():
+            values_of[name] = part.values(self.submitted, self.pool.opening)
         rollouts = []
         for place, rollout in enumerate(self.pool.collect()):
             parts = {name: values[place] for name, values in values_of.items()}
@@ -143,19 +149,20 @@ class Scorer:
         warnings = failure_lines(rollouts)
         if self.answer_format and not self.collected_before:
             warnings.append(no_answer_line(rollouts, self.answer_format))
+        self.collected_before = True
         for line_of in list(self.lines_once):
             line = line_of(rollouts)
-            warnings.append(line)
             if line:
+                warnings.append(line)
                 self.lines_once.remove(line_of)
-        self.collected_before = True
         for line in filter(None, warnings):
             print(printable(f"warning: {where}{line}"))
         return rollouts
 
     def pass_rate(self, rollouts: list[Rollout]) -> float | None:
         """Return the share of rollouts that pass, None if nothing says whether one does."""
-        return pass_rate(pass_values(rollouts, self.pass_functions), self.pool.config.pass_value)
+        values_R = pass_values(rollouts, self.pass_functions)
+        return pass_rate(values_R, self.pool.config.pass_value)
 
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:
         """Return the prompts as the model saw them, special tokens included."""
@@ -178,16 +185,15 @@ def check_functions(config: RunConfig, rows: Sequence[Mapping[str, Any]] = ()) -
     if data.row and rows:
         columns = list(rows[0])
     if columns is not None and config.environment.enabled:
-        allowed = [data.prompt_column]
+        own = {*columns} - {data.prompt_column}
         if config.environment.are_several:
-            allowed.append("environment")
-        for name in EPISODE_COLUMNS:
-            if name in columns and name not in allowed:
-                raise ValueError(
-                    f"data.columns has {name}, but with an environment reward functions get a column of that name "
-                    f"anyway; give the data set's another name, such as --data.columns my_{name} {name}"
-                )
-        columns = [*columns, *EPISODE_COLUMNS]
+            own -= {"environment"}
+        for name in own & {*EPISODE_COLUMNS}:
+            raise ValueError(
+                f"data.columns has {name}, but with an environment reward functions get a column of that name anyway; "
+                f"give the data set's another name, such as --data.columns my_{name} {name}"
+            )
+        columns += EPISODE_COLUMNS
     functions = load_functions(config.reward, columns, config.generator.max_completion_tokens)
     for row in rows:
         try_built_ins(functions, row)
@@ -212,6 +218,9 @@ def read_rewards(config: RunConfig, policy: PolicyFiles, held_out: Sequence[Prom
     opening, notes = look_at_prompt(policy.tokenizer, config.data)
     for line in [*lines, *warnings, *notes]:
         print(printable(line))
+    lines_once = []
+    for _, lines_of in features.turned_on(config, "lines"):
+        lines_once += lines_of()
     scorer = Scorer(
         RewardPool(config.reward, config.generator.max_completion_tokens, opening),
         parts,
@@ -219,7 +228,7 @@ def read_rewards(config: RunConfig, policy: PolicyFiles, held_out: Sequence[Prom
         pass_functions,
         policy,
         turn_weight=config.environment.weight if config.turns_earn else None,
-        lines_once=[line_of for _, lines in features.turned_on(config, "lines") for line_of in lines()],
+        lines_once=lines_once,
     )
     on_gpu = config.gpus > 0 or torch.cuda.is_available()  # a dry run may be for another machine
     check_engine(config.generator, policy.hf, on_gpu=on_gpu)

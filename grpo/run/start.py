@@ -91,10 +91,19 @@ def read_grpo(
     if config.evaluation.interval:
         held_out = read_held_out(config, policy)
         if not config.environment.all_classes:  # whose rows may have one prompt for all, and differ in their columns
+            ids = [prompt.ids for prompt in held_out]
             rows = [order.rows for order in stream.orders.values()]
-            prepare.warn_of_repeated_rows("evaluation", [prompt.ids for prompt in held_out], rows)
+            prepare.warn_of_repeated_rows("evaluation", ids, rows)
     scorer = read_rewards(config, policy, held_out)
-    start = Start(saved, policy, reference, prompts, held_out, scorer, config.reward.model)
+    start = Start(
+        saved,
+        policy,
+        reference,
+        prompts,
+        held_out,
+        scorer,
+        config.reward.model,
+    )
     note_weights(config, start)
     return start
 
@@ -133,13 +142,24 @@ def read_sft(
         validation = prepare.load_validation(config.validation, encoder)
         ids = [example.ids for examples in validation.values() for example in examples]
         prepare.warn_of_repeated_rows("validation", ids, rows)
-    recent_losses = saved.state.get("recent_losses", ())
-    examples = Examples(stream, validation, truncates, recent_losses)
+    examples = Examples(
+        stream,
+        validation,
+        are_cut=truncates,
+        recent_losses=saved.state.get("recent_losses", ()),
+    )
     held_out = []
     scorer = None
     if config.evaluation.interval:
         held_out, scorer = read_evaluation(config, policy)
-    start = Start(saved, policy, "", examples, held_out, scorer, config.reward.model if scorer else "")
+    start = Start(
+        saved,
+        policy,
+        data=examples,
+        held_out=held_out,
+        scorer=scorer,
+        reward_model=config.reward.model if scorer else "",
+    )
     note_weights(config, start)
     return start
 
