@@ -54,7 +54,7 @@ class Stream:
 class Run:
     """A run of the loop's steps, in which a made-up engine ends completions in an order of its own."""
 
-    def __init__(self, sampling: SamplingConfig, overlap: bool, seed: int):
+    def __init__(self, sampling: SamplingConfig, overlap: bool = False, seed: int = 0):
         self.sampling, self.overlap, self.seed = sampling, overlap, seed
         self.stream, self.buffer, self.version, self.dropped = Stream(), self.new_buffer(), 0, set()
         self.metrics: list[dict[str, float]] = []
@@ -68,7 +68,7 @@ class Run:
         for self.version in range(NUM_STEPS):
             buffer = self.buffer
             buffer.begin_step()
-            while requests := buffer.fill(self.stream.draw, self.score):
+            while requests := self.fill():
                 self.sample(requests)
             trained = buffer.rollouts()
             if not self.sampling.dynamic:  # the oldest complete groups
@@ -91,6 +91,9 @@ class Run:
                 state = torch.load(file, weights_only=True)
                 self.stream, self.buffer = Stream(), self.new_buffer(saved_groups(state["flight"]))
                 self.stream.load_state_dict(state["data"])
+
+    def fill(self) -> Requests | None:
+        return self.buffer.fill(self.stream.draw, self.score)
 
     def score(self, rollouts: list[Rollout]) -> list[Rollout]:
         return [replace(rollout, reward=reward_of(rollout.index)) for rollout in rollouts]
@@ -186,15 +189,15 @@ def indices(prompts: Iterable[Prompt]) -> list[int]:
 
 def test_rounds_of_dynamic_sampling_by_hand():
     """Of groups 0 to 3 two have rewards that differ: half, so that two more need four, of which (5, 7) do: enough."""
-    run = Run(SamplingConfig(dynamic=True), overlap=False, seed=0)
+    run = Run(SamplingConfig(dynamic=True))
     buffer = run.buffer
     for expected, num_informative in (([0, 1, 2, 3], 2), ([4, 5, 6, 7], 5)):
-        requests = buffer.fill(run.stream.draw, run.score)
+        requests = run.fill()
         assert indices(requests.prompts) == expected and requests.num_left == 0
         buffer.add(completions(request.index for request in requests.requests))
         buffer.take(4, run.score)
         assert len(buffer.informative) == num_informative
-    assert buffer.fill(run.stream.draw, run.score) is None
+    assert run.fill() is None
     assert trained_prompts(buffer) == [1, 2, 4, 5] and not buffer.groups
     expected = {"sampling/rounds": 2, "sampling/informative_frac": 5 / 8, "sampling/full_frac": 1}
     assert buffer.metrics().items() >= expected.items()
@@ -242,9 +245,9 @@ def test_groups_that_differ_by_length_alone_are_dropped(weight, length_name, exp
 
 def test_groups_in_flight_of_another_run_are_left_out(capsys):
     """It has another seed, which is allowed, so that prompts are drawn in another order."""
-    run = Run(SamplingConfig(carry_over=1), overlap=False, seed=0)
+    run = Run(SamplingConfig(carry_over=1))
     buffer = run.buffer
-    buffer.fill(run.stream.draw, run.score)
+    run.fill()
     for seed, num_left in ((0, 5), (1, 0)):
         before = begin_to_read(GRPOConfig(), {}).facts | {"rows": {}}
         state = {"step": 1, "read": before, "data": run.stream.state_dict(), "flight": buffer.state()}
@@ -263,25 +266,22 @@ def test_a_round_expects_an_eighth_of_its_groups_to_differ_at_least():
 
 
 def test_a_step_without_enough_groups_goes_on_after_the_last_round():
-    """With two of four, or with all four if the rewards of none differ."""
-    run = Run(SamplingConfig(dynamic=True, max_rounds=1), overlap=False, seed=0)
+    """With two of four, or with all four if none has rewards that differ."""
+    run = Run(SamplingConfig(dynamic=True, max_rounds=1))
     buffer = run.buffer
-    equal = partial(map, lambda rollout: replace(rollout, reward=1.0))
-    for score, expected, full_frac in (
-        (run.score, [1, 2], 0.5),
-        (lambda rollouts: [*equal(rollouts)], [4, 5, 6, 7], 0),
-    ):
+    for expected, full_frac in (([1, 2], 0.5), ([4, 5, 6, 7], 0)):
         buffer.begin_step()
-        requests = buffer.fill(run.stream.draw, score)
+        requests = run.fill()
         buffer.add(completions(request.index for request in requests.requests))
-        assert buffer.fill(run.stream.draw, score) is None
+        assert run.fill() is None
         assert trained_prompts(buffer) == expected and buffer.metrics()["sampling/full_frac"] == full_frac
+        run.score = list  # without any reward
 
 
 def test_groups_of_another_version_are_refused_by_name(monkeypatch):
     """Whatever a saved part has less or more, the message names it and the way out."""
-    run = Run(SamplingConfig(carry_over=1), overlap=False, seed=0)
-    run.buffer.fill(run.stream.draw, run.score)
+    run = Run(SamplingConfig(carry_over=1))
+    run.fill()
     run.buffer.add(completions(range(10)))
     state = run.buffer.state()
     assert len(saved_groups(state)) == 5
