@@ -27,12 +27,9 @@ from grpo.config.fields import (
 from grpo.config.user_files import near_miss
 from grpo.config.values import check_fields, names_function, settings
 
-A_CLASS = "environment.name"
 # Fields -> switches, one of which must be on, or nothing reads the field
 READ_WITH = {
-    **{f"environment.{field}": f"{A_CLASS} environment.tools" for field in vars(EnvironmentConfig())},
-    **dict.fromkeys(("environment.options", "environment.reset_seconds"), A_CLASS),  # tools alone have no state
-    **dict.fromkeys(("environment.hung_reward", "environment.weight"), A_CLASS),
+    **{f"environment.{field}": "environment.name environment.tools" for field in vars(EnvironmentConfig())},
     "reward.model_weight": "reward.model",
     "trainer.lora_alpha": "trainer.lora_rank",
     "trainer.lora_targets": "trainer.lora_rank",
@@ -349,8 +346,7 @@ def check_model_path(path: str) -> None:
                 way_out = "it is an adapter of PEFT: merge it into its base (merge_and_unload) and name that folder"
             raise FileNotFoundError(f"model folder {folder.resolve()} has no config.json; {way_out}")
         return
-    is_run = path.startswith("runs/") and pathlib.Path("runs").is_dir()
-    if path.startswith((".", "/", "~")) or path.count("/") != 1 or is_run:
+    if path.startswith((".", "/", "~", "runs/")) or path.count("/") != 1:
         raise FileNotFoundError(f"model folder {folder.absolute()} does not exist")
 
 

@@ -188,21 +188,18 @@ def load_recipe(path: str, *config_types: type) -> Any:
     if not file.is_file():
         neighbours = sorted(map(str, file.parent.glob("*.py"))) or ["none"]
         raise ValueError(f"recipe {path} does not exist; recipes in that folder: {', '.join(neighbours)}")
-    if not path.endswith(".py"):
-        raise ValueError(f"{path} is no recipe, which is a Python file that binds `config`; see configs/README.md")
     try:
         config = getattr(run_file(path), "config", None)
         if isinstance(config, config_types):
             check_fields(config)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
         raise ValueError(f"{path}{cause_and_line(error, path)}") from error
-    if config is None:
-        raise ValueError(f"{path} binds no `config`, which makes a Python file a recipe; see configs/README.md")
     if not isinstance(config, config_types):
         names = " or ".join(config_type.__name__ for config_type in config_types)
         script = SCRIPTS.get(type(config), "no script")
         raise ValueError(
-            f"{path} must bind `config` to a {names}, it binds {type(config).__name__}, which is for {script}"
+            f"{path} must bind `config` to a {names} (see configs/README.md), it binds {type(config).__name__}, which is "
+            f"for {script}"
         )
     return config
 

@@ -37,7 +37,7 @@ def test_any_field_takes_an_odd_value_or_names_it(config: GRPOConfig | SFTConfig
 # Files in place of a recipe, and what is said behind their names
 RECIPES = {
     "NUL bytes": (b"\0\0\0", "null bytes"),
-    "nothing": (b"", "binds no `config`"),
+    "nothing": (b"", "it binds NoneType"),
     "a recipe of SFT": (
         b"from grpo import config as c\nconfig = c.SFTConfig()",
         "it binds SFTConfig, which is for train_sft",

@@ -1,7 +1,7 @@
 """Data that cannot be used, in every row format and kind of file: one line that says where and why, nothing else.
 
-The rows are looked at as a run does: read, checked, put through the chat template, counted. Each case below spoils one
-row of three, or the bytes of a file.
+Rows are read, put through the chat template and tokenized as a run does it. Each case below spoils one value of a row,
+or the bytes of a file.
 """
 
 import gzip
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from configs.examples import toys
 from grpo.config import DataConfig
-from grpo.data.encode import Encoder
-from grpo.data.prepare import encode_sources, load_chat_sources
+from grpo.data.encode import Encoded, Encoder, RowStatus
+from grpo.data.rows import ChatColumns, chat_reader, detect_format, row_reader
 from grpo.watch.failures import BadInput, refuse_bad_input
 from tests.unit.data.test_data import prepared
 
@@ -41,32 +41,48 @@ SFT_ROWS = {
     "Alpaca": {"instruction": "Add", "input": "1 and 2", "output": "3"},
     "text": {"text": "One and two is three."},
 }
+EVERY_ROW = GRPO_ROWS | SFT_ROWS
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "tool_calls", "function", "arguments", "name", "text", "type"])
+            | st.text(),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
 
 
-def look_at(path: pathlib.Path, tokenizer, sft: bool, **fields) -> None:
-    """What the driver of either script does with its data at the start of a run."""
-    data = DataConfig(path=str(path), system_prompt="", **fields)
+def encoded(row_format: str, row: dict, tokenizer) -> Encoded:
+    """What becomes of a row of either script."""
+    data = DataConfig(system_prompt="")
+    if row_format in GRPO_ROWS:
+        encoder, read = Encoder(tokenizer, data, 100), row_reader(data)
+    else:
+        columns = ChatColumns.of(data, "completion")
+        encoder = Encoder(tokenizer, data, 100, "assistant")
+        read = chat_reader("", detect_format([EVERY_ROW[row_format]], columns), columns)
+    (found,) = encoder.encode([row], read)
+    return found
+
+
+def look_at(path: pathlib.Path, tokenizer) -> None:
+    """What a driver does with its data at the start of a run."""
     with refuse_bad_input():
-        if sft:
-            sources = load_chat_sources(data, "auto", "completion")
-            encode_sources(sources, Encoder(tokenizer, data, 100, "assistant"))
-        else:
-            prepared(data, tokenizer)
+        prepared(DataConfig(path=str(path), system_prompt=""), tokenizer)
 
 
-def refusal(path: pathlib.Path, tokenizer, sft: bool, **fields) -> str:
+def refusal(path: pathlib.Path, tokenizer) -> str:
     """The one line that it is refused with; it names the file."""
     with pytest.raises(BadInput) as refused:
-        look_at(path, tokenizer, sft, **fields)
+        look_at(path, tokenizer)
     message = str(refused.value)
     assert str(path) in message and "\n" not in message and len(message) < MOST_CHARACTERS, message
     return message
-
-
-def write_rows(folder: pathlib.Path, *rows: dict) -> pathlib.Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 # ---- one value of a row ---------------------------------------------------------------------------------------------
@@ -96,7 +112,7 @@ BAD_TEXTS = {
 BAD_ANSWERS = ("absent", "null", "half a character")  # a reward may get anything else
 CASES = [
     (row_format, column, what)
-    for row_format, row in (GRPO_ROWS | SFT_ROWS).items()
+    for row_format, row in EVERY_ROW.items()
     for column in row
     for what in BAD_TEXTS
     if (column != "answer" or what in BAD_ANSWERS) and column != "input"
@@ -105,13 +121,26 @@ CASES += [("Alpaca", "input", what) for what in ("a whole number", "true", "a ta
 
 
 @pytest.mark.parametrize("row_format, column, what", CASES)
-def test_a_row_with_one_bad_value(row_format: str, column: str, what: str, tokenizer, tmp_path: pathlib.Path):
-    good, value = (GRPO_ROWS | SFT_ROWS)[row_format], BAD_TEXTS[what]
-    bad = {name: entry for name, entry in good.items() if name != column or value is not ABSENT}
-    if value is not ABSENT:
-        bad[column] = value
-    message = refusal(write_rows(tmp_path, good, bad, good), tokenizer, row_format in SFT_ROWS)
-    assert "1 of 3 rows" in message and "row 2: " in message and column in message and "--data.bad-rows skip" in message
+def test_a_row_with_one_bad_value(row_format: str, column: str, what: str, tokenizer):
+    value = BAD_TEXTS[what]
+    row = EVERY_ROW[row_format] | {column: value}
+    if value is ABSENT:
+        del row[column]
+    found = encoded(row_format, row, tokenizer)
+    assert found.status == RowStatus.BAD and column in found.reason and "\n" not in found.reason
+
+
+@settings(
+    max_examples=300, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_json_is_used_or_refused_with_a_reason(data: st.DataObject, tokenizer):
+    row_format = data.draw(st.sampled_from(sorted(EVERY_ROW)))
+    row = EVERY_ROW[row_format]
+    column = data.draw(st.sampled_from(sorted(row)))
+    value = data.draw(JSON | st.lists(st.fixed_dictionaries({"role": JSON, "content": JSON}), max_size=2))
+    found = encoded(row_format, row | {column: value}, tokenizer)
+    assert bool(found.reason) == (found.status == RowStatus.BAD) and "\n" not in found.reason
 
 
 # ---- the bytes of a file --------------------------------------------------------------------------------------------
@@ -156,7 +185,7 @@ def test_a_file_that_cannot_be_read(name: str, tokenizer, tmp_path: pathlib.Path
     ending, content, said = BAD_FILES[name]
     path = tmp_path / f"rows{ending}"
     path.write_bytes(content)
-    assert said in refusal(path, tokenizer, sft=False)
+    assert said in refusal(path, tokenizer)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.99])
@@ -165,52 +194,16 @@ def test_parquet_that_was_cut_off(share: float, tokenizer, tmp_path: pathlib.Pat
 
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list([GRPO_ROWS["question and answer"]] * 50).to_parquet(str(path))
-    look_at(path, tokenizer, sft=False)
+    look_at(path, tokenizer)
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    assert "could not be loaded" in refusal(path, tokenizer, sft=False)
+    assert "could not be loaded" in refusal(path, tokenizer)
 
 
 @pytest.mark.parametrize("row_format", ["question and answer", "messages"])
-def test_a_huge_text_is_left_out_and_told(row_format: str, tokenizer, tmp_path: pathlib.Path, capsys):
+def test_a_huge_text_is_left_out(row_format: str, tokenizer):
     """4 MB in one row are neither tokenized nor a reason to end."""
-    good = (GRPO_ROWS | SFT_ROWS)[row_format]
-    column = next(iter(good))
-    huge = [{"role": "user", "content": "1+2 " * 1_000_000}, CHAT[1]] if column == "messages" else "1+2 " * 1_000_000
-    path = write_rows(tmp_path, good, good | {column: huge}, good)
-    look_at(path, tokenizer, row_format in SFT_ROWS)
-    assert "left out: 1 longer than" in capsys.readouterr().out
-
-
-# ---- any value at all -----------------------------------------------------------------------------------------------
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["role", "content", "tool_calls", "function", "arguments", "name", "text", "type"])
-            | st.text(),
-            inner,
-            max_size=4,
-        )
-    ),
-    max_leaves=8,
-)
-EVERY_ROW = GRPO_ROWS | SFT_ROWS
-
-
-@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_json_is_used_or_refused_by_its_row(data: st.DataObject, tokenizer, tmp_path: pathlib.Path):
-    row_format = data.draw(st.sampled_from(sorted(EVERY_ROW)))
-    good = EVERY_ROW[row_format]
-    column = data.draw(st.sampled_from(sorted(good)))
-    bad = good | {
-        column: data.draw(JSON | st.lists(st.fixed_dictionaries({"role": JSON, "content": JSON}), max_size=2))
-    }
-    path = write_rows(tmp_path, good, bad, good)
-    try:
-        look_at(path, tokenizer, row_format in SFT_ROWS)
-    except BadInput as error:
-        message = str(error)
-        assert str(path) in message and "row 2: " in message and "\n" not in message, message
+    text = "1+2 " * 1_000_000
+    column, value = (
+        ("messages", [CHAT[0] | {"content": text}, CHAT[1]]) if row_format == "messages" else ("question", text)
+    )
+    assert encoded(row_format, EVERY_ROW[row_format] | {column: value}, tokenizer).status == RowStatus.TOO_LONG
