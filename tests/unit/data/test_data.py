@@ -155,16 +155,14 @@ def test_other_rows_are_refused_or_begin_again(tokenizer, ten_rows, capsys):
         return drawn, {"step": 1, "data": stream.state_dict(), "read": read.facts}
 
     first, saved = started({})
-    second, _ = started(saved)
-    assert not {*first} & {*second}
+    assert not {*first} & {*started(saved)[0]}
     for content in (rows[:4], rows[::-1], [rows[0].replace("0", "7"), *rows[1:]]):
         pathlib.Path(ten_rows).write_text("".join(content))
         found = f"the rows: 10 of .*, checksum .* -> {len(content)} of .*, checksum .*--allow-changes"
         with pytest.raises(ValueError, match=found):
             started(saved)
-        capsys.readouterr()
         assert started(saved, allow_changes=True)[0] == started({})[0]
-        assert "the data begin again\n" in capsys.readouterr().out
+    assert "the data begin again\n" in capsys.readouterr().out
 
 
 # ---- Mixtures and curricula

@@ -23,7 +23,6 @@ from tests.unit.data.test_data import (
     encoder_of,
     prepared,
     prompts_of,
-    rows_of,
     word_tokenizer,
     write_rows,
 )
@@ -68,14 +67,6 @@ def test_nothing_or_next_to_nothing_left_is_refused_with_a_limit_that_helps(toke
         prepared(data, tokenizer)
     with pytest.raises(ValueError, match=message):
         load_eval_prompts(EvaluationConfig(path=data.path, num_prompts=2), encoder_of(data, tokenizer))
-
-
-def test_rows_that_cannot_be_used_are_never_drawn_and_keep_their_numbers(tokenizer, tmp_path):
-    rows = [{"question": f"add n{i}", "answer": None if i in (1, 4) else str(i)} for i in range(6)]
-    data = config_of(write_rows(tmp_path / "rows.jsonl", rows), bad_rows="skip")
-    prompts = prompts_of(data, tokenizer).draw(8)
-    assert sorted(rows_of(prompts[:4])) == sorted(rows_of(prompts[4:])) == [0, 2, 3, 5]
-    assert all(prompt.columns["answer"] == str(prompt.row) for prompt in prompts)
 
 
 def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):
@@ -200,36 +191,7 @@ def test_held_out_rows_that_are_trained_on_under_another_name_are_counted(tokeni
     assert "warning: 3 of 5 held-out rows of evaluation are trained on too" in capsys.readouterr().out
 
 
-STRICT = (
-    "{% if messages[0].content == 'n1' %}{{ raise_exception('not this') }}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in_training(tmp_path, capsys):
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = STRICT
-    rows = [{"question": f"n{i}", "answer": "1", "completion": "yes"} for i in range(4)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    evaluation = EvaluationConfig(interval=1, path=path, num_prompts=2)
-    validation = ValidationConfig(interval=1, path=path, num_examples=2)
-
-    def load(bad_rows: str) -> list:
-        data = config_of(path, bad_rows=bad_rows)
-        examples = load_validation(validation, chat_encoder(tokenizer, path, bad_rows=bad_rows))[""]
-        texts = [tokenizer.decode(example.ids) for example in examples]
-        assert texts == [f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)]
-        return rows_of(load_eval_prompts(evaluation, encoder_of(data, tokenizer)))
-
-    told = "1 of 4 rows of .*rows.jsonl cannot be used: row 2: .* refuses .*TemplateError: not this"
-    with pytest.raises(ValueError, match=f"{told}.*or leave them out with --data.bad-rows skip"):
-        load("refuse")
-    assert load("skip") == [0, 2]
-    assert len(re.findall(f"warning: {told}", capsys.readouterr().out)) == 2
-
-
-# ---- Many rows, and huge ones
+# ---- Many rows
 
 
 def test_processes_and_a_second_start_give_the_same_rows(tokenizer, tmp_path, monkeypatch):

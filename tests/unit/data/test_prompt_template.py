@@ -8,8 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from configs.examples.toys import make_model, trained_tokenizer
-from grpo.config import DataConfig, GRPOConfig, SFTConfig
-from grpo.config.checks import cautions, validate
+from grpo.config import DataConfig
 from grpo.data.chat import check_template, load_tokenizer
 from tests.tiny_models import KINDS, SMALL
 from tests.unit.data.test_data import encode_prompt
@@ -77,22 +76,6 @@ def test_templates_that_cannot_be_used(base, tmp_path):
         config = data(str(tmp_path / "bad.jinja"))
         with pytest.raises(ValueError, match=message):
             check_template(load_tokenizer(base, config), config)
-
-
-@pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig])
-def test_a_text_without_the_question_is_refused_with_the_config(config_type):
-    wrong = config_type(data=data("Q: {problem} A:", prompt_column="problem"))
-    with pytest.raises(ValueError, match=r"'Q: {problem} A:' has no {question}; add it"):
-        validate(wrong)
-    validate(config_type(data=data("Q: {question} A:", prompt_column="problem")))
-
-
-def test_a_system_prompt_that_is_not_used_is_said():
-    for config_type in (GRPOConfig, SFTConfig):
-        (warning,) = cautions(config_type(data=data("{question}", "be brief")))
-        assert "system_prompt is not used" in warning
-    for used in (data("{question}"), data("{system_prompt} {question}", "be brief"), data("chat.jinja", "be brief")):
-        assert not list(cautions(GRPOConfig(data=used)))
 
 
 def test_the_tokenizer_is_that_of_tokenizer_json(tmp_path):

@@ -17,22 +17,10 @@ from tests.rollouts import rewarded, sequence
 
 def recorded(with_reference: bool = True) -> RecordedStep:
     """Two sequences of 2 and 3 tokens; one sampled log-prob is not finite."""
-    samples = [
-        sequence(
-            torch.tensor([1, 2]),
-            torch.tensor([False, True]),
-            torch.tensor([0.0, -0.5]),
-            prompt_tokens=1,
-            temperature=0.7,
-            version=3,
-        ),
-        sequence(
-            torch.tensor([1, 2, 3]),
-            torch.tensor([False, True, False]),
-            torch.tensor([0.0, -1.5, -torch.inf]),
-            ended_by="tokens",
-        ),
-    ]
+    first = sequence(torch.tensor([1, 2]), torch.tensor([False, True]), torch.tensor([0.0, -0.5]), temperature=0.7)
+    logprobs_T = torch.tensor([0.0, -1.5, -torch.inf])
+    second = sequence(torch.tensor([1, 2, 3]), torch.tensor([False, True, False]), logprobs_T, ended_by="tokens")
+    samples = [first, second]
     batch = make_batch(samples)
     if with_reference:
         batch = replace(batch, ref_logprobs_N=torch.arange(5.0) / 3)

@@ -1,5 +1,6 @@
 """Five formats that rows come in, in the schema of their data sets, by flags alone; from JSON lines and as a table."""
 
+import itertools
 import json
 import pathlib
 
@@ -11,7 +12,6 @@ from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load
 from grpo.data.encode import Encoder
 from grpo.data.prepare import encode_sources, load_chat_sources, load_sources, texts_of
-from grpo.data.streams import ChatStream, PromptStream
 
 FORMATS = pathlib.Path(__file__).parent / "row_formats"
 ROOT = pathlib.Path(__file__).parents[3]
@@ -26,13 +26,7 @@ GSM8K = ["--reward.answer-format", "hashes"]
 DAPO = ["--data.prompt-column", "prompt", "--data.answer-column", "reward_model.ground_truth"]
 OPENR1 = ["--data.prompt-column", "problem", "--reward.answer-format", "boxed"]
 TOOLS = ["--data.prompt-column", "messages.:-1", "--data.tools-column", "tools"]
-OWN = "a function of the user's"
 CALL = '<call>{"name": "get_weather", "arguments": {"city": "Oslo"}}'
-ALPACA = (
-    "def rows(row):\n"
-    "    prompt = row['instruction'] + ('\\n\\n' + row['input'] if row['input'] else '')\n"
-    "    return {'prompt': prompt, 'completion': row['output'], 'answer': row['output']}\n"
-)
 
 
 @pytest.fixture(params=["jsonl", "parquet"])
@@ -56,27 +50,29 @@ def tokenizer_of(sources):
     return tokenizer
 
 
+def config_of(kind: type, recipe: str, path: str, flags: list[str]):
+    fixed = ["--data.path", path, "--data.no-shuffle", "--data.system-prompt", "Be brief."]
+    return load(kind, str(ROOT / "configs" / recipe), [*fixed, *flags])
+
+
 def prompts_of(path: str, *flags: str):
     """The prompts of three rows as GRPO gets them, and their texts with special tokens."""
-    fixed = ["--data.path", path, "--data.no-shuffle", "--data.system-prompt", "Be brief.", "--prompts-per-step", "3"]
-    fixed += ["--data.max-prompt-tokens", "3000"]
-    config = load(GRPOConfig, str(ROOT / "configs/qwen3_1_7b_gsm8k.py"), [*fixed, *flags])
-    tokenizer = tokenizer_of(sources := load_sources(config.data))
-    encoder = Encoder(tokenizer, config.data, config.data.max_prompt_tokens)
-    prompts = PromptStream(encode_sources(sources, encoder), config.data, 0).draw(3)
+    data = config_of(GRPOConfig, "qwen3_1_7b_gsm8k.py", path, flags).data
+    tokenizer = tokenizer_of(sources := load_sources(data))
+    (rows,) = encode_sources(sources, Encoder(tokenizer, data, 3000))
+    prompts = [rows.prompt(row, row) for row in range(3)]
     return prompts, [tokenizer.decode(prompt.ids) for prompt in prompts]
 
 
 def chats_of(path: str, *flags: str) -> list[tuple[str, str]]:
     """What comes before the first label, and the labels, of three rows as SFT gets them."""
-    fixed = ["--data.path", path, "--data.no-shuffle", "--sequences-per-step", "3", "--max-sequence-tokens", "4000"]
-    config = load(SFTConfig, str(ROOT / "configs/toy_sft.py"), [*fixed, *flags])
+    config = config_of(SFTConfig, "toy_sft.py", path, flags)
     tokenizer = tokenizer_of(sources := load_chat_sources(config.data, config.row_format, config.completion_column))
-    rows = encode_sources(sources, Encoder(tokenizer, config.data, 4000, config.train_on))
+    (rows,) = encode_sources(sources, Encoder(tokenizer, config.data, 4000, config.train_on))
     chats = []
-    for chat in ChatStream(rows, config.data, 0).draw(3):
-        labels = [token for token, is_label in zip(chat.ids, chat.mask, strict=True) if is_label]
-        chats.append((tokenizer.decode(chat.ids[: chat.mask.index(True)]), tokenizer.decode(labels)))
+    for chat in map(rows.get, range(3)):
+        labels = tokenizer.decode(list(itertools.compress(chat.ids, chat.mask)))
+        chats.append((tokenizer.decode(chat.ids[: chat.mask.index(True)]), labels))
     return chats
 
 
@@ -94,7 +90,6 @@ PROMPTS = [
         "Compute $\\frac{1}{2} + \\frac{1}{3}$.",
         {"answer": "\\frac{5}{6}", "kind": "Algebra"},
     ),
-    ("alpaca", [OWN], 1, "user\nSort these numbers from small to large.\n\n3, 1, 2", {"answer": "1, 2, 3"}),
 ]
 # data set, flags, which of three rows: how what comes before the first label ends, and the labels
 CHATS = [
@@ -107,7 +102,6 @@ CHATS = [
         "<think>\n49 = 9 * 5 + 4.\n</think>\n\nThe answer is \\boxed{4}.",
     ),
     ("alpaca", [], 0, "Give the capital of France.<|im_end|>\n", "The capital of France is Paris."),
-    ("alpaca", [OWN], 0, "Give the capital of France.<|im_end|>\n", "The capital of France is Paris."),
     # without flags: tools are found, and every turn of the assistant's is learned, calls included
     ("tool_chats", [], 0, "", CALL + "<|im_end|>Clear, at 4 degrees."),
     (
@@ -122,25 +116,17 @@ CHATS = [
 ]
 
 
-@pytest.fixture
-def with_own(tmp_path):
-    """Flags in which OWN names a function of the user's."""
-    (tmp_path / "alpaca.py").write_text(ALPACA)
-    own = ["--data.row", f"{tmp_path}/alpaca.py:rows"]
-    return lambda flags: [part for flag in flags for part in (own if flag == OWN else [flag])]
-
-
 @pytest.mark.parametrize(("name", "flags", "row", "end", "columns"), PROMPTS)
-def test_prompts_of_five_formats(data_set, with_own, name, flags, row, end, columns):
-    prompts, texts = prompts_of(data_set(name), *with_own(flags))
+def test_prompts_of_formats(data_set, name, flags, row, end, columns):
+    prompts, texts = prompts_of(data_set(name), *flags)
     assert texts[row].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
     assert texts[row].endswith(f"{end}<|im_end|>\n<|im_start|>assistant\n")
     assert columns.items() <= prompts[row].columns.items()
 
 
 @pytest.mark.parametrize(("name", "flags", "row", "end", "labels"), CHATS)
-def test_chats_of_five_formats(data_set, with_own, name, flags, row, end, labels):
-    before, found = chats_of(data_set(name), *with_own(flags))[row]
+def test_chats_of_five_formats(data_set, name, flags, row, end, labels):
+    before, found = chats_of(data_set(name), *flags)[row]
     assert before.endswith(f"{end}<|im_start|>assistant\n") and found == f"{labels}<|im_end|>"
 
 

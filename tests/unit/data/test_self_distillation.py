@@ -50,15 +50,14 @@ def test_it_goes_the_way_of_the_prompt_with_columns_of_the_row(tmp_path):
     assert prompt.teacher_ids == ids_of(text)
 
 
-def test_one_that_is_too_long_leaves_its_row_out_with_numbers(tmp_path, capsys):
-    path = rows_of(tmp_path, {}, {"answer": "n2 n2 n2"}, {"answer": "n3"})
-    data = config_of(path, max_prompt_tokens=5, shuffle=False)
+def test_one_that_is_too_long_leaves_its_row_out_and_an_unknown_column_is_refused(tmp_path):
+    data = config_of(
+        rows_of(tmp_path, {}, {"answer": "n2 n2 n2"}, {"answer": "n3"}), max_prompt_tokens=5, shuffle=False
+    )
     prompts = prompts_of(data, word_tokenizer(), teacher_template="{question} {answer}").draw(2)
     assert [prompt.row for prompt in prompts] == [0, 2]
-    assert "2 of 3 rows" in (told := capsys.readouterr().out)
     with pytest.raises(ValueError, match=r"teacher_template .*\{solution\}.* data.columns"):
         prompts_of(data, word_tokenizer(), teacher_template="{question} {solution}")
-    assert "tokens 5 to 7" in told and "left out: 1 longer than data.max_prompt_tokens=5" in told
 
 
 # ---- Its log-probs and their gradient, of three sequences by hand
@@ -176,14 +175,10 @@ def test_a_reference_that_moves_is_the_average_of_the_policys_weights(folders):
     for name, value in reference.model.module.named_parameters():
         assert value.dtype == torch.float32
         torch.testing.assert_close(local(value), weights[name], rtol=1e-6, atol=1e-7)
-    moved_N = reference.logprobs(batch)
-    assert not torch.equal(moved_N, before_N)
-    saved = {name: value.clone() for name, value in trainer.state_dict()["reference"].items()}
+    assert not torch.equal(reference.logprobs(batch), before_N)
     trainer.lead(reference.model, interval=1, mixture=1.0)
     trainer.end_step()
     assert torch.equal(reference.logprobs(batch), trainer.logprobs(batch))
-    trainer.load_state_dict(trainer.state_dict() | {"reference": saved})
-    assert torch.equal(reference.logprobs(batch), moved_N)
 
 
 def local(weight: torch.Tensor) -> torch.Tensor:

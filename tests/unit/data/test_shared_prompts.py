@@ -7,7 +7,6 @@ import torch
 import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from grpo.data.batches import make_batch
 from grpo.data.layout import plan
 from grpo.models import attention
 from grpo.models.attention import (
@@ -21,21 +20,10 @@ from grpo.models.attention import (
 from grpo.models.families import titan_config
 from grpo.types import TrainBatch
 from tests import plain_attention
-from tests.rollouts import sequence
 from tests.rows import one_row
+from tests.unit.data.test_layout import batch_of
 
 torch.set_num_threads(1)
-
-
-def batch_of(*groups: tuple[list[int], list[int]]) -> TrainBatch:
-    """Groups of (prompt, lengths of its completions); a completion's ids begin at 100, 200, ..; all of it counts."""
-    samples = []
-    for prompt, lengths in groups:
-        for length in lengths:
-            ids_T = torch.tensor([*prompt, *range(100 * len(samples) + 100, 100 * len(samples) + 100 + length)])
-            counts_T = torch.arange(len(ids_T)) >= len(prompt)
-            samples.append(sequence(ids_T, counts_T, -ids_T.float(), prompt_tokens=len(prompt)))
-    return make_batch(samples)
 
 
 @pytest.fixture(params=[("documents", None), ("documents", 9), ("flash", None), ("flash", 9)])
@@ -90,7 +78,7 @@ def test_threads_of_a_cpu_add_the_gradients_of_shared_keys_in_one_order():
     torch.set_num_threads(2)
     try:
         gradients = []
-        for _ in range(40):
+        for _ in range(20):
             out = DocumentAttention(None)(*values, attention_masks=masks, enable_gqa=True)
             gradients.append(torch.cat([x.flatten() for x in torch.autograd.grad(out.sin().sum(), values)]))
     finally:

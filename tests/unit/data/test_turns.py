@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from configs.examples import toys
 from grpo.config import DataConfig
 from grpo.data.chat import Refused
-from grpo.data.encode import Encoded, Encoder, RowStatus
-from grpo.data.rows import ChatColumns, Example, chat_reader
-from grpo.data.turns import end_of_turn, tokenize, write_example, write_prompt
+from grpo.data.encode import Encoder, RowStatus
+from grpo.data.rows import Example
+from grpo.data.turns import SWITCHES, end_of_turn, tokenize, write_example, write_prompt
 from tests.unit.data.test_data import encode_prompt
 
 DATA = DataConfig(system_prompt="")
@@ -31,13 +31,6 @@ def encode_chat(tokenizer, data, messages, train_on, tools=None) -> tuple[list[i
 def encode_text(tokenizer, text) -> tuple[list[int], list[bool]]:
     ((ids, mask),) = tokenize(tokenizer, [write_example(tokenizer, DATA, Example(text=text), "last")])
     return ids, mask
-
-
-def encode_within(tokenizer, row: dict, max_tokens: int, truncate=False) -> Encoded:
-    """What becomes of a row with messages or a text."""
-    encoder = Encoder(tokenizer, DATA, max_tokens, "assistant", truncates=truncate)
-    (encoded,) = encoder.encode([row], chat_reader("", next(iter(row)), ChatColumns("prompt", "completion")))
-    return encoded
 
 
 NO_THOUGHTS = {"enable_thinking": False}
@@ -269,8 +262,6 @@ def test_markers_that_hold_the_end_of_a_turn_already():
 
 USER, TURN = TALK[1], TALK[2]
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
-OLD_CALL = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}
-LEAVES_SYSTEM_OUT = CHATML.replace("in messages %}", "in messages if message['role'] != 'system' %}")
 THOUGHT = "two is what 1+1 is"
 
 
@@ -287,14 +278,8 @@ ADD = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
         (CHATML, [USER, TURN | {"reasoning_content": THOUGHT}], "assistant", "reasoning_content of message 2"),
         (CHATML, [USER, TURN | {"thinking": [{"text": THOUGHT}]}], "last", "thinking of message 2"),
         (CHATML, [TALK[0] | {"reasoning": THOUGHT}, USER, TURN], "all", "reasoning of message 1"),
-        (
-            CHATML,
-            [USER, OLD_CALL, {"role": "function", "name": "f", "content": "4"}, TURN],
-            "assistant",
-            "function_call",
-        ),
-        # of the same words, the question has some, and the answer others
-        (CHATML, [USER, TURN | {"reasoning_content": "1+1"}], "assistant", "reasoning_content of message 2"),
+        (CHATML, [USER, TURN | {"function_call": {"name": "f"}}], "assistant", "function_call"),
+        # words that the answer has too
         (CHATML, [USER, TURN | {"reasoning_content": "two"}], "assistant", "reasoning_content of message 2"),
         (CALLS_ALONE, [USER, CALL | {"content": "1+1?"}], "assistant", "content of message 2"),
         (CHATML, [USER, CALL | {"content": "I add."}], "assistant", "tool_calls of message 2"),
@@ -324,15 +309,12 @@ def test_tools_that_the_template_does_not_write_are_noted(template, is_noted):
 
 
 def test_what_is_not_learned_may_be_left_out():
-    """Thoughts of earlier turns, a whole history, ids of calls, entries of one's own."""
-    thinks = TURN | {"reasoning_content": THOUGHT}
-    tool = {"role": "tool", "content": ' 4 "or"\n é ', "tool_call_id": "x", "name": "add"}
-    for template, chat in (
-        (CHATML, [USER | {"level": "hard"}, thinks, *TALK[3:7:3]]),
-        (CHATML.replace("message['content']", "message.content | tojson"), [USER, TURN, tool, TALK[6]]),
-        (FORGETFUL, [USER, TURN | {"content": f"<think>{THOUGHT}</think>2"}, USER, TURN]),
+    """Thoughts of earlier turns, in entries of their own or in the content, and entries of one's own."""
+    for template, turn in (
+        (CHATML, TURN | {"reasoning_content": THOUGHT, "mood": "glad"}),
+        (FORGETFUL, TURN | {"content": f"<think>{THOUGHT}</think>2"}),
     ):
-        assert "[" in encoded(tokenizer_for(template, "<|im_end|>"), chat, "last")
+        assert "[" in encoded(tokenizer_for(template, "<|im_end|>"), [USER, turn, USER, TURN], "last")
 
 
 def test_the_text_of_special_tokens_is_noted():
@@ -350,15 +332,14 @@ def test_turns_that_end_at_the_marker_of_the_next_role_are_noted():
         assert any("only the last one learns where to end" in note for note in notes) == is_noted
 
 
-@pytest.mark.parametrize("name", ["weight", "trainable", "train", "training", "loss", "loss_mask"])
+@pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("template", [CHATML, marked_template("chatml", True)], ids=["chatml", "marked"])
 def test_a_message_that_is_not_to_be_learned_is_context(template: str, name: str):
     """Of two turns one is learned; what comes behind the last learned one is left out."""
-    tokenizer, on, off = tokenizer_for(template, "<|im_end|>"), {name: True}, {name: 0}
+    tokenizer, off = tokenizer_for(template, "<|im_end|>"), {name: 0}
     user, first, more, second = TALK[1:5]
-    assert encoded(tokenizer, [user, first | off, more, second | on]) == encoded(tokenizer, TALK[1:5], "last")
-    assert encoded(tokenizer, [user, first | on, more, second | off]) == encoded(tokenizer, [user, first])
-    assert "[" not in encoded(tokenizer, [user, first | on, more, second | off], "last")
+    assert encoded(tokenizer, [user, first | off, more, second | {name: True}]) == encoded(tokenizer, TALK[1:5], "last")
+    assert encoded(tokenizer, [user, first, more, second | off]) == encoded(tokenizer, [user, first])
     for train_on, turn in (("all", off), ("assistant", {name: 0.5})):
         with pytest.raises(Refused, match="learned|must be 0 or 1"):
             encoded(tokenizer, [user, first | turn], train_on)
@@ -370,11 +351,6 @@ def test_an_answer_that_has_its_end_already_gets_no_second_one():
     data = DataConfig(prompt_template="{question}", system_prompt="")
     assert encoded(tokenizer, chat) == encoded(tokenizer, TALK[1:3])
     assert encoded(tokenizer, chat, data=data) == "1+1?[two.<|im_end|>]"
-
-
-@pytest.mark.parametrize(("train_on", "has_labels"), [("assistant", False), ("last", False), ("all", True)])
-def test_an_example_without_a_label(train_on: str, has_labels: bool):
-    assert ("[" in encoded(tokenizer_for(*FAMILIES["chatml"]), TALK[:2], train_on)) == has_labels
 
 
 def test_the_system_prompt_comes_first_unless_the_chat_has_one():
@@ -445,12 +421,10 @@ def test_texts_have_the_tokenizers_beginning_and_eos():
     assert bracketed(tokenizer, *encode_text(tokenizer, "hello a lot")) == "hello[ a lot<eos>]"
     special = [("<|begin|>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
     for pattern in ("<|begin|> $A", "<|begin|> $A <eos>"):
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single=pattern, special_tokens=special
-        )
-        assert bracketed(tokenizer, *encode_text(tokenizer, "hello")) == "<|begin|>[hello<eos>]"
-        # what a text has already comes once
-        assert bracketed(tokenizer, *encode_text(tokenizer, "<|begin|>hello<eos>")) == "<|begin|>[hello<eos>]"
+        processor = processors.TemplateProcessing(single=pattern, special_tokens=special)
+        tokenizer.backend_tokenizer.post_processor = processor
+        for text in ("hello", "<|begin|>hello<eos>"):  # what a text has already comes once
+            assert bracketed(tokenizer, *encode_text(tokenizer, text)) == "<|begin|>[hello<eos>]"
         for begin in ("", "<|begin|>"):
             data = DataConfig(prompt_template=begin + "{question}", system_prompt="")
             assert encoded(tokenizer, TALK[1:3], data=data) == "<|begin|>1+1?[two.<eos>]"
@@ -529,12 +503,14 @@ def any_text_tokenizer(trim_offsets: bool) -> PreTrainedTokenizerFast:
 def test_a_row_is_used_left_out_or_cut_off_at_exactly_its_limit():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
     ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant")
-    num_kept = mask.index(True) + 1
-    for max_tokens, truncate, status, kept in (
-        (len(ids), False, RowStatus.USED, len(ids)),
-        (len(ids) - 1, False, RowStatus.TOO_LONG, 0),
-        (num_kept, True, RowStatus.USED, num_kept),
-    ):
-        found = encode_within(tokenizer, {"messages": TALK}, max_tokens, truncate)
-        assert (found.status, found.num_tokens) == (status, len(ids))
-        assert (found.ids, found.mask) == (ids[:kept], mask[:kept])
+
+    def found(max_tokens: int, truncate: bool) -> tuple[int, list[int]]:
+        encoder = Encoder(tokenizer, DATA, max_tokens, "assistant", truncates=truncate)
+        (row,) = encoder.encode([{}], lambda _: Example(chat=TALK))
+        return row.status, row.ids
+
+    assert found(len(ids), False) == (RowStatus.USED, ids)
+    assert found(len(ids) - 1, False) == (RowStatus.TOO_LONG, [])
+    first_label = mask.index(True)
+    assert found(first_label + 1, True) == (RowStatus.USED, ids[: first_label + 1])
+    assert found(first_label, True) == (RowStatus.UNLABELLED, [])

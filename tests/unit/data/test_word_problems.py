@@ -1,6 +1,5 @@
 """The word problems: questions read again by another reader, solutions by arithmetic, what fits into the recipes."""
 
-import random
 import re
 
 from configs.examples import word_problem_rows
@@ -8,8 +7,6 @@ from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load_recipe
 from tests.torchrun import ROOT
 from tests.unit.data.test_data import encode_prompt
-
-OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 def solve(question: str) -> int:
@@ -29,10 +26,8 @@ def solve(question: str) -> int:
 
 
 def test_rows_are_right_fixed_distinct_and_fit_into_the_recipes(monkeypatch):
-    state = random.getstate()
     monkeypatch.setitem(word_problem_rows.NUM_ROWS, "train", 3000)
     train, test = (word_problem_rows.word_problems(split) for split in ("train", "test"))
-    assert random.getstate() == state
     assert len({row["question"] for row in train + test}) == 4000
     assert not {row["completion"] for row in train} & {row["completion"] for row in test}
     assert test[0]["question"].startswith("Jane has 39 apples. Then the number of apples grows")
@@ -42,13 +37,9 @@ def test_rows_are_right_fixed_distinct_and_fit_into_the_recipes(monkeypatch):
     sft = load_recipe(str(ROOT / "configs" / "word_problems_sft.py"), SFTConfig)
     for row in test:
         assert solve(row["question"]) == int(row["answer"])
-        thoughts = re.fullmatch(r"<think>(.*)</think><answer>(\d+)</answer>", row["completion"])
-        results = []
-        for equation in thoughts[1].split():
-            left, sign, right, result = re.fullmatch(r"(\d+)([-+*])(\d+)=(\d+)\.", equation).groups()
-            assert 1 <= OPERATIONS[sign](int(left), int(right)) == int(result) <= 999
-            results.append(result)
-        assert results[-1] == thoughts[2] == row["answer"]
+        equations = re.findall(r"(\d+[-+*]\d+)=(\d+)\.", row["completion"])
+        assert all(eval(left) == int(right) for left, right in equations)
+        assert row["completion"].endswith(f"={row['answer']}.</think><answer>{row['answer']}</answer>")
         num_prompt = len(encode_prompt(tokenizer, grpo.data, row["question"]))
         num_completion = len(tokenizer.encode(row["completion"])) + 1  # the end of the turn
         assert num_prompt <= grpo.data.max_prompt_tokens and num_completion <= grpo.generator.max_completion_tokens
