@@ -188,6 +188,8 @@ def load_recipe(path: str, *config_types: type) -> Any:
     if not file.is_file():
         neighbours = sorted(map(str, file.parent.glob("*.py"))) or ["none"]
         raise ValueError(f"recipe {path} does not exist; recipes in that folder: {', '.join(neighbours)}")
+    if not path.endswith(".py"):
+        raise ValueError(f"{path} is no recipe, which is a Python file that binds `config`; see configs/README.md")
     try:
         config = getattr(run_file(path), "config", None)
         if isinstance(config, config_types):

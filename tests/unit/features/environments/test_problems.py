@@ -31,7 +31,7 @@ def test_what_does_not_go_with_an_environment_is_refused(changes, message):
 
 def test_options_of_a_class_do_nothing_for_tools_alone():
     recipe = change(GRPOConfig(), TOOLS)
-    with pytest.raises(ValueError, match="environment.options={'a': 1} does nothing with environment.name=''"):
+    with pytest.raises(ValueError, match="environment.options={'a': 1} does nothing without environment.name"):
         check_effects(change(recipe, {"environment.options": {"a": 1}}), recipe)
 
 
