@@ -200,8 +200,8 @@ def load_recipe(path: str, *config_types: type) -> Any:
         names = " or ".join(config_type.__name__ for config_type in config_types)
         script = SCRIPTS.get(type(config), "no script")
         raise ValueError(
-            f"{path} must bind `config` to a {names} (see configs/README.md), it binds {type(config).__name__}, which is "
-            f"for {script}"
+            f"{path} must bind `config` to a {names}, see configs/README.md; it binds {type(config).__name__}, which "
+            f"is for {script}"
         )
     return config
 

@@ -114,7 +114,7 @@ def write_example(
     candidates = turns[-1:] if train_on == "last" else turns
     learned_turns = [turn for turn in candidates if is_learned[turn]]
     if turns and not learns_all:
-        last_turn = learned_turns[-1] if learned_turns else turns[-1]
+        last_turn = (learned_turns or turns)[-1]
         messages = messages[: last_turn + 1]
 
     @functools.cache
@@ -125,8 +125,7 @@ def write_example(
     whole, marked = write(len(messages), opening=False)
     text = whole
     writes_prompts_only = False
-    ends_with_turn = messages[-1]["role"] == "assistant"
-    ends_with_label = ends_with_turn and (learns_all or bool(learned_turns))
+    ends_with_label = messages[-1]["role"] == "assistant" and (learns_all or bool(learned_turns))
     prompt = None
     if ends_with_label and marked is None and len(messages) > 1:
         prompt, _ = write(len(messages) - 1, opening=True)
