@@ -182,8 +182,9 @@ def _read_files(source: Source) -> Rows:
     """
     paths = [source.path] if os.path.isfile(source.path) else sorted(glob.glob(source.path))
     if not paths:
-        path = os.path.abspath(source.path)
-        raise FileNotFoundError(f"data file {path} does not exist; correct the path or create it")
+        raise FileNotFoundError(
+            f"data file {os.path.abspath(source.path)} does not exist; correct the path or create it"
+        )
     # Files have one split, which goes by the name that is asked for, so that `train[:90%]` takes a part of it.
     split = source.split.partition("[")[0]
     if split not in ("train", "test"):
