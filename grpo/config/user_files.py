@@ -8,14 +8,14 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 from grpo.config.values import fits, settings
 
-# `path/file.py:function` with anything behind it, as a split of rows, or a chat template
-_NAMES_FILE = re.compile(r"(.+\.py):\w.*|(.+\.jinja)")
+# A text, as Python writes it, that is `path/file.py:function` with anything behind it, or a chat template
+_NAMES_FILE = re.compile(r"""['"]([^'"]+)(?:(?<=\.py):\w|(?<=\.jinja)['"])""")
 
 
 def load_function(spec: str, what: str) -> Callable:
@@ -106,10 +106,9 @@ def own_files(config: Any) -> dict[str, str]:
     so far. A file with the name of another one gets its folder's name in front.
     """
     paths: dict[str, None] = {}
-    for text in _texts_in(settings(config)):
-        match = _NAMES_FILE.fullmatch(text)
-        if match and os.path.isfile(match[1] or match[2]):
-            paths[os.path.abspath(match[1] or match[2])] = None
+    for path in _NAMES_FILE.findall(repr(settings(config))):
+        if os.path.isfile(path):
+            paths[os.path.abspath(path)] = None
     folders = {os.path.dirname(path) for path in paths}
     for module in [*sys.modules.values()]:
         path = getattr(module, "__file__", None)
@@ -124,17 +123,6 @@ def own_files(config: Any) -> dict[str, str]:
             folder = folder.parent
         texts[name] = path.read_text("utf-8", errors="replace")
     return texts
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    """Yield all texts in a value, those that name an entry of a table too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts_in([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _texts_in(entry)
 
 
 def cause_and_line(error: BaseException, file: str) -> str:

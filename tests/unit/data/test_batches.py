@@ -24,7 +24,7 @@ def test_a_batch_is_its_rollouts_laid_end_to_end():
     assert batch.prompt_lengths_S.tolist() == [0, 2] and batch.kept_C is None
     assert batch.loss_mask_N.nonzero()[:, 0].tolist() == [1, 4, 6] and batch.num_loss_tokens_S.tolist() == [1, 2]
     assert batch.temperatures_S.tolist() == pytest.approx([1.0, 0.7]) and batch.versions_S.tolist() == [0, 4]
-    assert batch.truncated_S.tolist() == [False, True] and batch.owner_N.tolist() == [0, 0, 1, 1, 1, 1, 1]
+    assert batch.truncated_S.tolist() == [False, True]
     # as old as the first piece, if it was continued
     pieces = [Piece.sampled([7], [-1.0], version) for version in (2, 5)]
     assert make_batch([conversation(pieces, prompt)]).versions_S.tolist() == [2]
@@ -52,10 +52,9 @@ def test_an_episode_with_several_sequences_is_one_rollout():
 def test_mini_batches_are_whole_groups_in_order():
     # sequence s has 2 (s + 1) tokens; 3 groups of 2 in 2 parts: 1 group, then 2
     samples = [sequence(torch.arange(length), torch.arange(length) > 0) for length in (2, 4, 6, 8, 10, 12)]
-    batch = dataclasses.replace(make_batch(samples), advantages_N=torch.arange(42.0), truncated_S=torch.arange(6) > 3)
+    batch = dataclasses.replace(make_batch(samples), advantages_N=torch.arange(42.0))
     first, second = split_groups(batch, group_size=2, num_parts=2)
     assert first.lengths_S.tolist() == [2, 4] and second.lengths_S.tolist() == [6, 8, 10, 12]
-    assert second.truncated_S.tolist() == [False, False, True, True]
     assert second.advantages_N.tolist() == list(range(6, 42)) and second.ids_N.equal(batch.ids_N[6:])
     # a sequence keeps its index in the step, in the micro-batch too
     micro = one_row(second)

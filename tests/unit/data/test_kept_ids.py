@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from grpo.data.batches import make_batch, split_groups
-from grpo.data.layout import plan
 from grpo.data.recorded import RecordedStep, read_step, save_step
 from grpo.types import Piece, Prompt, Rollout
 from tests.rollouts import completion, conversation, over_the_wire, rewarded
@@ -60,10 +59,3 @@ def test_every_token_keeps_its_own_ids_from_the_engine_to_a_mini_batch(tmp_path,
         for token, kept in zip(mini_batch.token_C.tolist(), mini_batch.kept_C.tolist(), strict=True):
             found[token] += [kept] if kept >= 0 else []
         assert found == sum((wanted[sequence] for sequence in mini_batch.sequence_S.tolist()), [])
-
-
-def test_nothing_is_carried_if_every_id_was_kept():
-    batch = make_batch(over_the_wire([completion([5, 6], prompt=Prompt(0, [1]))]))
-    assert batch.kept_C is None
-    (micro,) = plan(batch, 1, 64).micro_batches(0)
-    assert micro.kept is None

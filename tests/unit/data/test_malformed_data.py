@@ -186,24 +186,3 @@ def test_a_file_that_cannot_be_read(name: str, tokenizer, tmp_path: pathlib.Path
     path = tmp_path / f"rows{ending}"
     path.write_bytes(content)
     assert said in refusal(path, tokenizer)
-
-
-@pytest.mark.parametrize("share", [0.5, 0.99])
-def test_parquet_that_was_cut_off(share: float, tokenizer, tmp_path: pathlib.Path):
-    import datasets
-
-    path = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list([GRPO_ROWS["question and answer"]] * 50).to_parquet(str(path))
-    look_at(path, tokenizer)
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    assert "could not be loaded" in refusal(path, tokenizer)
-
-
-@pytest.mark.parametrize("row_format", ["question and answer", "messages"])
-def test_a_huge_text_is_left_out(row_format: str, tokenizer):
-    """4 MB in one row are neither tokenized nor a reason to end."""
-    text = "1+2 " * 1_000_000
-    column, value = (
-        ("messages", [CHAT[0] | {"content": text}, CHAT[1]]) if row_format == "messages" else ("question", text)
-    )
-    assert encoded(row_format, EVERY_ROW[row_format] | {column: value}, tokenizer).status == RowStatus.TOO_LONG

@@ -159,13 +159,11 @@ def test_held_out_rows_are_the_first_that_can_be_used(tokenizer, talks, tmp_path
     assert texts["answers"] == [f"<user> add <assistant> n{i} <eos>" for i in (5, 6, 7)]
     out = capsys.readouterr().out
     assert "held out: 2 of 4 rows of talks (" in out and "held out: 3 of 5 rows of answers (" in out
-    assert "left out: 1 without a token to learn, 1 longer than max_sequence_tokens=9" in out
 
     data = config_of(answers, max_prompt_tokens=6)
     evaluation = EvaluationConfig(path=long_rows(tmp_path, [4, 9, 5, 6]), num_prompts=2)
     prompts = load_eval_prompts(evaluation, encoder_of(data, tokenizer))
     assert [(p.index, p.row, p.columns["answer"]) for p in prompts] == [(0, 0, "4"), (1, 2, "5")]
-    assert "held out: 2 of 4 rows of" in capsys.readouterr().out
 
 
 def test_held_out_rows_that_cannot_be_read_are_named_by_their_field(tokenizer, talks, tmp_path):

@@ -59,8 +59,8 @@ def test_tags_are_single_tokens_that_decode_keeps(tokenizer):
 def test_model_folders_load_in_transformers_and_follow_from_the_seed(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    def build(folder: str, seed: int, name: str = "addition") -> pathlib.Path:
-        return pathlib.Path(initial_model.build_model(f"{TOYS}:{name}_model", tmp_path / folder, TEXTS[:2], seed))
+    def build(folder: str, seed: int) -> pathlib.Path:
+        return pathlib.Path(initial_model.build_model(f"{TOYS}:addition_model", tmp_path / folder, TEXTS[:2], seed))
 
     state = torch.get_rng_state()
     folder, same, other = build("a", 3), build("b", 3), build("c", 4)
@@ -72,6 +72,3 @@ def test_model_folders_load_in_transformers_and_follow_from_the_seed(tmp_path):
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     messages = [{"role": "system", "content": "Think first."}, {"role": "user", "content": "70+98"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "70+98="
-    # the other one brings a tokenizer that was trained on its rows
-    tokenizer = AutoTokenizer.from_pretrained(build("d", 0, "gsm8k"))
-    assert tokenizer.decode(tokenizer.encode(TEXTS[1])) == TEXTS[1]
