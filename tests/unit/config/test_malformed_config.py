@@ -13,8 +13,7 @@ from grpo.config.values import check_fields
 
 MOST_CHARACTERS = 2000  # of a message
 HUGE = 10**30
-ODD_VALUES = (None, True, -1, 0, HUGE, -0.5, math.nan, math.inf, "", "x", "\ud800", b"x")
-ODD_VALUES += ((), ("x", 1), [], {}, {1: 2}, {"x": "y"}, {"x": None}, object(), GRPOConfig, len)
+ODD_VALUES = (None, True, -1, HUGE, math.nan, math.inf, "", "x", "\ud800", (), ("x", 1), {1: 2}, {"x": "y"}, object())
 
 
 @pytest.mark.parametrize("config", [GRPOConfig(), SFTConfig()], ids=["grpo", "sft"])
@@ -31,7 +30,7 @@ def test_any_field_takes_an_odd_value_or_names_it(config: GRPOConfig | SFTConfig
                 num_refused += 1
                 is_named = name in message or (value == HUGE and str(HUGE)[:20] in message)  # a sum of two fields, say
                 assert is_named and "\n" not in message and len(message) < MOST_CHARACTERS, (path, message)
-    assert num_refused > 12 * len(list(field_paths(config)))  # of 22 values
+    assert num_refused > 8 * len(list(field_paths(config)))  # of 14 values
 
 
 # Files in place of a recipe, and what is said behind their names

@@ -131,7 +131,7 @@ def test_a_row_with_one_bad_value(row_format: str, column: str, what: str, token
 
 
 @settings(
-    max_examples=300, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_json_is_used_or_refused_with_a_reason(data: st.DataObject, tokenizer):
