@@ -26,8 +26,6 @@ LIMITS = {
 }
 MOVE_STEPS = 20
 MIN_MOVE = 1e-6  # nats of KL to the start; or sum of the learning rates
-ACCURACY_DROP = 0.03
-DROP_ERRORS = 2.5  # standard errors that an accuracy is below the best of several
 
 
 def no_comparison(history: History) -> str:
@@ -103,24 +101,6 @@ def not_saved(history: History, launcher_seconds: float) -> str:
     )
 
 
-def lost_accuracy(history: History, name: str) -> str:
-    """Warn that the last held-out accuracy is below the best one by more than chance, if the policy has moved."""
-    accuracies = list(zip(history[name], history[f"{name}_stderr"], strict=False))
-    if not accuracies:
-        return ""
-    best, best_error = max(accuracies)
-    accuracy, error = accuracies[-1]
-    rates = history["learning_rate"]
-    is_still = bool(rates) and sum(rates) < MIN_MOVE  # then accuracies differ by chance
-    if best - accuracy < max(ACCURACY_DROP, DROP_ERRORS * math.hypot(best_error, error)) or is_still:
-        return ""
-    return (
-        f"{name} is {compact_number(accuracy)} and was {compact_number(best)}: if the reward rose meanwhile, it is "
-        "being gamed or learned by heart; if not, the updates are too large, lower trainer.learning_rate. "
-        "checkpoint.keep_best exports the best checkpoint"
-    )
-
-
 RULES: list[Callable[[History], str]] = [
     no_comparison,
     not_moved,
@@ -143,7 +123,7 @@ class CurveReader:
         self._shown: set[str] = set()
 
     def look(self, metrics: dict[str, float | None]) -> list[str]:
-        """Take in metrics of a step or an evaluation (`eval/accuracy`, `eval/SET/accuracy`). Returns new warnings."""
+        """Take in the metrics of a step or an evaluation. Returns new warnings."""
         for name, value in metrics.items():
             if _is_known(value) and (name != "kl" or self.kl_is_to_start):
                 self.history[name].append(value)
@@ -153,9 +133,6 @@ class CurveReader:
         warnings["not_saved"] = not_saved(self.history, self.launcher_seconds)
         if "entropy" in metrics:  # a step, not an evaluation
             warnings["nothing_trained"] = nothing_trained(self.history, metrics)
-        for name in metrics:
-            if name.startswith("eval/") and name.endswith("accuracy"):
-                warnings[name] = lost_accuracy(self.history, name)
         new = []
         for name, text in warnings.items():
             if not text:

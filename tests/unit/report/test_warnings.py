@@ -93,31 +93,6 @@ def test_a_small_kl_to_a_reference_that_moves_is_no_sign_of_standing_still():
         assert bool(found[-1]) == kl_is_to_start
 
 
-@pytest.mark.parametrize(
-    ("accuracies", "errors", "is_lost"),
-    [
-        ([0.5], [0], False),
-        ([0.5, 0.6, 0.55], [0, 0, 0], True),  # 0.05 below the best
-        ([0.5, 0.6, 0.58], [0, 0, 0], False),  # 0.02 is less than 0.03
-        ([0.5, 0.6, 0.65], [0, 0, 0], False),
-        ([0.5, 0.6, 0.48], [0, 0.03, 0.04], False),  # 2.5 x 0.05 is more than 0.12
-        ([0.5, 0.6, 0.47], [0, 0.03, 0.04], True),
-    ],
-)
-def test_an_accuracy_below_the_best_by_more_than_chance_is_lost(accuracies, errors, is_lost):
-    """Unless the policy has not moved. Each held-out set is watched for itself, also before the first step."""
-    for rate, is_told in ((1e-3, is_lost), (0.0, False)):
-        watch = CurveReader()
-        for accuracy, error in zip(accuracies, errors, strict=True):
-            lost = watch.look(
-                {f"eval/{name}": x for name, x in (("a/accuracy", accuracy), ("a/accuracy_stderr", error))}
-            )
-            same = watch.look({"eval/b/accuracy": 0.5, "eval/b/accuracy_stderr": 0.0, "eval/b/reward_mean": 1.0})
-            watch.look({"learning_rate": rate, "reward/mean": 0.5})
-        assert same == [] and len(lost) == is_told
-        assert not lost or re.match(f"eval/a/accuracy is {accuracies[-1]} and was 0.6: .*keep_best", lost[0])
-
-
 def test_steps_that_outlast_the_launchers_patience_are_named():
     """A long first step, which compiles, is no reason. Nobody loses patience with a plain process."""
     for launcher_seconds, num_told in ((30, 1), (600, 0), (math.inf, 0)):
