@@ -151,7 +151,7 @@ def two_machines():
         yield start
 
 
-@pytest.mark.parametrize("link", ["lo", "far"])
+@pytest.mark.parametrize("link", ["lo", pytest.param("far", marks=pytest.mark.slow)])
 def test_a_store_that_falls_silent_ends_every_machine(two_machines, link):
     """The network drops what is sent, and closes no connection: within one machine, and between two of two ranks."""
     num_machines = 1 if link == "lo" else 2

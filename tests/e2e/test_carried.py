@@ -12,8 +12,6 @@ from tests.torchrun import torchrun
 
 SPLIT = ("--roles.num-trainers", 1, "--roles.num-references", 0, "--roles.num-generators", 2, "--algorithm.kl-coef", 0)
 LONG = ("--generator.max-completion-tokens", 40, "--sampling.carry-over", 2, "--num-steps", 6)
-# all of them, since the first prompts decide how many completions without <pad> are in several pieces
-ROWS = ("--data.path", "configs/examples/toys.py:addition")
 # so small that weights of another version give the same log-probs up to 1e-4; no two steps have the same loss
 LEARNING_RATE = ("--trainer.learning-rate", 1e-7, "--algorithm.num-mini-batches", 2)
 KEPT = ("--checkpoint.interval", 3)
@@ -23,7 +21,7 @@ KEPT = ("--checkpoint.interval", 3)
 def run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[object]]:
     """Folder and arguments of a run of 6 steps of 4 groups of 4, with 6 groups in flight on two engines."""
     run_dir = tmp_path_factory.mktemp("carried") / "run"
-    arguments = [TINY, *SPLIT, *LONG, *ROWS, *LEARNING_RATE, *KEPT, "--model.path", model, "--resume"]
+    arguments = [TINY, *SPLIT, *LONG, *LEARNING_RATE, *KEPT, "--model.path", model, "--resume"]
     torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3)
     return run_dir, arguments
 

@@ -217,6 +217,7 @@ pathlib.Path(f"rank{rank}").write_text(f"{local_rank} {world_size} {' '.join(sys
 """
 
 
+@pytest.mark.slow
 def test_multinode_with_two_agents_on_one_machine(repo):
     """Real torchruns: two machines of two processes meet, and ranks count through."""
     launch(repo, "setup.sh", GRPO_DEVICE="cpu")

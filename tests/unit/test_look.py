@@ -4,8 +4,6 @@ import json
 import math
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -13,8 +11,6 @@ from grpo.config import GRPOConfig
 from grpo.config.recipes import written_fields
 from grpo.tools.look import main
 from grpo.watch.failures import BadInput
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def record(step: int, reward: float | None, prompt: str = "1+1=", completion: str = "2", **more) -> dict:
@@ -131,12 +127,6 @@ def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_afte
     for name, answer, reward in ("before", "We add them.", 0), ("after", "4", 1):
         texts = re.findall(f"^  {name} +(.*)", out, re.MULTILINE)
         assert len(texts) == 3 and all(text.startswith(answer) and f"reward {reward}" in text for text in texts)
-
-
-def test_an_error_shows_a_path_that_cannot_act_on_a_terminal(tmp_path):
-    command = [sys.executable, "-m", "grpo.look", tmp_path / "\x1b[2J"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "\x1b" not in done.stderr
 
 
 @pytest.mark.parametrize(
