@@ -224,7 +224,9 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
     for path, value in changes.items():
         paths = list(field_paths(config))
         if path not in paths:
-            raise ValueError(f"there is no field {path}{near_miss(path, paths) or '; --help has all'}")
+            siblings = [name for name in paths if name.rpartition(".")[0] == path.rpartition(".")[0]]
+            hint = near_miss(path, paths) or f"; there are {', '.join(siblings or paths)}"
+            raise ValueError(f"there is no field {path}{hint}")
         section, _, name = path.rpartition(".")
         if section:
             value = dataclasses.replace(getattr(config, section), **{name: value})
