@@ -176,7 +176,7 @@ CASES = {
     f"{GRPO} --reward.functions {{here}}/mine.py:nan 1": "nan",
     f"{GRPO} --reward.functions {{here}}/mine.py:needs 1": "gold",
     f"{GRPO} --algorithm.loss {{here}}/mine.py:no_metrics": "return .loss_BT, dict of metrics.",
-    f"{GRPO} --algorithm.loss {{here}}/mine.py:mean": "returned a loss .* one floating number per position",
+    f"{GRPO} --algorithm.loss {{here}}/mine.py:mean": "its loss is a Tensor of shape .* one number per position",
     f"{GRPO} --algorithm.loss {{here}}/mine.py:needs": "mine.py:needs, line 6: TypeError",
     "-m grpo.check_loss grop": "unknown",
     "-m grpo.check_reward math configs/toy_arithmetic.py": "unknown reward function 'math'",
