@@ -5,9 +5,8 @@
 Layout: 4 trainer ranks (FSDP) + 4 generator ranks (one vLLM engine each); no reference, because kl_coef is 0.
 
 Memory per trainer: float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 8.0e9 x 16 / 4 ranks =
-30 GiB; the logits of 2048 tokens 1 GiB per float32 copy. The activations of a micro-batch of 8192 tokens, with
-selective checkpointing, are estimated at about 16 GiB and not measured. If it does not fit, use
---trainer.activation-checkpointing full. Per generator: 15 GiB of bfloat16 weights, the rest of the 85 % is KV cache.
+30 GiB; the logits of 2048 tokens 1 GiB per float32 copy. The start chooses rows and checkpointing whose activations
+fit, see --dry-run. Per generator: 15 GiB of bfloat16 weights, the rest of the 85 % is KV cache.
 
 The checkpoint is gated: accept its license on the hub and log in, or give a local folder with --model.path.
 """
@@ -19,7 +18,6 @@ config = change(
     {
         "model.path": "meta-llama/Llama-3.1-8B-Instruct",
         "data.chat_template_kwargs": {},
-        "trainer.micro_batch_tokens": 8192,
         "trainer.logprob_chunk_tokens": 2048,
         "run_dir": "runs/llama3_1_8b_gsm8k",
     },

@@ -6,8 +6,8 @@ Layout: 4 trainer ranks (FSDP) + 4 generator ranks (one vLLM engine each); no re
 
 Memory per trainer, by arithmetic (`--dry-run --gpus 8` with this recipe; it has run in small only):
 float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 7.6e9 x 16 / 4 ranks = 28 GiB; bfloat16
-weights that FSDP gathers 2.9 GiB; activations of a micro-batch of 8192 tokens, with selective checkpointing, 15.0 GiB;
-the logits of 2048 tokens and their gradient 1.2 GiB, those of the LM head and of a block 3.3 GiB: together 51 GiB, and
+weights that FSDP gathers 2.9 GiB; activations of a row of 16384 tokens, with selective checkpointing, 30.1 GiB;
+the logits of 2048 tokens and their gradient 1.2 GiB, those of the LM head and of a block 3.3 GiB: together 66 GiB, and
 with a KL term 3.5 GiB more for the reference. Per generator: 14 GiB of bfloat16 weights, the rest of the 85 % is KV
 cache.
 
@@ -22,7 +22,6 @@ config = change(
     {
         "model.path": "Qwen/Qwen2.5-7B-Instruct",
         "data.chat_template_kwargs": {},
-        "trainer.micro_batch_tokens": 8192,
         "trainer.logprob_chunk_tokens": 2048,
         "run_dir": "runs/qwen2_5_7b_gsm8k",
     },

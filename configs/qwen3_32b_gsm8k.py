@@ -12,8 +12,8 @@ Memory per trainer, by arithmetic (this recipe has run in small only, without GP
 - float32 weights, gradients and Adam's two moments, 16 bytes per parameter: 32.8e9 x 16 / 8 ranks = 61 GiB;
 - bfloat16 gathers over FSDP of what one tensor-parallel rank needs: embeddings 0.7, LM head 0.7, two blocks of 0.5 GiB;
 - before they are reduced: gradients of one block 1.4, of the LM head 2.2 GiB (bfloat16 and float32);
-- full activation checkpointing: the inputs of 64 blocks, 4096 tokens x 5120 x 2 bytes / 2 ranks each = 1.3 GiB, and one
-  block in full, about 1.5 GiB;
+- full activation checkpointing, in rows of 4096 tokens, which the start chooses: the inputs of 64 blocks, 4096 x 5120 x
+  2 bytes / 2 ranks each = 1.3 GiB, and one block in full, about 1.5 GiB;
 - logits of 2048 tokens, 0.6 GiB per float32 copy, about five at a time: 3 GiB.
 Together 73 GiB: little is left on a GPU of 80 GB, much on one of 141 GB. On 3 nodes, 16 trainers
 (--roles.num-trainers 16) halve the first line.
@@ -32,7 +32,6 @@ config = change(
         "roles.num_generators": 8,
         "generator.tensor_parallel": 4,
         "trainer.tensor_parallel": 2,
-        "trainer.micro_batch_tokens": 4096,
         "trainer.logprob_chunk_tokens": 2048,
         "trainer.activation_checkpointing": "full",
         "trainer.compile": False,

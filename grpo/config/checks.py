@@ -98,16 +98,17 @@ def _trainer_problems(config: Config) -> Iterator[str]:
     trainer = config.trainer
     num_trainers = config.roles.num_trainers
     longest = config.max_sequence_tokens
-    shards = trainer.tensor_parallel * trainer.data_replicas
+    shards = trainer.ranks_of_a_row * trainer.data_replicas
     if num_trainers % shards:
         yield (
             f"{num_trainers} trainer ranks do not split into trainer.tensor_parallel={trainer.tensor_parallel} x "
-            f"trainer.data_replicas={trainer.data_replicas}; use {max(shards, num_trainers - num_trainers % shards)}"
+            f"trainer.context_parallel={trainer.context_parallel} x trainer.data_replicas={trainer.data_replicas}; use "
+            f"{max(shards, num_trainers - num_trainers % shards)}"
         )
-    if longest > trainer.micro_batch_tokens:
+    if trainer.micro_batch_tokens != "auto" and longest > trainer.micro_batch_tokens:
         yield (
             f"a sequence of up to {longest} tokens does not fit into trainer.micro_batch_tokens="
-            f"{trainer.micro_batch_tokens}; raise it to at least {longest} or shorten the lengths"
+            f"{trainer.micro_batch_tokens}; leave it at auto, raise it to at least {longest} or shorten the lengths"
         )
     lost = 1 - trainer.adam_beta2
     if trainer.moments == "bfloat16" and lost < 2**-8:  # the smallest change that bfloat16, with 8 bits, shows
@@ -121,7 +122,7 @@ def _trainer_problems(config: Config) -> Iterator[str]:
             f"trainer.optimizer=muon does not go with trainer.lora_rank={trainer.lora_rank}: it makes the update of a "
             "whole matrix orthogonal, and adapters are two factors of one; set --trainer.optimizer adamw"
         )
-    num_data_ranks = num_trainers // trainer.tensor_parallel
+    num_data_ranks = num_trainers // trainer.ranks_of_a_row
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
         multiple = num_data_ranks // math.gcd(num_data_ranks, config.group_size)
         higher = config.prompts_per_step // multiple * multiple + multiple
@@ -391,10 +392,10 @@ def layouts_for(config: Config, world_size: int) -> Iterator[dict[str, Any]]:
     if isinstance(config, SFTConfig):
         yield {"num_trainers": world_size}
         return
-    shards = config.trainer.tensor_parallel * config.trainer.data_replicas
+    shards = config.trainer.ranks_of_a_row * config.trainer.data_replicas
 
     def divides(trainers: int) -> bool:
-        return trainers % shards == 0 and not config.completions_per_step % (trainers // config.trainer.tensor_parallel)
+        return trainers % shards == 0 and not config.completions_per_step % (trainers // config.trainer.ranks_of_a_row)
 
     for references in dict.fromkeys([config.roles.num_references, 0]):
         for generators in range(config.generator.tensor_parallel, world_size, config.generator.tensor_parallel):

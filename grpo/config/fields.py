@@ -27,6 +27,8 @@ AboveZero = Annotated[float, Above(0)]
 Temperature = Annotated[float, AtLeast(0.01), Below(math.inf)]  # vLLM takes 0.01 for what is lower, without a word
 Interval = Count  # every so many steps; 0 is never
 
+# Tokens of a row that `trainer.micro_batch_tokens` auto begins with
+MICRO_BATCH_TOKENS = 16_384
 SHARED_GPU = 0.35  # share of a GPU's memory for an engine that has a trainer next to it
 # Sequences that an engine decodes at once: always up to the first number, and up to the second if its cache holds them.
 # 1,024 is vLLM's own choice for a GPU of 70 GiB; its CUDA graphs end at 512 sequences.
@@ -124,10 +126,13 @@ class TrainerConfig:
 
     tensor_parallel: Positive = 1
     """Ranks that share each layer (TP); the num_trainers / tensor_parallel groups of them are data parallel (FSDP2)."""
+    context_parallel: Positive = 1
+    """Ranks that take each row together, a stretch of its places each, and trade places for heads in attention."""
     data_replicas: Positive = 1
     """FSDP groups that each hold a full copy of the parameters (HSDP); 1 is plain FSDP."""
-    micro_batch_tokens: Positive = 16384
-    """Most tokens in one forward and backward; an update takes as many micro-batches as its tokens need."""
+    micro_batch_tokens: Positive | Literal["auto"] = "auto"
+    """Most tokens of a row, which is one forward and backward; an update takes as many rows as its tokens need. auto:
+    16384, or as many as the longest sequence has; fewer if a GPU lacks the room by arithmetic."""
     share_prompts: bool = True
     """Compute a prompt once for all its completions in a row, instead of once for each."""
     activation_checkpointing: Literal["auto", "none", "logits", "selective", "full"] = "auto"
@@ -168,6 +173,11 @@ class TrainerConfig:
     lora_targets: tuple[LoRATarget, ...] = get_args(LoRATarget)
     """Linear layers of each block that get an adapter, by their names in Hugging Face's models. All of them mean all
     that a model has: in a mixture of experts those of attention, since experts take none."""
+
+    @property
+    def ranks_of_a_row(self) -> int:
+        """Number of ranks that compute a row together."""
+        return self.tensor_parallel * self.context_parallel
 
 
 # What every call of a reward function gets on top of the data's columns: completion tokens with EOS, whether it was cut

@@ -21,6 +21,7 @@ from torchtitan.protocols.module import Module
 
 from grpo.config import ModelConfig
 from grpo.models import own_config
+from grpo.models.context import AttentionByHeads
 from grpo.types import MicroBatch, SharedPrompts
 
 # Major compute capabilities on which flash-attn-4 runs and has a deterministic backward: Hopper and Blackwell
@@ -51,7 +52,7 @@ def _has_flash_attention() -> bool:
 
 
 @own_config
-class DocumentAttention(VarlenAttention):
+class DocumentAttention(AttentionByHeads, VarlenAttention):
     """Packed attention for any device: documents as rows of one padded scaled dot-product attention.
 
     Exact, and quick where documents are short or of similar length; not for long rows on GPUs.
@@ -60,8 +61,7 @@ class DocumentAttention(VarlenAttention):
     def __init__(self, config):
         Module.__init__(self)  # the parent's constructor asks for GPU kernels
 
-    # torchtitan declares shardings for these argument names
-    def forward(
+    def attend(
         self,
         q_BLNH,
         k_BLNH,
@@ -139,7 +139,7 @@ class FlashAttention(DocumentAttention):
     torch has a hook for this package, which wants an earlier version of it.
     """
 
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, **unused):
+    def attend(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, **unused):
         """Attend to a document's own keys and those of its shared prompt. Returns [B, L, N, H]."""
         if scale is None:
             scale = q_BLNH.shape[-1] ** -0.5
@@ -162,8 +162,15 @@ class FlashAttention(DocumentAttention):
         return out_TNH.view(q_BLNH.shape)
 
 
+@own_config
+class FlexByHeads(AttentionByHeads, FlexAttention):
+    """torchtitan's FlexAttention."""
+
+    attend = FlexAttention.forward
+
+
 # By `model.attention`. All of them always add gradients in the same order.
-ATTENTIONS = {"flash": FlashAttention, "flex": FlexAttention, "documents": DocumentAttention}
+ATTENTIONS = {"flash": FlashAttention, "flex": FlexByHeads, "documents": DocumentAttention}
 
 # Outside of compiled blocks torchtitan has torch compile many kernels of flex attention and time them: on Hopper 7 for
 # the forward and 13 for the backward, which in float32 takes minutes. So it compiles the one that it knows to be good.
@@ -464,9 +471,10 @@ class SelectiveCheckpointing(SelectiveAC):
     """torchtitan's selective checkpointing, which here keeps the output of flash-attn-4 too.
 
     The products of a gated delta rule are computed again: kept in float32, they are larger than all else of a block.
+    So is what ranks that share rows send each other.
     """
 
     def get_save_ops(self) -> set:
         """Return the operations whose outputs are kept for the backward."""
         kept = super().get_save_ops() | {torch.ops.grpo.flash_attention.default}
-        return kept - {torch.ops.aten.bmm.default}
+        return kept - {torch.ops.aten.bmm.default, torch.ops._c10d_functional.all_to_all_single.default}

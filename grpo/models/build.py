@@ -1,11 +1,13 @@
 """A Hugging Face folder as a sharded torchtitan model with its weights, and a step's batch through it.
 
-Left out: pipeline and context parallelism, quantized checkpoints, expert parallelism. On one node the gathering of
-experts hides behind the products of long rows, and no rank waits for another whose experts are chosen more often.
+Left out: pipeline parallelism, quantized checkpoints, expert parallelism. On one node the gathering of experts hides
+behind the products of long rows, and no rank waits for another whose experts are chosen more often; and torchtitan's,
+compiled, waits forever on two ranks.
 """
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.layout import Layout, plan, take_out
 from grpo.models.attention import SelectiveCheckpointing, allow_any_length, choose_attention
 from grpo.models.blocks import NormedBlock, set_norm_shardings
+from grpo.models.context import share_rows
 from grpo.models.experts import ExpertsReader, local_part
 from grpo.models.families import Policy, family_of, has_experts, has_states, titan_config
 from grpo.models.hf_folder import read_hf_config
@@ -77,12 +80,10 @@ class ShardedModel:
             return None
         return mesh.get_group()
 
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Position of this rank among those that share each layer."""
-        if not self.parallel_dims.tp_enabled:
-            return 0
-        return self.parallel_dims.get_mesh("tp").get_local_rank()
+    def rank_among(self, mesh: str) -> int:
+        """Return this rank's place among those that share out a batch ("batch"), a row ("cp") or a layer ("tp")."""
+        ranks = self.parallel_dims.get_optional_mesh(mesh)
+        return ranks.get_local_rank() if ranks else 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds, sharded: all parameters, or with LoRA those of the adapters."""
@@ -106,10 +107,14 @@ class ShardedModel:
 
         A model with states shares no prompts.
         """
-        num_ranks = self.data_ranks.size() if self.data_ranks else 1
-        multiple = ROW_MULTIPLE[self.device.type]
-        shares = self.trainer.share_prompts and 0 not in self.module.config.windows
-        return plan(batch, num_ranks, self.trainer.micro_batch_tokens, multiple, shares)
+        return plan(
+            batch,
+            num_ranks=self.data_ranks.size() if self.data_ranks else 1,
+            max_tokens=self.trainer.micro_batch_tokens,
+            multiple=ROW_MULTIPLE[self.device.type],
+            share_prompts=self.trainer.share_prompts and 0 not in self.module.config.windows,
+            num_stretches=self.parallel_dims.cp,
+        )
 
     def accumulate(self, is_last: bool) -> None:
         """Say before a micro-batch whether it is the last one before the gradients are used.
@@ -133,9 +138,8 @@ class ShardedModel:
 
         The next micro-batch is written before this one is yielded, so that the device is busy meanwhile.
         """
-        rank = self.data_ranks.rank() if self.data_ranks else 0
         micro = None
-        for following in layout.micro_batches(rank):
+        for following in layout.micro_batches(self.rank_among("batch"), self.rank_among("cp")):
             fields = tree_map_only(Tensor, partial(_on_device, device=self.device), vars(following))
             if micro is not None:
                 yield micro, False
@@ -154,8 +158,8 @@ class ShardedModel:
     def token_logprobs(self, batch: TrainBatch) -> Tensor:
         """Return log-probs of this rank's part of the tokens: float32 [N] on the CPU, 0 for other ranks' tokens.
 
-        The sum over the role's ranks has the whole batch's, once for all tensor-parallel ranks. Tokens that do not
-        count in the loss may have 0. Collective over the role's ranks.
+        The sum over the role's ranks has the whole batch's, once for all ranks that share a row or a layer. Tokens that
+        do not count in the loss may have 0. Collective over the role's ranks.
         """
         logprobs_N = torch.zeros(batch.num_tokens)
         layout = self.lay_out(batch)
@@ -164,7 +168,7 @@ class ShardedModel:
         for micro, _ in self.micro_batches(layout):
             logprobs_BT, _ = self.logprobs(micro)
             results.append((micro, logprobs_BT))
-        if self.tensor_parallel_rank == 0:
+        if self.rank_among("tp") == self.rank_among("cp") == 0:
             for micro, logprobs_BT in results:
                 index_M, logprobs_M = take_out(logprobs_BT, micro)
                 logprobs_N[index_M.cpu()] = logprobs_M.cpu()
@@ -220,7 +224,8 @@ def build_model(
 ) -> ShardedModel:
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
-    A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas. With
+    A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas, and
+    each rank takes its rows alone. With
     `moves` it holds float32, so that a small move is not rounded away. With LoRA, weights are held in `model.dtype`
     without gradients, and adapters in float32 with them, which start from `seed`. With `scores`, `logprobs` are a
     reward model's scores. Collective over the role's ranks.
@@ -232,6 +237,7 @@ def build_model(
         tensor_parallel_degree=tensor_parallel,
         data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
+    context_parallel = 1 if frozen else trainer.context_parallel
     keeps_dtype = adapted or (frozen and not moves)
     training = TrainingConfig(
         dtype=model.dtype if keeps_dtype else "float32",
@@ -252,17 +258,25 @@ def build_model(
         if adapted:
             add_adapters(module, adapted_paths(hf, trainer), trainer, seed)
 
-    parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
-    # Without other data-parallel ranks there is nothing to gather; then FSDP only casts, and what needs no cast needs
-    # no FSDP, which would hold all weights a second time.
-    alone = parallel_dims.get_optional_mesh("batch") is None
+    # torchtitan has context parallelism of its own, which knows no documents: it hears of more data-parallel ranks
+    parallel_dims = ParallelDims.from_config(
+        replace(parallelism, context_parallel_degree=context_parallel),
+        dist.get_world_size(),
+    )
+    if context_parallel > 1:
+        share_rows(module, parallel_dims.get_mesh("cp").get_group())
+    # Without other such ranks there is nothing to gather; then FSDP only casts, and what needs no cast needs no FSDP,
+    # which would hold all weights a second time.
+    alone = parallel_dims.get_optional_mesh("loss") is None
+    titan_dims = copy.copy(parallel_dims)
+    titan_dims.cp = 1
     casts = model.dtype != training.dtype
     # The loop over chunks of states has another length in each row, and would be compiled each time. Plain attention
     # makes tensors of lengths that are in a tensor, which torch cannot compile.
     compiles_blocks = compiled and not has_states(hf) and attention != "documents"
     module = parallelize_qwen3(
         module,
-        parallel_dims=parallel_dims,
+        parallel_dims=titan_dims,
         training=training,
         parallelism=parallelism,
         compile_config=_compile_config(compiles_blocks, has_experts(hf), model.dtype),

@@ -42,6 +42,7 @@ from grpo.models.attention import (
     window_mask,
 )
 from grpo.models.blocks import AllHeadsNorm, GeGLU, Multiplier, NormedBlock, OffsetNorm, ScaledEmbedding
+from grpo.models.context import RowRanks, own_stretch, whole_rows
 from grpo.models.delta_net import GatedAttention, GatedDeltaNet, document_chunks
 from grpo.models.experts import moe_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
@@ -453,7 +454,7 @@ def has_states(hf: PretrainedConfig) -> bool:
 # The model
 
 
-class Policy(Qwen3Model):
+class Policy(RowRanks, Qwen3Model):
     """A torchtitan decoder whose forward ends in `LogprobHead`, which returns (logprobs_BT, entropy_BT)."""
 
     @dataclass(kw_only=True, slots=True)
@@ -493,21 +494,24 @@ class Policy(Qwen3Model):
         return masks
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return (logprobs_BT, entropy_BT); see `LogprobHead`."""
+        """Return (logprobs_BT, entropy_BT); see `LogprobHead`. Ranks that share a row return all of it."""
         masks = self.masks(micro)  # here, behind FSDP, which moves tensors to the GPU
-        h_BTD = settled(self.tok_embeddings(micro.ids_BT))
+        own = partial(own_stretch, ranks=self.row_ranks)
+        h_BTD = settled(self.tok_embeddings(own(micro.ids_BT)))
+        positions_BT = own(micro.positions_BT)
         for layer, window in zip(self.layers.values(), self.config.windows, strict=True):
-            h_BTD = layer(h_BTD, masks[window], micro.positions_BT)
-        temperatures_BT = micro.temperatures_BT
+            h_BTD = layer(h_BTD, masks[window], positions_BT)
+        temperatures_BT = own(micro.temperatures_BT)
         if self.config.logits_divisor != 1:
             temperatures_BT = temperatures_BT * self.config.logits_divisor
-        return self.lm_head(
+        logprobs, entropy = self.lm_head(
             self.norm(h_BTD),
-            micro.targets_BT,
+            own(micro.targets_BT),
             temperatures_BT,
             micro.scored_M,
             micro.kept,
         )
+        return whole_rows(logprobs, self.row_ranks), whole_rows(entropy, self.row_ranks)
 
 
 class HFRoPE(CosSinRoPE):

@@ -21,6 +21,7 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from grpo.config import TrainerConfig
 from grpo.config.checks import check_model_path
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
@@ -32,6 +33,7 @@ from grpo.models.families import (
     empty_policy,
     family_of,
     gives_scores,
+    has_experts,
     has_states,
     unsupported_fields,
 )
@@ -213,6 +215,29 @@ def check_lengths(
         raise ValueError(
             f"{folder} has {config.num_key_value_heads} key-value heads and {config.vocab_size} vocabulary entries; "
             f"tensor_parallel={tensor_parallel} must divide both"
+        )
+
+
+def check_trainer(folder: str, config: transformers.PretrainedConfig, trainer: TrainerConfig) -> None:
+    """Refuse a model that the trainer's ranks cannot share, or its optimizer not update.
+
+    Only its config.json is needed. Raises ValueError with the numbers.
+    """
+    heads = config.num_attention_heads
+    if trainer.context_parallel > 1 and has_states(config):
+        raise ValueError(
+            f"{folder} has gated delta nets, whose states go through a row from its beginning to its end; "
+            f"trainer.context_parallel={trainer.context_parallel} must be 1"
+        )
+    if trainer.context_parallel > 1 and heads % trainer.ranks_of_a_row:
+        raise ValueError(
+            f"{folder} has {heads} heads, which do not divide over trainer.context_parallel={trainer.context_parallel} "
+            f"x trainer.tensor_parallel={trainer.tensor_parallel} ranks"
+        )
+    if trainer.optimizer == "muon" and has_experts(config):
+        raise ValueError(
+            f"trainer.optimizer=muon does not go with {folder}, a mixture of {config.num_experts} experts: it updates "
+            "single matrices, and experts are stacked; set --trainer.optimizer adamw"
         )
 
 

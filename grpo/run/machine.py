@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from grpo.config import GRPOConfig, RolesConfig, change
 from grpo.config.checks import describe_roles, flags_of, layouts_for, validate
-from grpo.config.fields import MAX_NUM_SEQS, MOST_NUM_SEQS, SHARED_GPU, Config
+from grpo.config.fields import MAX_NUM_SEQS, MICRO_BATCH_TOKENS, MOST_NUM_SEQS, SHARED_GPU, Config
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
 from grpo.models.families import empty_policy, family_of, has_experts, has_states, state_values, windows_of
 from grpo.models.hf_folder import has_config_alone, read_hf_config, resolve_folder
@@ -174,6 +174,15 @@ class Needs:
             parts["gradients before they are shared out"] = summed / trainer.tensor_parallel / GIB
         return parts
 
+    @property
+    def most_row_ranks(self) -> int:
+        """Most ranks that can take each row together, with the other degrees as they are."""
+        trainer = self.config.trainer
+        shards = self.config.roles.num_trainers // (trainer.tensor_parallel * trainer.data_replicas)
+        if has_states(self.policy.hf):
+            return 1
+        return math.gcd(shards, self.policy.hf.num_attention_heads // trainer.tensor_parallel)
+
     def beside(self, num_ranks: int) -> dict[str, float]:
         """Return the weights of frozen models on each of the ranks that share them."""
         models = dict(self.frozen)
@@ -189,13 +198,14 @@ class Needs:
         hf = model.hf
         trainer = self.config.trainer
         tensor_parallel = math.gcd(num_ranks, trainer.tensor_parallel)
+        row_ranks = trainer.context_parallel if trains else 1
         # FSDP gathers two blocks, the embeddings and the LM head in the compute dtype. Without other data-parallel
         # ranks it holds a copy of all weights, or is not used where they are held in that dtype already.
         gathered = model.parameters - (hf.num_hidden_layers - 2) * model.block_parameters
         if num_ranks == tensor_parallel:
             gathered = model.parameters if trains and not trainer.lora_rank else 0
 
-        tokens = largest_row(self.config)
+        tokens = largest_row(self.config) / row_ranks
         chunk_tokens = min(tokens, trainer.logprob_chunk_tokens)
         # compiled, a chunk's product h W^T exists, and its gradient; otherwise three float32 tensors come on top
         logits = chunk_tokens * (2 if trainer.compile else 7)
@@ -257,12 +267,18 @@ class Needs:
         return max(0.0, generator.gpu_memory_utilization * gpu_gib - PROCESS_GIB - self.engine_weights)
 
 
+def longest_row(config: Config) -> int:
+    """Return `trainer.micro_batch_tokens`, for "auto" the most that it may become."""
+    tokens = config.trainer.micro_batch_tokens
+    return max(MICRO_BATCH_TOKENS, config.max_sequence_tokens) if tokens == "auto" else tokens
+
+
 def largest_row(config: Config) -> int:
-    """Return the most tokens that a micro-batch can have: `trainer.micro_batch_tokens`, or all of a small step.
+    """Return the most tokens that a micro-batch can have: `longest_row`, or all of a small step.
 
     Held-out examples of SFT may fill a micro-batch after a small step.
     """
-    limit = config.trainer.micro_batch_tokens
+    limit = longest_row(config)
     if isinstance(config, GRPOConfig):
         return min(limit, config.completions_per_step * config.max_sequence_tokens)
     if config.validation.interval:
@@ -315,8 +331,10 @@ def fit_to_machine(
         print(line)
     if not layout.num_trainers:
         return needs.config, 0
-    print(f"trainer.activation_checkpointing: {needs.config.trainer.activation_checkpointing}")
-    if config.trainer.share_prompts and has_states(needs.policy.hf):
+    trainer = needs.config.trainer
+    print(f"trainer.micro_batch_tokens: {trainer.micro_batch_tokens}")
+    print(f"trainer.activation_checkpointing: {trainer.activation_checkpointing}")
+    if trainer.share_prompts and has_states(needs.policy.hf):
         print("trainer.share_prompts: off, since each completion continues the states of its own prompt")
     verdicts += [check_versions(), *check_memory(needs, device), check_disk(needs)]
     for verdict in verdicts:
@@ -341,22 +359,39 @@ def look_at_device() -> Device:
 def decide(needs: Needs, layout: RolesConfig, device: Device) -> Needs:
     """Return the needs of the config without any "auto". layout: see `fit_to_machine`.
 
-    `trainer.activation_checkpointing` becomes the first of CHECKPOINTING whose peak fits the GPU with a margin, the
-    last if none does, and the first on a CPU.
+    `trainer.micro_batch_tokens` and `activation_checkpointing` become the first of `row_choices` whose peak fits the
+    GPU with a margin, the last if none does, and the first on a CPU.
     """
     config = needs.config
     if layout.num_engine_ranks:
         completions = config.completions_at_once if layout.num_trainers else config.evaluation_completions
         needs = fit_engine(needs, math.ceil(completions / config.num_engines), device)
-    if not layout.num_trainers or config.trainer.activation_checkpointing != "auto":
-        return needs
     # beside an engine, what a process holds is counted already
     room = device.gib if config.roles.colocated else device.gib - PROCESS_GIB
-    for kind in CHECKPOINTING:
-        decided = needs.changed({"trainer.activation_checkpointing": kind})
-        if not device.num_gpus or decided.peak(device.gib) * (1 + MARGIN_FRAC) <= room:
+    for kind, tokens in row_choices(config):
+        chosen = {"trainer.micro_batch_tokens": tokens, "trainer.activation_checkpointing": kind}
+        decided = needs.changed(chosen)
+        is_gpu_trainer = device.num_gpus and layout.num_trainers
+        if not is_gpu_trainer or decided.peak(device.gib) * (1 + MARGIN_FRAC) <= room:
             break
     return decided
+
+
+def row_choices(config: Config) -> list[tuple[str, int]]:
+    """Return kinds of checkpointing and rows that "auto" chooses from, the fastest first.
+
+    Rows half as long cost less than to compute blocks again. They are as long as the longest sequence at least, and a
+    reward model was told MICRO_BATCH_TOKENS (`open_reward_model`).
+    """
+    trainer = config.trainer
+    kinds = CHECKPOINTING
+    if trainer.activation_checkpointing != "auto":
+        kinds = (trainer.activation_checkpointing,)
+    rows = [longest_row(config)]
+    while trainer.micro_batch_tokens == "auto" and not config.reward.model and rows[-1] > config.max_sequence_tokens:
+        rows.append(max(rows[-1] // 2, config.max_sequence_tokens))
+    shorter = [(kinds[-1], tokens) for tokens in rows[2:]]
+    return [*itertools.product(kinds, rows[:2]), *shorter]
 
 
 def fit_engine(needs: Needs, num_asked: int, device: Device) -> Needs:
@@ -502,6 +537,7 @@ def ways_out(needs: Needs, device: Device) -> str:
     """Name the fewest flags with which a trainer rank fits, and LoRA if it fits with that."""
     ways = (
         ("trainer.micro_batch_tokens", needs.config.max_sequence_tokens),
+        ("trainer.context_parallel", needs.most_row_ranks),
         ("trainer.activation_checkpointing", "full"),
         ("generator.sleep", True),
         ("generator.gpu_memory_utilization", SHARED_GPU),

@@ -12,7 +12,6 @@ from grpo.data import initial_model
 from grpo.data.chat import check_template, load_tokenizer, template_name
 from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
-from grpo.models.families import has_experts
 from grpo.models.hf_folder import ChatForm
 from grpo.models.lora import adapted_paths
 
@@ -53,11 +52,7 @@ def read_policy(
     hf_folder.check_folder(folder, longest, tensor_parallel)
     hf = hf_folder.read_hf_config(folder)
     adapted_paths(hf, config.trainer)
-    if config.trainer.optimizer == "muon" and has_experts(hf):
-        raise ValueError(
-            f"trainer.optimizer=muon does not go with {folder}, a mixture of {hf.num_experts} experts: it updates "
-            "single matrices, and experts are stacked; set --trainer.optimizer adamw"
-        )
+    hf_folder.check_trainer(folder, hf, config.trainer)
     tokenizer = load_tokenizer(folder, config.data)
     hf_folder.check_vocabulary(folder, tokenizer)
     check_template(tokenizer, config.data)

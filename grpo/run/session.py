@@ -138,9 +138,11 @@ def dry_run(config: Config, script: str, read: Read) -> bool:
         if hf_folder.has_config_alone(config.model.path):
             folder = config.model.path
             print(f"{folder} has no weights or no tokenizer: data and rewards are not checked")
+            hf = hf_folder.read_hf_config(folder)
+            hf_folder.check_trainer(folder, hf, config.trainer)
             hf_folder.check_lengths(
                 folder,
-                hf_folder.read_hf_config(folder),
+                hf,
                 config.max_sequence_tokens,
                 math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel),
             )

@@ -58,8 +58,9 @@ def load_config(model: str, words: list[str], num_ranks: int) -> Config:
             "checkpoint.keep_best": "",
             "generator.sleep": False,
             "trainer.tensor_parallel": 1,
+            "trainer.context_parallel": 1,
             "trainer.data_replicas": 1,
-            "trainer.micro_batch_tokens": max(config.trainer.micro_batch_tokens, config.max_sequence_tokens),
+            "trainer.micro_batch_tokens": "auto",
         }
         if isinstance(config, SFTConfig):
             changes["num_trainers"] = num_ranks

@@ -5,7 +5,8 @@ import pytest
 from tests.tiny_models import KINDS, WITH_STATES, make_tiny
 from tests.torchrun import torchrun
 
-CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpointing, prompts shared)
+# ranks: (model, tensor_parallel, data_replicas, activation checkpointing, prompts shared[, context_parallel])
+CASES = {
     2: [
         ("qwen3-tied", 1, 1, "selective", 1),  # FSDP
         ("qwen3-untied", 2, 1, "full", 0),  # TP, the vocabulary sharded
@@ -15,6 +16,10 @@ CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpoin
         ("qwen3_5", 1, 1, "selective", 0),  # states that begin anew in each document
         ("moe", 1, 1, "selective", 1),
         ("moe-tied", 2, 1, "full", 1),  # each expert sharded
+        ("qwen3-tied", 1, 1, "selective", 1, 2),  # heads traded for places
+        ("qwen2-untied", 1, 1, "none", 0, 2),
+        ("gemma3", 1, 1, "full", 1, 2),
+        ("moe", 1, 1, "selective", 1, 2),
     ],
     4: [
         ("qwen3-untied", 1, 2, "full", 0),  # replicas x FSDP
@@ -28,6 +33,9 @@ SLOW_CASES = {
         ("qwen3-tied", 2, 2, "none", 1),  # replicas x TP
         ("qwen3_5-tied", 1, 2, "none", 0),
         ("moe", 1, 2, "full", 0),
+        ("qwen3-tied", 1, 1, "selective", 1, 4),  # fewer key-value heads than ranks
+        ("qwen3-untied", 2, 1, "none", 1, 2),  # stretches x TP
+        ("llama3", 1, 2, "none", 1, 2),  # stretches x replicas
     ],
 }
 # Every model, tied and untied, on one rank, FSDP 2, TP 2 and FSDP 2 x TP 2

@@ -35,6 +35,7 @@ LAYOUTS = {
         2,
         (*COLOCATED, *TP, "--trainer.activation-checkpointing", "full", "--trainer.no-share-prompts"),
     ),
+    "two ranks a row": (2, (*COLOCATED, "--trainer.context-parallel", "2")),
     "TP 2, LoRA": (2, (*COLOCATED, *TP, "--trainer.lora-rank", "4")),
     "FSDP 2 x TP 2, an engine of TP 2": (
         4,

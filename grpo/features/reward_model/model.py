@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import DataConfig, ModelConfig, TrainerConfig
+from grpo.config.fields import MICRO_BATCH_TOKENS
 from grpo.data.batches import make_batch
 from grpo.data.chat import Refused, check_template, open_tokenizer, render
 from grpo.data.rows import Message, as_messages
@@ -150,7 +151,8 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
     hf_folder.check_vocabulary(folder, tokenizer, scores=True)
     check_template(tokenizer, OWN_DATA, answered=True)
     hf = hf_folder.read_hf_config(folder, scores=True)
-    max_tokens = min(hf.max_position_embeddings, trainer.micro_batch_tokens) - 1  # `RewardModel.scores` adds one
+    row = MICRO_BATCH_TOKENS if trainer.micro_batch_tokens == "auto" else trainer.micro_batch_tokens
+    max_tokens = min(hf.max_position_embeddings, row) - 1  # `RewardModel.scores` adds one
     print(f"reward model {path}: reads up to {max_tokens} tokens of its own")
     return RewardReader(tokenizer, max_tokens, hf.pad_token_id)
 

@@ -2,8 +2,9 @@
 
 In bfloat16, whether the sampling temperatures reach the LM head unrounded.
 
-Arguments: cases, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,SHARE_PROMPTS(0 or 1); all run one
-after the other in the world that torchrun started. Prints the largest differences of each case.
+Arguments: cases, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,SHARE_PROMPTS(0 or 1), and
+CONTEXT_PARALLEL if it is not 1; all run one after the other in the world that torchrun started. Prints the largest
+differences of each case.
 """
 
 import pathlib
@@ -45,10 +46,11 @@ def main() -> None:
 
 def check_case(case: str, roles: Roles) -> None:
     """Build one sharded model and compare it. Collective over all ranks."""
-    folder, tensor_parallel, replicas, checkpointing, shares = case.split(",")
+    folder, tensor_parallel, replicas, checkpointing, shares, *context_parallel = case.split(",")
     case = f"{pathlib.Path(case).name} on {dist.get_world_size()} ranks"
     trainer = TrainerConfig(
         tensor_parallel=int(tensor_parallel),
+        context_parallel=int(*context_parallel or "1"),
         data_replicas=int(replicas),
         activation_checkpointing=checkpointing,
         share_prompts=shares == "1",
@@ -167,7 +169,7 @@ def sharded_values(model: ShardedModel, batch: TrainBatch, weights_2N: torch.Ten
         values_2M = torch.stack([take_out(values_BT, micro)[1] for values_BT in values])
         # an empty selection still belongs to the graph, which keeps a rank without sequences in the collectives
         (values_2M * weights_2N[:, index_M]).sum().backward()
-        if model.tensor_parallel_rank == 0:
+        if model.rank_among("tp") == model.rank_among("cp") == 0:
             got_2N[:, index_M] = values_2M.detach()
     model.drop_copy()
     dist.all_reduce(got_2N)

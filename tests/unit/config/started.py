@@ -27,7 +27,8 @@ def started(flags: str, kind: type = GRPOConfig) -> GRPOConfig | SFTConfig:
         elif isinstance(before, dict) or len(words) != 1:
             changes[path] = dict(zip(words[::2], map(as_json, words[1::2]), strict=True))
         else:
-            changes[path] = words[0] if isinstance(before, str) else as_json(words[0])
+            is_text = isinstance(before, str) and before != "auto"
+            changes[path] = words[0] if is_text else as_json(words[0])
     config = change(recipe, changes)
     validate(config)
     check_effects(config, recipe)

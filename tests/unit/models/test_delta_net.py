@@ -13,7 +13,7 @@ from grpo.config.engine_options import argument_names
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.models.delta_net import CHUNK_TOKENS, causal_convolution, document_chunks, gated_delta_rule
-from grpo.models.hf_folder import check_folder, read_hf_config
+from grpo.models.hf_folder import check_folder, check_trainer, read_hf_config
 from grpo.models.lora import adapted_paths
 from grpo.roles.engine.vllm_engine import check_engine, options_of_model
 from grpo.roles.trainer import Trainer
@@ -82,6 +82,7 @@ def test_what_is_refused_has_a_remedy(tmp_path):
     for remedy, call in {
         "no-share-prompts": lambda: document_chunks(types.SimpleNamespace(shared=object())),
         "tensor_parallel=2 must be 1": lambda: check_folder(folder, 64, 2),
+        "context_parallel=2 must be 1": lambda: check_trainer(folder, hf, TrainerConfig(context_parallel=2)),
         "lora_rank=4: .*leave it out": lambda: adapted_paths(hf, TrainerConfig(lora_rank=4)),
         "quantization .*leave it out": lambda: check_engine(quantized, hf, on_gpu=False),
         "needs a GPU.*SFT without evaluation": lambda: check_engine(GeneratorConfig(), hf, on_gpu=False),

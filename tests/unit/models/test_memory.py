@@ -198,16 +198,30 @@ def test_a_step_that_fills_no_micro_batch_needs_less():
     assert [largest_row(config) for config in (small, examples, config_of(), validated)] == [1024, 1024, 16384, 16384]
 
 
-def test_checkpointing_is_the_fastest_that_fits():
-    for raw, num_trainers, gpu_gib, kind in (
-        (QWEN3_1_7B, 2, GPU_GIB, "none"),
-        (QWEN3_8B, 4, GPU_GIB, "selective"),
-        (QWEN3_8B, 4, 40, "full"),  # nothing fits
-        (QWEN3_8B, 4, None, "none"),  # a CPU
+def test_rows_and_checkpointing_are_the_fastest_that_fit():
+    long = ("--generator.max-completion-tokens", 32768)
+    judge = ("--reward.model", "judge")
+    for raw, num_trainers, gpu_gib, flags, kind, tokens in (
+        (QWEN3_1_7B, 2, GPU_GIB, (), "none", 16_384),
+        (QWEN3_8B, 4, GPU_GIB, (), "selective", 16_384),
+        (QWEN3_8B, 4, 64, (), "selective", 8192),
+        (QWEN3_8B, 4, 64, judge, "full", 16_384),  # a reward model was told 16,384
+        (QWEN3_8B, 4, GPU_GIB, long, "full", 33_280),
+        (QWEN3_8B, 4, 40, (), "full", 1536),  # nothing fits
+        (QWEN3_8B, 4, None, (), "none", 16_384),  # a CPU
     ):
-        config = decided(raw, config_of("--roles.num-trainers", num_trainers), gpu_gib).config
-        assert config.trainer.activation_checkpointing == kind
+        config = decided(raw, config_of("--roles.num-trainers", num_trainers, *flags), gpu_gib).config
+        assert (config.trainer.activation_checkpointing, config.trainer.micro_batch_tokens) == (kind, tokens)
         assert decided(raw, config, 1).config == config
+
+
+def test_ranks_that_share_rows_hold_a_part_of_their_activations():
+    flags = ("--roles.num-trainers", 4, "--trainer.activation-checkpointing", "full")
+    alone, shared = (
+        needs(QWEN3_8B, config_of(*flags, "--trainer.context-parallel", ranks)).training for ranks in (1, 4)
+    )
+    assert shared.pop("activations") == pytest.approx(alone.pop("activations") / 4)
+    assert shared == alone
 
 
 def test_experts_and_states_count_where_they_compute():

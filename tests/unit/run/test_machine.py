@@ -25,7 +25,7 @@ H100 = Device(8, "H100", 79.2)
 CPU = Device(0, "2 CPU cores", 20)
 ROLES = c.RolesConfig(num_trainers=4, num_references=0, num_generators=4)
 COLOCATED = c.RolesConfig(colocated=True, num_trainers=1, num_references=0)
-LONG_ROWS = {"generator.max_completion_tokens": 32768, "trainer.micro_batch_tokens": 33280}
+LONG_ROWS = {"generator.max_completion_tokens": 32768}
 TINY = QWEN3_1_7B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
 
 
@@ -50,7 +50,8 @@ def test_a_layout_for_fewer_gpus_is_one_whose_memory_fits():
     On one GPU nothing fits, and the first layout is named.
     """
 
-    config = c.GRPOConfig(roles=ROLES)  # checkpointing is decided
+    rows = c.TrainerConfig(micro_batch_tokens=16_384)  # checkpointing is decided
+    config = c.GRPOConfig(roles=ROLES, trainer=rows)
 
     def proposal(raw: dict, device: Device) -> str:
         return str(check_gpus(config, device, propose_layout(needs(raw, config), device)))
@@ -137,6 +138,12 @@ ADVICE = {  # model, GiB of a GPU, changes -> flags that fit
         LONG_ROWS | {"algorithm.kl_coef": 0.1, "generator.gpu_memory_utilization": 0.35},
         "it fits with --generator.sleep --trainer.moments bfloat16 --algorithm.kl-coef 0.0",
     ),
+    "by ranks that share rows": (
+        QWEN3_8B,
+        79.2,
+        {"roles": ROLES, "generator.max_completion_tokens": 120_000},
+        "it fits with --trainer.context-parallel 4",
+    ),
     "none": (QWEN3_8B, 24.0, {"trainer.lora_rank": 16}, "it needs more trainers, or larger GPUs"),
 }
 
@@ -202,9 +209,10 @@ def test_a_start_decides_and_warns_of_each_problem_in_one_line(tmp_path, monkeyp
     assert fitted.trainer.activation_checkpointing == "selective" and fitted.generator.max_num_seqs == 64
     assert lines == [
         "engines: 4; each decodes 64 sequences at once, as far as 13.50 GiB of KV cache go",
+        "trainer.micro_batch_tokens: 16384",
         "trainer.activation_checkpointing: selective",
     ]
-    fitted, (_, _, memory, disk) = start(Device(8, "L4", 22.0), 2**30)
+    fitted, (_, _, _, memory, disk) = start(Device(8, "L4", 22.0), 2**30)
     assert fitted.trainer.activation_checkpointing == "full"
     assert memory.startswith("warning: memory of a trainer: ") and disk.startswith("warning: disk: ")
     evaluates = c.EvaluationConfig(interval=1, num_samples=8)
