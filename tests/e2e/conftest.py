@@ -13,12 +13,6 @@ from tests.torchrun import torchrun
 BY_CHANCE = f"{pathlib.Path(__file__).parent}/tiny_rewards.py:passes_by_chance"
 
 
-@pytest.fixture
-def cold_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start each program by itself (forks.py), where its command line or what it imports is part of the test."""
-    monkeypatch.setenv("COLD_STARTS", "1")
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Folder of a random model; its weights are large enough for peaked, non-uniform log-probs."""
