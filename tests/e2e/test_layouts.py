@@ -28,10 +28,13 @@ LAYOUTS = {
     ),
     "1 rank, without torchrun": (0, True, ()),  # has every role, whatever the recipe says
     "colocated, 2 replicas": (2, True, (*COLOCATED, "--roles.num-trainers", "2")),
-    "colocated, 1 replica of 2 ranks": (
+    "colocated, 1 replica of 2 ranks, which take each row together": (
         2,
         True,
-        (*COLOCATED, "--roles.num-trainers", "2", "--generator.tensor-parallel", "2"),
+        (
+            *(*COLOCATED, "--roles.num-trainers", "2"),
+            *("--generator.tensor-parallel", "2", "--trainer.context-parallel", "2"),
+        ),
     ),
     "a node: 4 trainers, 4 replicas": (8, False, (*split(4, 0, 4), *NO_KL)),
     "a node: 1 trainer, 7 replicas": (8, False, (*split(1, 0, 7), *NO_KL)),

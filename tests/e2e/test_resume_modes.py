@@ -122,6 +122,7 @@ MODES = {
     ),
     "SFT, mixed, packed, validation": Mode(2, (*MIXED, *PACKED, *VALIDATION, *SCHEDULE), rank=1, recipe=SFT),
     "SFT, mixed, packed, further checkpoints": Mode(2, (*MIXED, *PACKED, *SAVED, *VALIDATION), recipe=SFT),
+    "SFT, two ranks a row": Mode(2, (*PACKED, "--trainer.context-parallel", 2), rank=1, recipe=SFT),
     "SFT, TP 2": Mode(2, (*PACKED, "--trainer.tensor-parallel", 2), rank=1, recipe=SFT),
     "SFT, FSDP 2, moments in bfloat16": Mode(2, (*PACKED, *ROUNDED), rank=1, recipe=SFT),
     "SFT, FSDP 2, Muon": Mode(2, (*PACKED, *MUON), rank=1, recipe=SFT),

@@ -71,6 +71,9 @@ def check_case(case: str, roles: Roles) -> None:
     expected_2M = expected_2N.detach()[:, batch.loss_mask_N]
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
         got_2M = sharded_values(model, batch, weights_2N)[:, batch.loss_mask_N]
+    logprobs_N = model.token_logprobs(batch).to(model.device)
+    dist.all_reduce(logprobs_N)  # each token's, from one of the ranks that compute it
+    torch.testing.assert_close(logprobs_N[batch.loss_mask_N], got_2M[0], rtol=0, atol=1e-5, msg=f"{case}: log-probs")
     if trainer.tensor_parallel == 1:  # replicas add their gradients up once an update; one more is got_2M's
         num_sharded = sum(isinstance(part, FSDPModule) for part in model.module.modules())
         most = num_sharded if trainer.data_replicas > 1 else 0
