@@ -1,9 +1,9 @@
 """Context parallelism by heads: C ranks take each row together, a stretch of T / C places each.
 
-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). Only attention needs other places. There an all-to-all trades places for
-heads, so that every kind of attention runs as on one rank, on all places and 1 / C of the heads; a second one trades
-back. Losses and metrics get whole rows, see `whole_rows`. Left out: ring attention, whose kernels would have to merge
-documents and the keys of shared prompts.
+Ulysses (Jacobs et al. 2023, arXiv:2309.14509). Only attention reads places of other ranks. There an all-to-all trades
+places for heads, so that every kind of attention runs as on one rank, on all places and 1 / C of the heads; a second
+one trades back. Losses and metrics get whole rows, see `whole_rows`. Left out: ring attention, whose kernels would have
+to merge documents and the keys of shared prompts.
 """
 
 import math
@@ -16,28 +16,27 @@ from torch.distributed._functional_collectives import all_to_all_single
 
 
 class RowRanks:
-    """A module of ranks that may share their rows."""
+    """Base class of modules that must know which ranks share a row."""
 
     row_ranks: dist.ProcessGroup | None = None
     """The C ranks that take each row together; None if a rank takes its rows alone."""
 
 
 def share_rows(model: nn.Module, ranks: dist.ProcessGroup) -> None:
-    """Have these ranks take each row together."""
+    """Have these ranks take each row of a model together. Frozen models take theirs alone."""
     for module in model.modules():
         if isinstance(module, RowRanks):
             module.row_ranks = ranks
 
 
 class AttentionByHeads(RowRanks):
-    """Attention whose `attend` gets all places of a row."""
+    """Base class of kinds of attention: their `attend` gets all places of a row, and a part of the heads."""
 
-    # torchtitan declares shardings for these argument names
+    # torchtitan declares shardings for these argument names: L this rank's places, N heads, H the size of a head
     def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **options: Any) -> Tensor:
         """Attend from this rank's places to all that they see. Returns [B, L, N, H].
 
-        Raises ValueError if the query heads do not divide over the ranks. Fewer key-value heads than ranks are
-        repeated.
+        Key-value heads are repeated until they divide over the ranks. Raises ValueError if the query heads do not.
         """
         ranks = self.row_ranks
         if ranks is None:
@@ -79,7 +78,7 @@ def _all_to_all(by_receiver: Tensor, ranks: dist.ProcessGroup) -> Tensor:
 
 
 def own_stretch(values_BT: Tensor, ranks: dist.ProcessGroup | None) -> Tensor:
-    """Return this rank's stretch [B, T / C] of a row, which is all of it without other ranks."""
+    """Return this rank's stretch [B, T / C] of a row, all of it without other ranks. A layout's T divides by C."""
     if ranks is None:
         return values_BT
     return values_BT.chunk(ranks.size(), 1)[ranks.rank()].contiguous()
@@ -93,7 +92,10 @@ def whole_rows(own: Tensor, ranks: dist.ProcessGroup | None) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks compute the same loss of whole rows, so the gradient of a stretch is one rank's, and no sum."""
+    """Whole rows from stretches. Each rank has the gradient of the whole row, and its own stretch of it is the answer.
+
+    FSDP adds up what the ranks of a row give each parameter.
+    """
 
     @staticmethod
     def forward(ctx, own, ranks):

@@ -1,7 +1,7 @@
 """Rewards from the driver's side: it sends calls to worker processes, gets values back, and takes weighted sums.
 
 workers/supervisor.py deals with a function that loops, crashes or allocates without end. This module says what follows:
-the completion has no reward, and the run ends if a function fails for every completion of a step.
+every completion of that call has no reward, and the run ends if a function fails for every completion of a step.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class CallScope(NamedTuple):
 
 
 class RewardPool:
-    """Processes that call the reward functions: `config.num_workers`, or twice as many if only some run confined.
+    """Processes that call the reward functions: `config.num_workers` for those that run confined, as many for others.
 
     Start it on the main thread, because the processes end with the thread that started them.
     """
@@ -73,6 +73,8 @@ class RewardPool:
         that length: the columns of the data set, `num_tokens`, `truncated`, `prompts` (as in the data) and `step`, also
         `completion_ids` if a function names them, and EPISODE_COLUMNS for episodes. Episodes that were lost are left
         out, because a function that fails for one would fail for its group or for all.
+
+        step: counted from 1, as in the log. `timeout_seconds` holds for each completion of a group, once for a step.
 
         Raises ValueError if JSON cannot hold a column, and RuntimeError if earlier rollouts were not collected.
         """
@@ -111,7 +113,7 @@ class RewardPool:
         The reward is the `weighted_sum`, and None if a function failed for the completion, because the sum of the
         others would not be comparable.
 
-        Raises RuntimeError if the processes are gone.
+        A process that dies costs its own call alone. Raises RuntimeError if none can go on.
         """
         rollouts = self._rollouts
         self._rollouts = None
@@ -179,7 +181,9 @@ def call_columns(
 
 
 def episode_columns(rollouts: list[Rollout], opening: str = "") -> Columns:
-    """Return EPISODE_COLUMNS: the model's turns, all messages, and twice what the environment says about itself.
+    """Return EPISODE_COLUMNS: the model's turns, all messages, and what the environment says of itself.
+
+    That are dicts in `environment` and objects with the same attributes in `environments`.
 
     opening: an opened <think>, with which the template begins each turn. Each text of the model gets it in front.
     """
@@ -208,7 +212,7 @@ def episode_columns(rollouts: list[Rollout], opening: str = "") -> Columns:
 def check_all_failed(rollouts: list[Rollout]) -> None:
     """Raise RewardError if a function failed for every completion: then the function is wrong, not the completions.
 
-    The error names the function and shows the first completion.
+    Called in every step of training, not in evaluations. The error names the function and shows the first completion.
     """
     rollouts = [rollout for rollout in rollouts if not is_lost(rollout)]
     if not rollouts:
