@@ -10,7 +10,9 @@ completion's tokens, then over completions,
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
 
 Here ratio is the token's probability under the policy divided by that under the policy at the start of the step; beta
-is the KL coefficient. `algorithm.loss`, `.advantages` and `.aggregation` name other formulas.
+is the KL coefficient. Each token's first term is also multiplied by its probability under the old policy divided by
+that under the generator, at most 2 by default (`correct_importance`). `algorithm.loss`, `.advantages` and
+`.aggregation` name other formulas.
 
 A suffix on a tensor's name spells its dimensions: P prompts, G completions of a group, R = P * G rollouts, F reward
 functions, S sequences (prompt with completion), N tokens of all sequences end to end, B rows and T positions of a
@@ -54,21 +56,25 @@ def main(config: GRPOConfig) -> None:
 # Every rank runs `train`, with None for roles that it does not have. Rank 0 is a trainer and the driver.
 #
 #     line                        works                              who waits for it
-#     driver.plan                 rank 0: draws prompts              all
+#     driver.plan                 rank 0: draws prompts, scores      all
+#                                 what was sampled ahead
 #     check_sync, if due          generators, then trainers          all
 #     sample, request_ahead       generators, then rank 0            all
+#     start_sampling_ahead        generators, with overlap_steps     nobody
 #     send_batch                  rank 0                             references, trainers
 #     add_ref_logprobs            references; workers score          trainers
 #     driver.collect_rewards      rank 0: until workers have scored  references, trainers
 #     update                      trainers                           references; generators without overlap_steps
-#     finish_sampling_ahead       generators, with overlap_steps     all
+#     finish_sampling_ahead       generators send it to rank 0       all
 #     sync_weights                trainers, then generators          all
 #     driver.log                  rank 0                             all
 #
 # All call the methods of `driver` and `session`, and the functions that take `roles`, in this order. A driver's method
-# runs on rank 0; other ranks get its decision, but None for data, which the next call sends. Completions come from the
+# runs on rank 0. Other ranks get the plan and the requests that it returns; rollouts and batches stay on rank 0 until
+# they are sent. Learners that hold a reward model compute with it in `collect_rewards`. Completions come from the
 # weights at the start of the step, or one step before it with `overlap_steps=1`; with `sampling.carry_over` a token can
-# be of any age. A sync check ends the run above a mean difference of log-probs, `weight_sync.largest_mismatch`.
+# be of any age. A sync check ends the run if log-probs differ on average by more than `weight_sync.largest_mismatch()`
+# says, a function of grpo/roles/.
 
 
 def train(config: GRPOConfig, session: Session) -> None:
@@ -79,16 +85,16 @@ def train(config: GRPOConfig, session: Session) -> None:
     trainer, reference, generator = session.start_up()  # also evaluates before the first step
     driver = Driver.of(session)
 
-    for step in session.steps():  # the number of steps before this one
-        source_weights = config.data.weights  # shares that change while training go here, as a function of the step
+    for step in session.steps():  # the number of steps done; the log and reward functions say step + 1
+        source_weights = config.data.weights  # a function of the step goes here, for prompts drawn from now on
         keep_prompt = None  # a filter goes here, a function of a Prompt (types.py): False draws another
         plan = driver.plan(step, source_weights, keep_prompt)  # the same on all ranks
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, driver.state)
             break
-        kl_coef = config.algorithm.kl_coef  # a schedule goes here; the config's, above 0, brings the reference
+        kl_coef = config.algorithm.kl_coef  # a schedule goes here; the config's must be above 0 to load a reference
         timer.enter("sync")
-        check_sync(plan.probe, trainer, generator, config.model.dtype, roles)  # every sync_check_interval steps
+        check_sync(plan.probe, trainer, generator, config.model.dtype, roles)  # first two steps, then as the plan says
 
         timer.enter("generate")
         rollouts = sample(plan, generator, driver, roles)  # generators -> driver; scoring begins
@@ -123,7 +129,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             timer.enter("evaluate")
             session.evaluate(generator, step + 1)
         driver.log(step + 1, rollouts, batch, metrics)  # returns all metrics on rank 0, for a log of yours
-        if plan.save:
+        if plan.save:  # every checkpoint.interval steps, and behind the last one
             session.save(step + 1, trainer, driver.state)
     else:  # not stopped
         session.export(trainer)
@@ -141,8 +147,9 @@ def sample(plan: StepPlan, generator: Generator | None, driver: Driver, roles: R
     return driver.rollouts()
 
 
-# The algorithm, on the trainers. The default formulas are written out; the config can name others, functions of `x`,
-# the inputs of a formula. `metrics.record` takes numbers; for values per token it logs their mean over the loss tokens.
+# The algorithm, on the trainers. The default formulas are written out; the config can name others, of grpo/algorithm/
+# or path/file.py:function, all of them functions of `x`, the inputs of a formula. `metrics.record` takes numbers; of
+# values per token, which an objective returns, the log has the mean over the loss tokens.
 
 
 def add_advantages(config: GRPOConfig, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> TrainBatch:
@@ -193,7 +200,7 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
     for _ in range(algorithm.num_epochs):
         for mini_batch in split_groups(batch, config.group_size, algorithm.num_mini_batches):
             trainer.forward_backward(mini_batch, grpo_objective(config, mini_batch, kl_coef, first_update), metrics)
-            metrics.record(**trainer.optimizer_step())
+            metrics.record(**trainer.optimizer_step())  # no update if a number is not finite
             first_update = False
     trainer.end_step()  # the learning rate, and a reference that moves, follow steps and not updates
 
@@ -201,8 +208,9 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
 def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
     """Return the loss of one update as a function of a micro-batch. Values and gradients add up, also over ranks.
 
-    It has log-probs at the sampling temperature by three versions of the policy: as it is (`logprobs`), at the start of
-    the step (`old_logprobs`, unless `algorithm.old_logprobs` is generator) and when it sampled (`generator_logprobs`).
+    The loss gets log-probs at the sampling temperature by three versions of the policy: as it is (`logprobs`), at the
+    start of the step (`old_logprobs`, unless `algorithm.old_logprobs` is generator) and when it sampled
+    (`generator_logprobs`).
     """
     algorithm = config.algorithm
     totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)  # however it is split over ranks

@@ -15,12 +15,13 @@ from grpo.config import SamplingConfig
 from grpo.roles.comm import flatten_rollouts, unflatten_rollouts
 from grpo.types import EpisodeFacts, Prompt, Request, Requests, Rollout, check_saved
 
-# A round asks for as many groups as the share of informative ones so far calls for, but expects at least this share.
+# A round is one `take`. It asks for as many groups as the share of informative ones so far calls for, but expects at
+# least this share.
 LEAST_INFORMATIVE_FRAC = 1 / 8
 Draw = Callable[[int], list[Prompt]]
 """Number of prompts -> fresh prompts."""
 Score = Callable[[list[Rollout]], list[Rollout]]
-"""Rollouts -> the same ones, which are scored. With dynamic sampling they have their rewards already."""
+"""Begins to score rollouts and returns them at once; with dynamic sampling it waits, and they have their rewards."""
 
 
 class Life(enum.Enum):
@@ -29,8 +30,8 @@ class Life(enum.Enum):
     DRAWN = "nothing of it was sampled yet"
     BEGUN = "some of its rollouts go on"
     COMPLETE = "all of its rollouts have ended; a step takes the oldest such groups"
-    TAKEN = "it belongs to the current step and is scored"
-    DULL = "taken, and comparing its rewards teaches nothing (dynamic sampling); counted, and not trained on"
+    TAKEN = "it belongs to the current step, and its scoring has begun"
+    DULL = "taken, but comparing its rewards teaches nothing (dynamic sampling); trained on only if all are dull"
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class Group:
     life: Life = Life.DRAWN
 
     def add(self, sampled: Mapping[int, Rollout]) -> None:
-        """Join what was sampled, by `Rollout.index`, to the group's rollouts."""
+        """Join what was sampled, by `Rollout.index`, to the group's rollouts. Sets `life` by those that have ended."""
         for place, rollout in enumerate(self.rollouts):
             if rollout.index in sampled:
                 self.rollouts[place] = rollout.go_on(sampled[rollout.index])
@@ -87,7 +88,7 @@ class GroupBuffer:
         groups: Iterable[Group] = (),
         judging_parts: Sequence[str] = (),
     ):
-        """Begin with the groups that are in flight already. judging_parts: as in `are_informative`."""
+        """Begin with the groups in flight. judging_parts: the parts of the reward that look at more than length."""
         self.sampling = sampling
         self.judging_parts = judging_parts
         self.prompts_per_step = prompts_per_step
@@ -98,7 +99,11 @@ class GroupBuffer:
     # ---- what to sample -----------------------------------------------------------------------------------------
 
     def fill(self, draw: Draw, score: Score) -> Requests | None:
-        """Take complete groups until the step is full. Returns what must be sampled first, None if the step is full."""
+        """Take complete groups until the step is full. Returns what must be sampled first, None if the step is full.
+
+        Informative groups beyond that go back to the front of the buffer, with carry_over; else the next step forgets
+        them.
+        """
         while num_groups := self.num_groups_to_take:
             requests = self.ask(num_groups, draw)
             if requests:
@@ -114,7 +119,10 @@ class GroupBuffer:
         return None
 
     def ask(self, num_groups: int, draw: Draw) -> Requests | None:
-        """Return what must be sampled until `num_groups` groups are complete, None if they are. Draws fresh prompts."""
+        """Return what must be sampled until `num_groups` groups are complete, None if they are. Draws fresh prompts.
+
+        `num_left` of the result is the number of groups that may be incomplete when sampling ends.
+        """
         num_fresh = num_groups + self.sampling.carry_over - len(self.groups)
         if num_fresh > 0:
             for prompt in draw(num_fresh):
@@ -142,7 +150,7 @@ class GroupBuffer:
 
     def begin_step(self) -> None:
         """Forget what the step before took."""
-        self.taken: list[Group] = []  # without those that went back
+        self.taken: list[Group] = []  # groups of this step; `fill` gives spare ones back
         self.num_taken = 0
         self.num_informative = 0
         self.num_rounds = 0
@@ -212,7 +220,7 @@ class GroupBuffer:
 
 
 def saved_groups(state: Mapping[str, Any]) -> list[Group]:
-    """Return the groups of what `GroupBuffer.state` returned. Raises ValueError if another version saved them."""
+    """Return the groups of what `GroupBuffer.state` returned. Raises ValueError if other code saved them."""
     check_saved("groups in flight", state, ("prompts", "group_size", "rollouts"))
     prompts = []
     for facts in state["prompts"]:
@@ -226,7 +234,7 @@ def saved_groups(state: Mapping[str, Any]) -> list[Group]:
     groups = [Group(prompt, []) for prompt in prompts]
     set_rollouts(groups, rollouts)
     for group in groups:
-        group.add({})
+        group.add({})  # sets `life`
     return groups
 
 

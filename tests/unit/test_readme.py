@@ -86,7 +86,7 @@ OTHER_TOOLS_FLAGS = {
 OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step", "--turns", "--play"}
 OTHER_TOOLS_FLAGS |= {"--shape", "--jobs", "--roles", "--phases", "--kinds", "--array", "--env", "--file", "--tag"}
-OTHER_TOOLS_FLAGS |= {"--num", "--worst", "--prompt", "--evaluation", "--html", "--methods", "--layers"}
+OTHER_TOOLS_FLAGS |= {"--num", "--cases", "--worst", "--prompt", "--evaluation", "--html", "--methods", "--layers"}
 OTHER_TOOLS_FLAGS |= {"--partition", "--account", "--mem", "--gres", "--gpus-per-node"}
 MOST_LINES = 180  # of the page that a newcomer reads first, 30 of them what the quickstart prints
 
