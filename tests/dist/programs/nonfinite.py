@@ -19,7 +19,7 @@ from grpo.roles.weight_sync import check_distance
 from grpo.types import TrainBatch
 from tests.dist.programs.normalisation import IN_ORDER, NOT_FINITE, make_step, objective_of
 
-CONFIG = GRPOConfig(algorithm=AlgorithmConfig(kl_coef=0.1))
+CONFIG = GRPOConfig(algorithm=AlgorithmConfig(kl_coef=0.1).resolved)
 FIELDS = {"reference": "ref_logprobs_N", "old": "old_logprobs_N", "advantages": "advantages_N"}
 PLACES = (*FIELDS, "policy", "loss", "gradient")
 
