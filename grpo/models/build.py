@@ -30,6 +30,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.utils import set_default_dtype
 
 from grpo.config import ModelConfig, TrainerConfig
+from grpo.config.fields import MICRO_BATCH_TOKENS
 from grpo.data.layout import Layout, plan, take_out
 from grpo.models.attention import SelectiveCheckpointing, allow_any_length, choose_attention
 from grpo.models.blocks import NormedBlock, set_norm_shardings
@@ -105,12 +106,15 @@ class ShardedModel:
     def lay_out(self, batch: TrainBatch) -> Layout:
         """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them.
 
-        A model with states shares no prompts.
+        A model with states shares no prompts. "auto" rows, which only a run decides, are as long as they may become.
         """
+        max_tokens = self.trainer.micro_batch_tokens
+        if max_tokens == "auto":
+            max_tokens = max(MICRO_BATCH_TOKENS, int(batch.lengths_S.max()))
         return plan(
             batch,
             num_ranks=self.data_ranks.size() if self.data_ranks else 1,
-            max_tokens=self.trainer.micro_batch_tokens,
+            max_tokens=max_tokens,
             multiple=ROW_MULTIPLE[self.device.type],
             share_prompts=self.trainer.share_prompts and 0 not in self.module.config.windows,
             num_stretches=self.parallel_dims.cp,

@@ -78,7 +78,7 @@ def test_mistakes_are_found(mistake: str, tmp_path: pathlib.Path, capsys: pytest
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("scalar", "one floating number per position"),
+        ("scalar", "return one number per position"),
         ("no_metrics", "return (loss_BT, dict of metrics)"),
         ("unpacks", "mistakes.py:unpacks, line 32: TypeError: "),
         ("none", "has no function 'none'"),

@@ -47,7 +47,7 @@ def test_the_longest_length_becomes_a_tensor_behind_fsdp():
     for name in ("ids_BT", "positions_BT", "targets_BT", "temperatures_BT", "scored_M", "kept"):
         setattr(micro, name, None)
     layers = dict.fromkeys("01", lambda hidden, masks, positions: given.append(masks))
-    parts = dict.fromkeys(("tok_embeddings", "norm", "lm_head"), lambda *of: None) | {"layers": layers}
+    parts = dict.fromkeys(("tok_embeddings", "norm", "lm_head"), lambda *of: (None, None)) | {"layers": layers}
     model._modules.update(parts)
     model(micro)
     assert given[0].max_q.device.type == "cpu" and given[0].max_q == 4
