@@ -4,8 +4,8 @@
 #   bash launch/test.sh
 #   bash launch/test.sh tests/unit -k losses
 #
-# Without any, three parts run beside each other, so that no core waits: what forks ranks (tests/forks.py), which is
-# whole runs, the programs of several ranks and tests/unit/watch, and two halves of the other unit tests.
+# Without any, three parts of about equal length run beside each other, so that no core waits: whole runs, programs of
+# several ranks with some unit tests, and the other unit tests.
 set -euo pipefail
 # shellcheck source=launch/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -22,13 +22,13 @@ fi
 logs=$(mktemp -d)
 others=()
 trap 'kill "${others[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
-runs=(tests/e2e tests/dist tests/unit/watch)
-first_half=(tests/unit/[a-m]*/)
+runs=(tests/e2e)
+ranks=(tests/dist tests/unit/watch tests/unit/[a-d]*/)
 python -m pytest "${runs[@]}" >"$logs/1" 2>&1 &
 others+=($!)
-python -m pytest "${first_half[@]}" >"$logs/2" 2>&1 &
+python -m pytest "${ranks[@]}" >"$logs/2" 2>&1 &
 others+=($!)
-rest=("${runs[@]/#/--ignore=}" "${first_half[@]/#/--ignore=}")
+rest=("${runs[@]/#/--ignore=}" "${ranks[@]/#/--ignore=}")
 status=0
 python -m pytest tests "${rest[@]}" || status=$?
 for other in "${others[@]}"; do
