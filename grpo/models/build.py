@@ -1,8 +1,7 @@
 """A Hugging Face folder as a sharded torchtitan model with its weights, and a step's batch through it.
 
 Left out: pipeline parallelism, quantized checkpoints, expert parallelism. On one node the gathering of experts hides
-behind the products of long rows, and no rank waits for another whose experts are chosen more often; and torchtitan's,
-compiled, waits forever on two ranks.
+behind the products of long rows, and no rank waits for another whose experts are chosen more often.
 """
 
 import copy
