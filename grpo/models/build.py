@@ -81,7 +81,7 @@ class ShardedModel:
         return mesh.get_group()
 
     def rank_among(self, mesh: str) -> int:
-        """Return this rank's place among those that share out a batch ("batch"), a row ("cp") or a layer ("tp")."""
+        """Return this rank's index among those that share out a batch ("batch"), a row ("cp") or a layer ("tp")."""
         ranks = self.parallel_dims.get_optional_mesh(mesh)
         return ranks.get_local_rank() if ranks else 0
 
@@ -228,10 +228,9 @@ def build_model(
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
     A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas, and
-    each rank takes its rows alone. With
-    `moves` it holds float32, so that a small move is not rounded away. With LoRA, weights are held in `model.dtype`
-    without gradients, and adapters in float32 with them, which start from `seed`. With `scores`, `logprobs` are a
-    reward model's scores. Collective over the role's ranks.
+    each rank takes its rows alone. With `moves` it holds float32, so that a small move is not rounded away. With LoRA,
+    weights are held in `model.dtype` without gradients, and adapters in float32 with them, which start from `seed`.
+    With `scores`, `logprobs` are a reward model's scores. Collective over the role's ranks.
     """
     adapted = trainer.lora_rank > 0 and not frozen
     # spmd_types, torchtitan's default, fails for more than one rank on this torch

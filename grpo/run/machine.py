@@ -380,8 +380,8 @@ def decide(needs: Needs, layout: RolesConfig, device: Device) -> Needs:
 def row_choices(config: Config) -> list[tuple[str, int]]:
     """Return kinds of checkpointing and rows that "auto" chooses from, the fastest first.
 
-    Rows half as long cost less than to compute blocks again. They are as long as the longest sequence at least, and a
-    reward model was told MICRO_BATCH_TOKENS (`open_reward_model`).
+    To compute blocks again is a third more work, and rows half as long are none. Rows have room for the longest
+    sequence, and a reward model was told MICRO_BATCH_TOKENS (`open_reward_model`).
     """
     trainer = config.trainer
     kinds = CHECKPOINTING
