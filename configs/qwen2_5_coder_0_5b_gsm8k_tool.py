@@ -6,7 +6,7 @@ As qwen2_5_coder_0_5b_gsm8k.py. The chat template asks for calls in <tool_call> 
 ```json block, so the system prompt shows one and `environment.calls` reads it.
 
 Only a right answer after a call is rewarded. With plain rewards this model drops the tool within 20 steps, because it
-is right more often in words (configs/RESULTS.md).
+is right more often in words (docs/evidence/results.md).
 
 What to expect, weights from a 5-bit file, one seed: 0.07 of the 1,319 held-out questions are right after a call before
 training (greedy), 0.25 after 25 steps, 0.26 after 50, 0.29 after 75 and 0.27 after 100 (standard error 0.012), with 1.1

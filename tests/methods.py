@@ -1,4 +1,4 @@
-"""The table of methods in configs/METHODS.md, as the tests read it."""
+"""The table of methods in docs/methods.md, as the tests read it."""
 
 import pathlib
 
@@ -7,7 +7,7 @@ from grpo.config import AlgorithmConfig
 
 def methods() -> dict[str, tuple[AlgorithmConfig, list[str]]]:
     """Read each row, by its name: the algorithm that its flags set, and the cells behind them."""
-    page = (pathlib.Path(__file__).parent.parent / "configs/METHODS.md").read_text()
+    page = (pathlib.Path(__file__).parent.parent / "docs/methods.md").read_text()
     rows = {}
     for line in page.partition("\n| Method | Flags |")[2].partition("\n\n")[0].splitlines()[2:]:
         name, flags, *cells = (cell.strip().strip("`") for cell in line.strip("|").split("|"))

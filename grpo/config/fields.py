@@ -39,7 +39,7 @@ LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy: a checkpoint of any size, of a family in configs/DATA.md."""
+    """The policy: a checkpoint of any size, of a family in docs/data.md."""
 
     path: str = "Qwen/Qwen3-1.7B"
     """Hugging Face folder (config.json, safetensors, tokenizer) or hub name, NAME[@REVISION]; or your own

@@ -66,7 +66,7 @@ FIELDS_OF_FLAGS = {
     "--mask-truncated-completions": "algorithm.mask_truncated",
     "--vllm-gpu-memory-utilization": "generator.gpu_memory_utilization",
 }
-OF_OTHER_TOOLS = "configs/COMING_FROM.md has the names of TRL and verl beside ours, --help has all of ours"
+OF_OTHER_TOOLS = "docs/coming-from.md has the names of TRL and verl beside ours, --help has all of ours"
 
 
 def load(

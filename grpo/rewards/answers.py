@@ -1,4 +1,4 @@
-"""Where the answer is in a completion, and when two answers are the same: the rule of configs/ANSWERS.md.
+"""Where the answer is in a completion, and when two answers are the same: the rule of docs/answers.md.
 
 numbers.py says which number a text is, latex.py compares expressions. Wherever a careful reader could doubt, two
 answers are not the same. The text is read in one pass, so that a megabyte of braces or tags takes no quadratic time.
@@ -111,7 +111,7 @@ def extract_answer(text: str, answer_format: str) -> str | None:
     the sign or unit next to it. hashes: the line after the last ####. answer_line: the rest of the last line that
     begins with `Answer:`. Boxes and lines are looked for only in the <answer> if there is one, and never in thoughts
     (see `without_thoughts`). There is no answer if the last one is empty, cut off, taken back, one of a choice, or part
-    of a larger expression: configs/ANSWERS.md has examples.
+    of a larger expression: docs/answers.md has examples.
 
     Raises ValueError on another format.
 

@@ -39,7 +39,7 @@ def math_reward(
     partial_credit: float = 0.0,
     **columns: list,
 ) -> Rewards:
-    """Pay 1.0 if the answer in a completion equals the reference in `answer`, else 0.0: the rule of configs/ANSWERS.md.
+    """Pay 1.0 if the answer in a completion equals the reference in `answer`, else 0.0: the rule of docs/answers.md.
 
     A reference with #### (GSM8K's solutions) is what follows the last one. A reference with boxes is the content of the
     last box, or a list if more are joined to it (`last_box`). With answer_format="boxed" expressions are compared,

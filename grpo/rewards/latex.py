@@ -270,7 +270,7 @@ def _isolated(expression: Any) -> set[Any]:
 
 
 def _work(expression: Any) -> Counter[str]:
-    """Count each kind of work that an expression leaves (see configs/ANSWERS.md). The same work twice counts once."""
+    """Count each kind of work that an expression leaves (see docs/answers.md). The same work twice counts once."""
     import sympy
     from sympy.logic.boolalg import Boolean
 

@@ -1,7 +1,7 @@
 """Which number a text is: its exact value and its unit. Or that it is not a number.
 
 Nothing that could change the value is dropped. A text with anything else than digits, a sign, a power of ten and a unit
-is not a number. Values are fractions, because 10000000000000001 and ..02 are the same float. configs/ANSWERS.md has
+is not a number. Values are fractions, because 10000000000000001 and ..02 are the same float. docs/answers.md has
 examples.
 """
 

@@ -8,7 +8,7 @@
 
 Each role has its own default process group, so torchtitan and vLLM see exactly the ranks they expect. Three bridges
 join the roles. Colocated, every rank holds every role, one default group serves trainer and generator, `learners` is
-`control`, and there is no `weights`. PROCESS_GROUPS.md says why, and what a new kind of role has to do.
+`control`, and there is no `weights`. docs/design/process-groups.md says why, and what a new kind of role has to do.
 """
 
 import collections

@@ -1,7 +1,7 @@
 """Groups in flight, on the driver: prompts with their rollouts, from when they are drawn until a step takes them.
 
 A step takes the oldest complete groups until it is full, and asks for what it lacks. `sampling.dynamic` decides what is
-full, `sampling.carry_over` what may be left for the next step, and `overlap_steps` when sampling begins. See GROUPS.md.
+full, `sampling.carry_over` what may be left for the next step, and `overlap_steps` when sampling begins. See docs/design/groups.md.
 """
 
 import enum

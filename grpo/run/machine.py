@@ -3,7 +3,7 @@
 A start decides what the config leaves to the machine and warns of problems; `--dry-run` prints every verdict. Only a
 config.json is read of each model. A trainer rank holds its states, the weights that FSDP gathers, the logits of a
 chunk, and for each token and block a number of values that depends on the checkpointing. Estimates may be 20 % off;
-peaks that were measured (configs/SPEED.md) are closer. Left out: what the allocator wastes, NCCL's buffers, and what
+peaks that were measured (docs/evidence/speed.md) are closer. Left out: what the allocator wastes, NCCL's buffers, and what
 other processes hold.
 """
 
@@ -37,7 +37,7 @@ MARGIN_FRAC = 0.05  # added to a peak before "auto" compares it with a GPU
 # What a process holds besides: CUDA's context, buffers of NCCL, and what an engine computes with
 PROCESS_GIB = 3.0
 # What an engine that sleeps leaves there: its graphs and buffers too, and blocks that torch keeps. nvidia-smi showed
-# 17.5 GiB where the other parts are 12.5 (configs/SPEED.md).
+# 17.5 GiB where the other parts are 12.5 (docs/evidence/speed.md).
 ASLEEP_GIB = 5.0
 TIGHT_FRAC = 0.92  # of a GPU; above it, the run may fit or not
 ANSWERS = ("fits", "tight", "PROBLEM")  # a tight one may fail, or be slow

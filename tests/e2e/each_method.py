@@ -1,4 +1,4 @@
-"""Train with every method of configs/METHODS.md on a recorded run, one after the other, in this process.
+"""Train with every method of docs/methods.md on a recorded run, one after the other, in this process.
 
 Arguments: RECORDED, the folder of a run of episodes on one trainer rank, and FOLDER, which gets a run of each method.
 """

@@ -127,7 +127,7 @@ CASES = {
     f"{GRPO} --trainer.lora-alpha 64": "lora_alpha=64.0 does nothing without",
     # flags
     f"{GRPO} --lr 1e-5": "write --trainer.learning-rate VALUE",
-    f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; configs/COMING_FROM.md",
+    f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; docs/coming-from.md",
     f"{GRPO} --record true": "true; write --field VALUE, ",
     f"{GRPO} --num-step 3": "--num-steps",
     f"{GRPO} stray": "stray",

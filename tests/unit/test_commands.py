@@ -49,8 +49,8 @@ class Checked(BaseException):
 
 def shown_commands() -> list[str]:
     """Each command of the scripts and the tools, from code blocks, tables, prose and the docstrings of recipes."""
-    pages = [*ROOT.glob("*.md"), *(ROOT / "configs").glob("*.md")]
-    pages += [ROOT / folder / "README.md" for folder in ("grpo", "launch", "tests")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "configs").glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    pages.append(ROOT / "tests/README.md")
     texts = [page.read_text() for page in pages]
     for file in (*RECIPES, *(ROOT / "configs/examples").glob("*.py")):
         texts.append(ast.get_docstring(ast.parse(file.read_text())) or "")

@@ -18,19 +18,14 @@ from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.loading import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
-OF_CONFIGS = ("README", "DATA", "METHODS", "ENVIRONMENTS", "SFT", "RUNNING", "COMING_FROM", "ANSWERS")
+FOUND = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "configs/README.md", ROOT / "tests/README.md"]
+FOUND += sorted((ROOT / "tests/bench").rglob("*.md"))
+NAMES = [str(path.relative_to(ROOT)) for path in FOUND]
 # They name what was there once
-HISTORY = ("CHANGELOG.md", "configs/RESULTS.md", "configs/SPEED.md", "configs/AGREEMENT.md")
-PAGES = {
-    name: (ROOT / name).read_text()
-    for name in (
-        *(path.name for path in sorted(ROOT.glob("*.md")) if path.name not in HISTORY),
-        *("grpo/README.md", "launch/README.md", "tests/README.md", "tests/bench/README.md"),
-        *(f"configs/{name}.md" for name in OF_CONFIGS),
-    )
-}
+HISTORY = [name for name in NAMES if name == "CHANGELOG.md" or "evidence/" in name or "notebook/" in name]
+PAGES = {name: (ROOT / name).read_text() for name in sorted({*NAMES} - {*HISTORY})}
 TOP = PAGES["README.md"]
-_OTHERS = "configs/COMING_FROM.md"  # the first column of its tables has names of other tools
+_OTHERS = "docs/coming-from.md"  # the first column of its tables has names of other tools
 PAGES[_OTHERS] = re.sub(r"^\|[^|]*\|", "| |", PAGES[_OTHERS], flags=re.MULTILINE)
 EVERYTHING = "\n".join(PAGES.values())
 FILES = [*ROOT.glob("*.py"), *(ROOT / "grpo").rglob("*.py")]
@@ -227,13 +222,13 @@ def test_every_link_resolves(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_path_that_is_named_exists(page):
-    """Paths as seen from the root, or from the page's own folder."""
-    text = re.sub(r"\]\([^)]*\)", "]", PAGES[page])  # links have a test of their own
-    folders = re.findall(r"(?<![\w./-])(?:grpo|configs|launch|tests)/[\w./-]*\w", text)
+    """Paths as seen from the page's own folder, the root, or a folder of the root."""
+    text = re.sub(r"(\[[\w.-]+\.md)?\]\([^)]*\)", "]", PAGES[page])  # links have a test of their own
+    folders = re.findall(r"(?<![\w./-])(?:grpo|configs|docs|launch|tests)/[\w./-]*\w", text)
     files = re.findall(r"(?<![\w.-])[\w./-]*\w\.(?:py|txt|toml|sh|sbatch|md)\b(?!:)", text)
     named = {*folders, *files} - OTHER_FILES
     named = {path for path in named if pathlib.Path(path).name not in RUN_FILES}
-    places = (ROOT, (ROOT / page).parent)
+    places = [(ROOT / page).parent, *(ROOT / folder for folder in ("", "grpo", "configs", "launch"))]
     assert [path for path in sorted(named) if not any((place / path).exists() for place in places)] == []
     assert page != "README.md" or {"train_grpo.py", "launch/quickstart.sh"} <= named
 
@@ -247,7 +242,7 @@ def test_every_tensor_that_is_named_exists():
 
 def test_the_step_is_that_of_the_script():
     """Whatever the list of the step's parts names is called in train_grpo.py."""
-    parts = re.findall(r"^\d\. (.*(?:\n   .*)*)", section("grpo/README.md", "How a step works"), re.MULTILINE)
+    parts = re.findall(r"^\d\. (.*(?:\n   .*)*)", section("docs/design/step.md", "How a step works"), re.MULTILINE)
     named = [name for part in parts for name in re.findall(r"`([a-z]\w*(?:\.\w+)?)`", part)]
     named = [name for name in named if name not in ("group_size",)]
     assert len(parts) >= 8 and len(named) >= 12
@@ -295,7 +290,7 @@ def test_where_to_change_what_names_what_exists():
     for wish, where in table("I want"):
         files = [SOURCES["train_grpo.py"]]
         for link in re.findall(r"\]\(([^)]+)\)", where):
-            files.append((ROOT / "grpo" / link.partition("#")[0]).read_text())
+            files.append((ROOT / "docs/design" / link.partition("#")[0]).read_text())
         for name in re.findall(r"`([A-Za-z_][\w.]*)`", where):
             if name not in SOURCES and name not in field_paths(c.GRPOConfig()):
                 assert any(re.search(rf"\b{name.rpartition('.')[2]}\b", text) for text in files), f"{wish}: {name}"
@@ -345,7 +340,7 @@ def test_every_message_is_one_of_the_code():
 
 
 def test_own_loss_and_reward_are_the_files_that_run_end_to_end():
-    page = section("configs/METHODS.md", "Your own loss and reward")
+    page = section("docs/methods.md", "Your own loss and reward")
     loss, reward = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert loss == (ROOT / "configs/examples/my_method.py").read_text()
     assert reward == (ROOT / "configs/examples/my_reward.py").read_text()

@@ -199,7 +199,7 @@ def test_a_function_gives_rows(mine):
 def test_the_stream_of_the_page_is_read_as_far_as_needed_and_again_the_same(tmp_path, monkeypatch):
     """The rows of a stream are the same at each start, in its shuffled order."""
     monkeypatch.chdir(tmp_path)
-    _, _, block = (ROOT / "configs" / "DATA.md").read_text().partition("**A stream.**")
+    _, _, block = (ROOT / "docs/data.md").read_text().partition("**A stream.**")
     (tmp_path / "my_stream.py").write_text(block.split("```python\n")[1].split("```")[0])
     rows = [{"question": "long" * 1000 if n % 10 == 0 else f"What is {n}?", "answer": n} for n in range(3000)]
     (tmp_path / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

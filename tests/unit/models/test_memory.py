@@ -96,7 +96,7 @@ def test_number_of_parameters_is_the_published_one(name):
     assert sizes(raw).parameters == expected
 
 
-# Peaks in torch (configs/SPEED.md; the 8B one on two of four H200), GiB, with micro-batches of 16,384 tokens and
+# Peaks in torch (docs/evidence/speed.md; the 8B one on two of four H200), GiB, with micro-batches of 16,384 tokens and
 # chunks of 4,096. The last two are of earlier code: off them goes the table of positions that each layer had of its own
 # then. All but Qwen3-4B's are of a time when a trained LM head held its last chunk's gradient for too long (1.2 GiB).
 OLD_TABLE = 40960 * 256 * 4 / 2**30

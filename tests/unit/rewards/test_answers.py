@@ -1,6 +1,6 @@
 """What answers earn: each verdict of two tables, and that reading an answer costs no more than its length.
 
-configs/ANSWERS.md has the verdicts that users want to know, answers.md the rest. Each was judged by hand.
+docs/answers.md has the verdicts that users want to know, answers.md the rest. Each was judged by hand.
 """
 
 import functools
@@ -40,7 +40,7 @@ def text_of(cell: str) -> str:
 def read_tables() -> dict[str, list[Case]]:
     """Return the verdicts by section: an answer in a tag and in a box, or a whole completion."""
     tables = {}
-    for path in (ROOT / "configs/ANSWERS.md", pathlib.Path(__file__).with_name("answers.md")):
+    for path in (ROOT / "docs/answers.md", pathlib.Path(__file__).with_name("answers.md")):
         for line in path.read_text().splitlines():
             if line.startswith("## "):
                 cases = tables.setdefault(f"{path.name}: {line[3:]}", [])
