@@ -1,7 +1,8 @@
 """Groups in flight, on the driver: prompts with their rollouts, from when they are drawn until a step takes them.
 
 A step takes the oldest complete groups until it is full, and asks for what it lacks. `sampling.dynamic` decides what is
-full, `sampling.carry_over` what may be left for the next step, and `overlap_steps` when sampling begins. See docs/design/groups.md.
+full, `sampling.carry_over` what may be left for the next step, and `overlap_steps` when sampling begins.
+docs/design/groups.md has the rules.
 """
 
 import enum

@@ -3,8 +3,8 @@
 A start decides what the config leaves to the machine and warns of problems; `--dry-run` prints every verdict. Only a
 config.json is read of each model. A trainer rank holds its states, the weights that FSDP gathers, the logits of a
 chunk, and for each token and block a number of values that depends on the checkpointing. Estimates may be 20 % off;
-peaks that were measured (docs/evidence/speed.md) are closer. Left out: what the allocator wastes, NCCL's buffers, and what
-other processes hold.
+peaks that were measured (docs/evidence/speed.md) are closer. Left out: what the allocator wastes, NCCL's buffers, and
+what other processes hold.
 """
 
 import itertools

@@ -223,7 +223,7 @@ def test_every_link_resolves(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_path_that_is_named_exists(page):
     """Paths as seen from the page's own folder, the root, or a folder of the root."""
-    text = re.sub(r"(\[[\w.-]+\.md)?\]\([^)]*\)", "]", PAGES[page])  # links have a test of their own
+    text = re.sub(r"(\[[\w.-]+\.(?:md|py))?\]\([^)]*\)", "]", PAGES[page])  # links have a test of their own
     folders = re.findall(r"(?<![\w./-])(?:grpo|configs|docs|launch|tests)/[\w./-]*\w", text)
     files = re.findall(r"(?<![\w.-])[\w./-]*\w\.(?:py|txt|toml|sh|sbatch|md)\b(?!:)", text)
     named = {*folders, *files} - OTHER_FILES
