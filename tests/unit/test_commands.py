@@ -77,6 +77,10 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
     for name in ("configs", "tests"):
         (folder / name).symlink_to(ROOT / name)
+    (folder / "my_task").mkdir()
+    tutorial = (ROOT / "docs/tutorial.md").read_text()
+    for file, text in re.findall(r"`(my_task/\w+\.py)`:\n\n```python\n(.*?)```", tutorial, re.DOTALL):
+        (folder / file).write_text(text)
     configs = [load_recipe(str(path), GRPOConfig, SFTConfig) for path in RECIPES]
     recipes = {config.run_dir: as_recipe(config) for config in configs}
     default = recipes["runs/qwen3_1_7b_gsm8k"]
