@@ -1,19 +1,24 @@
-"""A reward as a class, for what is costly to begin with: a model, a client, a dictionary.
+"""A reward that keeps what is costly to begin with: a model, a client, a dictionary.
 
-    --reward.functions configs/examples/similar.py:Similar 1.0
+    --reward.functions configs/examples/similar.py:similar 1.0
 
-Other characters to ignore: --reward.options configs/examples/similar.py:Similar '{"ignore": " ,"}'
+Other characters to ignore: --reward.options configs/examples/similar.py:similar '{"ignore": " ,"}'
 """
 
 import difflib
+import functools
 
 
-class Similar:
-    """How similar a response is to its target, from 0 to 1. Each reward process makes one object and keeps it."""
+@functools.cache
+def matcher(ignore):
+    """Make what compares texts. Each reward process does it once."""
+    return difflib.SequenceMatcher(lambda letter: letter in ignore)
 
-    def __init__(self, ignore: str = " "):
-        self.matcher = difflib.SequenceMatcher(lambda letter: letter in ignore)
 
-    def __call__(self, prompt, response, target):
-        self.matcher.set_seqs(response, target)
-        return self.matcher.ratio()
+def similar(completions, answer, ignore=" ", **columns):
+    """Return how similar each completion is to its answer, from 0 to 1."""
+    values = []
+    for text, target in zip(completions, answer, strict=True):
+        matcher(ignore).set_seqs(text, target)
+        values.append(matcher(ignore).ratio())
+    return values

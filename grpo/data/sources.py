@@ -2,7 +2,7 @@
 
 JSON is parsed here, line by line, and so is CSV. The library's reader of JSON (4.7) was seen to turn texts that look
 like dates into dates, to stop at blank lines and at rows with different columns without saying where, and to accept or
-refuse mixed types depending on their place in the file. Its reader of CSV loses cells of rows that have too many.
+refuse mixed types depending on where they stand in the file. Its reader of CSV loses cells of rows that have too many.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Rows:
             yield from self.rows_of(self.table[start : start + READ_ROWS], start)
 
     def rows_of(self, batch: dict[str, list], start: int) -> list[Row]:
-        """Return the rows in a batch of the table that begins at place `start`, without blank lines.
+        """Return the rows in a batch of the table that begins with row `start`, without blank lines.
 
         Raises ValueError for a line that is not a JSON object.
         """
@@ -145,8 +145,8 @@ def _call_function(source: Source) -> Rows:
     ValueError that names the row if the function raises, gives no dict, or does not end.
     """
     function = load_function(source.path, "data")
-    split, _, part = source.split.partition("[")
-    end = re.fullmatch(r"\d*:(\d+)\]", part)
+    split, _, bounds = source.split.partition("[")
+    end = re.fullmatch(r"\d*:(\d+)\]", bounds)
     max_rows = int(end[1]) if end else MAX_FUNCTION_ROWS
     lines = []
     try:
@@ -164,7 +164,7 @@ def _call_function(source: Source) -> Rows:
             f"data {source.text} gives {MAX_FUNCTION_ROWS:,} rows or more; name how many to take, as in "
             f"{source.path}:{split}[:10000]"
         )
-    lines = _part_of(lines, split, source)
+    lines = _rows_named(lines, split, source)
     content = "\n".join(lines).encode()
     checksum = hashlib.sha256(content).hexdigest()
     return _in_memory(lines, replace(source, revision=checksum[:8]))
@@ -185,19 +185,18 @@ def _read_files(source: Source) -> Rows:
         raise FileNotFoundError(
             f"data file {os.path.abspath(source.path)} does not exist; correct the path or create it"
         )
-    # Files have one split, which goes by the name that is asked for, so that `train[:90%]` takes a part of it.
+    # Files have one split, which goes by the name that is asked for, so that `train[:90%]` takes some of it.
     split = source.split.partition("[")[0]
     if split not in ("train", "test"):
         raise ValueError(
-            f"{source.text}: a file has no splits; name the file alone, or a part as {source.path}:train[:90%]"
+            f"{source.text}: a file has no splits; name the file alone, or some rows as {source.path}:train[:90%]"
         )
     kind = _kind_of(paths[0])
     if kind in READERS:
         lines = []
         for path in paths:
-            _check_text(path)
             lines += map(json.dumps, READERS[kind](path))
-        return _in_memory(_part_of(lines, split, source), source)
+        return _in_memory(_rows_named(lines, split, source), source)
     # the time of a change, which nobody can set: the library knows files by another time, which other content may have
     changed = [os.stat(path).st_ctime_ns for path in paths]
     table = _load(
@@ -226,15 +225,15 @@ def _kind_of(path: str) -> str:
     return FILE_KINDS[suffix]
 
 
-def _part_of(rows: list, split: str, source: Source) -> list:
+def _rows_named(rows: list, split: str, source: Source) -> list:
     """Take what the source's expression names, such as `train[:90%]+train[95%:]`, from the rows of a split."""
     import datasets
 
     try:
-        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({split: len(rows)})
+        slices = datasets.ReadInstruction.from_spec(source.split).to_absolute({split: len(rows)})
     except (ValueError, AssertionError) as error:  # the split is unknown, or no expression of splits
         raise ValueError(f"data set {source.text} could not be loaded: {error}") from error
-    return [*itertools.chain(*(rows[part.from_ : part.to] for part in parts))]
+    return [*itertools.chain(*(rows[each.from_ : each.to] for each in slices))]
 
 
 def _read_list(path: str) -> list[Row]:
@@ -252,31 +251,24 @@ def _read_list(path: str) -> list[Row]:
 def _read_csv(path: str) -> list[Row]:
     """Read all cells as text, so that 007 stays 007 and NA is a word. An empty cell is missing.
 
-    Raises ValueError for a header with two columns of one name, for a row with more or fewer cells than the header, and
+    Raises ValueError for a row with more or fewer cells than the header has names, for a name that is there twice, and
     for a quote that does not end where its cell ends.
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     rows = []
-    line = 1  # on which the row begins
     with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)  # else a quote without an end makes one cell of the rest of the file
+        reader = csv.DictReader(file, strict=True)  # else a quote without an end makes one cell of the rest of the file
         try:
-            names = next(reader, [])
-            if len(set(names)) < max(1, len(names)):
-                raise ValueError(f"the header is {names}; name each column, and no two alike")
-            if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-                raise ValueError(f"the header is {names[0]!r}; write commas between cells")
-            line = reader.line_num + 1
-            for cells in reader:
-                if cells and len(cells) != len(names):
-                    raise ValueError(f"{len(cells)} cells, and the header has {len(names)}")
-                if cells:  # no blank line
-                    rows.append({name: cell or None for name, cell in zip(names, cells, strict=True)})
-                line = reader.line_num + 1
+            for row in reader:
+                num_names = len(reader.fieldnames)
+                # what the library makes of a cell too many, of one too few, and of two columns of one name
+                if None in row or None in row.values() or len(row) < num_names:
+                    raise ValueError(f"its cells are not one for each of {num_names} different names in the header")
+                rows.append({name: cell or None for name, cell in row.items()})
         except (csv.Error, ValueError) as error:
             raise ValueError(
-                f'{path}, line {line}: {error}; put cells with commas or line breaks in "quotes", and write "" for a '
-                "quote within them"
+                f"{path}, up to line {reader.reader.line_num}: {error}; put cells with commas or line breaks in "
+                '"quotes", and write "" for a quote within them, all in UTF-8'
             ) from error
     return rows
 
@@ -293,17 +285,6 @@ def _parse_json(text: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"a {type(value).__name__}, not a JSON object")
     return value
-
-
-def _check_text(path: str) -> None:
-    """Raise ValueError, with the line, for a file that is not text in UTF-8."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                if "\0" in line.decode("utf-8"):
-                    raise ValueError("NUL bytes")
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not text ({error}); write UTF-8") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,9 +308,6 @@ def _load(source: Source, path: str, **options: Any) -> "datasets.Dataset":
         cause = error.__cause__ or error
         if any(text in str(cause) for text in NO_ROWS):
             return datasets.Dataset.from_dict({})
-        if isinstance(cause, UnicodeDecodeError):
-            for file in itertools.chain(*options.get("data_files", {}).values()):
-                _check_text(glob.glob(file)[0])
         way_out = (
             "check the spelling; for a local file, give a path ending in .jsonl, .json, .csv or .parquet; without "
             "network, load the data set where there is one and bring its cache (HF_HOME); to ask about memory alone, "

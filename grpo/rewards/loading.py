@@ -37,47 +37,6 @@ FROM_TRL = {
 }
 
 
-class ForEachCompletion:
-    """A reward function that asks an object of a user's class about one completion after the other."""
-
-    def __init__(self, name: str, reward_class: type, options: Mapping[str, Any]):
-        """Hold the class and its options. Raises ValueError unless its objects take prompt, response and target.
-
-        They go by these names, because a class with another order would score the prompt as the response.
-        """
-        self.make = functools.partial(reward_class, **options)
-        call = reward_class.__call__
-        try:
-            inspect.signature(call).bind("self", prompt="", response="", target="")
-            takes_three = "__call__" in dir(reward_class)  # the class itself can be called in any case
-        except TypeError:
-            takes_three = False
-        if not takes_three:
-            raise ValueError(
-                f"reward class {name} needs a method __call__(self, prompt, response, target), with these names"
-            )
-        if inspect.iscoroutinefunction(call):
-            raise ValueError(
-                f"reward class {name} has an async __call__, for which nobody waits: its objects are asked one by one; "
-                "write a function, `async def`, which gets all of the step"
-            )
-
-    def begin(self) -> None:
-        """Make the object. A reward process does it once."""
-        self.judge = self.make()
-
-    def __call__(
-        self,
-        completions: list[str],
-        prompts: list,
-        answer: list,
-        **columns: list,
-    ) -> Rewards:
-        """Return the value of each completion. A prompt is given as the data has it."""
-        triples = zip(prompts, completions, answer, strict=True)
-        return [self.judge(prompt=prompt, response=text, target=target) for prompt, text, target in triples]
-
-
 def called_with(function: RewardFunction) -> Literal["completion", "group", "step"]:
     """Say what one call has: one completion, for `@group_level` those of a prompt, for `async def` all of the step."""
     function = getattr(function, "func", function)  # of a partial
@@ -97,11 +56,11 @@ def call_arguments(
 
     Otherwise they are its first argument, unless that has the name of a column: `f(environments, **_)`. The completion
     of a prompt that is a list of messages is a list of one message; that of an episode, all messages behind the prompt,
-    as TRL has them. Built-in functions and classes always get texts.
+    as TRL has them. Built-in functions always get texts.
     """
     names = argument_names(function)
     prompts = columns.get("prompts")
-    if prompts and not is_built_in(function) and not isinstance(function, ForEachCompletion):
+    if prompts and not is_built_in(function):
         texts = completions
         completions = []
         for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
@@ -178,6 +137,11 @@ def load_functions(
             function = BUILT_INS[name]
         elif ":" in name:
             function = load_function(name, "reward")
+            if inspect.isclass(function):
+                raise ValueError(
+                    f"reward {name} is a class; write a function that asks one object of it, as configs/examples/"
+                    "similar.py does"
+                )
         else:
             raise ValueError(
                 f"unknown reward function {name!r}{near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
@@ -233,10 +197,7 @@ def _bind_options(
                 f"reward function {name} needs {option}; give it with --reward.options {name} "
                 f"'{{\"{option}\": ...}}'{hint}"
             )
-    if inspect.isclass(function):
-        function = ForEachCompletion(name, function, bound)
-    else:
-        function = functools.partial(function, **bound)
+    function = functools.partial(function, **bound)
     if columns is not None:
         _check_columns(name, function, columns)
     if name in BUILT_INS:
@@ -257,11 +218,6 @@ def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> N
     try:
         inspect.signature(function).bind(*arguments, **named)
     except TypeError as error:
-        if isinstance(function, ForEachCompletion):
-            raise ValueError(
-                f"reward class {name} gets the column `answer` as its target, and there are {', '.join(columns)}; name "
-                "one with --data.answer-column, or, with data.row, return it as `answer`"
-            ) from error
         hints = [f"; {argument} is TRL's: {hint}" for argument, hint in FROM_TRL.items() if argument in str(error)]
         raise ValueError(
             f"reward function {name} cannot be called with completions and the columns {', '.join(columns)} (`answer` "
@@ -336,9 +292,6 @@ def load_caller(
         confine()
     try:
         functions = load_functions(config, None, max_completion_tokens)
-        for function in functions.values():
-            if isinstance(function, ForEachCompletion):
-                function.begin()
     except (ImportError, PermissionError) as error:
         if not confined:
             raise

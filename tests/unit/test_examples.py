@@ -28,12 +28,9 @@ def test_the_smallest_number_is_held_out_and_paid_by_the_last_number():
 
 
 def test_similar_texts_earn_the_share_that_matches():
-    config = RewardConfig(functions={f"{EXAMPLES}/similar.py:Similar": 1.0})
+    config = RewardConfig(functions={f"{EXAMPLES}/similar.py:similar": 1.0})
     (function,) = load_functions(config, ["answer"]).values()
-    function.begin()
-    assert function(["abcd", "ab"], ["p"] * 2, ["abcd", "abcd"]) == [1.0, pytest.approx(2 * 2 / 6)]
-    with pytest.raises(ValueError, match="gets the column `answer` as its target"):
-        load_functions(config, ["solution"])
+    assert function(["abcd", "ab"], ["abcd", "abcd"]) == [1.0, pytest.approx(2 * 2 / 6)]
 
 
 def test_curricula_pass_over_what_is_solved_and_prefer_the_middle():

@@ -127,7 +127,7 @@ def check_environment(
     """Refuse an environment whose class, functions or chat template cannot be used, and print what it is."""
     toolboxes = load_toolboxes(config.environment)
     style = call_style(tokenizer, config.environment, toolboxes)
-    turns = turns_of(tokenizer, config.environment, config.data, stop_token_ids, toolboxes)
+    turns_of(tokenizer, config.environment, config.data, stop_token_ids, toolboxes)  # refuses a template
     has_other_reward = config.reward.weights or config.algorithm.distill_coef
     for name, toolbox in toolboxes.items():
         if not (toolbox.has_reward or has_other_reward):
@@ -140,8 +140,6 @@ def check_environment(
         if toolbox.tools:
             tools = ", ".join(toolbox.tools)
             line += f" with the tools {tools}, called as {style}"
-        if turns[name].line:
-            line += f"; {turns[name].line}"
         print(line)
 
 

@@ -83,15 +83,6 @@ class Turns:
         self.opened_thought = OPENED_THOUGHT.search(opened)[0]
         self.rewrites = {role: ODD not in self._after_turn(role, [ODD]) for role in self.frames}
 
-    @property
-    def line(self) -> str:
-        """Advice about the template for the user. Empty if there is nothing to say."""
-        prompt = self._write(self.start)
-        names = [schema["function"]["name"] for schema in self.schemas]
-        if all(name in prompt for name in names):
-            return ""
-        return "the chat template does not show the tools; describe them in data.system_prompt"
-
     def opening(self, prompt: str | Messages) -> list[int]:
         """Return the ids of a first prompt: system prompt, tools, the user's messages, the opening of the answer."""
         *earlier, last = as_messages(prompt)

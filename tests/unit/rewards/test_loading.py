@@ -185,3 +185,9 @@ def test_each_completion_has_the_form_of_its_own_prompt():
     ):
         _, named = call_arguments(trl, texts, {"prompts": prompts})
         assert named["completions"] == expected
+
+
+def test_a_class_is_no_reward(tmp_path):
+    (tmp_path / "judges.py").write_text("class Judge: pass")
+    with pytest.raises(ValueError, match="judges.py:Judge is a class; write a function .*configs/examples/similar.py"):
+        load_functions(RewardConfig(functions={f"{tmp_path}/judges.py:Judge": 1.0}))

@@ -16,7 +16,6 @@ from dataclasses import replace
 import pytest
 
 from grpo.config import RewardConfig
-from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import RewardError, RewardPool, call_columns, check_all_failed
 from grpo.types import Prompt, Rollout
 from grpo.workers import processes
@@ -218,40 +217,6 @@ def limits(completions, **columns):
     memory, core = (resource.getrlimit(what) for what in (resource.RLIMIT_AS, resource.RLIMIT_CORE))
     return [float(memory == (2**29, 2**29) and core == (0, 0))]
 '''
-CLASSES = """
-import os
-
-class Judge:
-    def __init__(self, bonus: float = 0.0):
-        self.bonus, self.calls, self.process = bonus, 0, os.getpid()
-
-    def __call__(self, target, prompt, response):  # by their names, whatever their order
-        self.calls += 1
-        assert self.process == os.getpid() and prompt == "what?"
-        return None if response == "nothing" else int(target) / int(response) + self.bonus * self.calls
-
-class NoCall:
-    pass
-
-class OfLists:
-    def __call__(self, completions, **columns):
-        return [1.0]
-
-class OtherNames:
-    def __call__(self, completion, prompt, answer):
-        return 1.0
-
-class Async:
-    async def __call__(self, prompt, response, target):
-        return 1.0
-
-class Broken:
-    def __init__(self):
-        raise KeyError("no model")
-
-    def __call__(self, prompt, response, target):
-        return 1.0
-"""
 RAISING_LINE = next(n for n, line in enumerate(REWARD_FILE.splitlines(), start=1) if "line one" in line)
 
 
@@ -551,47 +516,6 @@ def test_the_functions_find_the_drivers_folder_and_modules(tmp_path, monkeypatch
     pool = RewardPool(RewardConfig(functions={"mine.py:words": 1.0}, num_workers=1, timeout_seconds=DEADLINE), 100)
     assert score(pool, [rollout("one two three")], group_size=1)[0].rewards == {"mine.py:words": 3.0}
     pool.close()
-
-
-# ---- Classes
-
-
-def test_a_class_is_made_once_in_a_process_and_called_for_each_completion(tmp_path):
-    (tmp_path / "judges.py").write_text(CLASSES)
-    name = f"{tmp_path}/judges.py:Judge"
-    config = RewardConfig(functions={name: 1.0}, options={name: {"bonus": 10.0}}, num_workers=1)
-    with contextlib.closing(RewardPool(config, 100)) as pool:
-        texts = ["4", "2", "0", "nothing"]
-        scored = score(pool, [rollout(text, answer="8") for text in texts], group_size=2)
-        assert [r.reward for r in scored] == [2 + 10, 4 + 20, None, None]  # the calls are counted in one object
-        assert re.fullmatch(r"ZeroDivisionError: division by zero \(.*judges.py:\d+\)", scored[2].failures[name])
-        messages = [{"role": "user", "content": "what?"}]
-        chat = rollout("4", answer="8")
-        with_messages = replace(chat, prompt=replace(chat.prompt, content=messages))
-        failure = score(pool, [with_messages], group_size=1)[0].failures[name]
-        assert failure.startswith("AssertionError")  # the prompt is a list of messages, the response was text
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("NoCall", "reward class .*:NoCall needs a method __call__\\(self, prompt, response, target\\)"),
-        ("OtherNames", "reward class .*:OtherNames needs a method __call__\\(self, prompt, response, target\\)"),
-        ("Async", "reward class .*:Async has an async __call__.*async def"),
-        ("Broken", "cannot be loaded: .*KeyError: 'no model'"),
-    ],
-)
-def test_a_class_that_cannot_judge_is_refused_before_the_run(name, message, tmp_path):
-    (tmp_path / "judges.py").write_text(CLASSES)
-    with pytest.raises(ValueError, match=message):
-        RewardPool(RewardConfig(functions={f"{tmp_path}/judges.py:{name}": 1.0}, num_workers=1), 100)
-
-
-def test_a_class_without_a_target_is_told_of_the_answer_column(tmp_path):
-    (tmp_path / "judges.py").write_text(CLASSES)
-    name = f"{tmp_path}/judges.py:Judge"
-    with pytest.raises(ValueError, match=f"{name} gets the column `answer` as its target.*question.*answer-column"):
-        load_functions(RewardConfig(functions={name: 1.0}), ["question"])
 
 
 # ---- What ends a run

@@ -169,11 +169,6 @@ def test_stop_tokens_that_are_missing():
         turns.ids(["4"], 7)
 
 
-def test_what_a_user_is_told():
-    assert case(0).line == ""
-    assert re.search("chat template .*tools.* data.system_prompt", turns_for(templates.GEMMA, "user").line)
-
-
 def test_turns_with_and_without_calls():
     """The answer to a call is the tool's, the answer to a text the user's."""
     turns = turns_for(templates.QWEN2, "tool", has_reply=True)
