@@ -18,7 +18,15 @@ from typing import Any
 
 from grpo.config import EnvironmentConfig
 from grpo.features.environments.calls import ToolCall, other_style, parse
-from grpo.features.environments.tools import Lost, Toolbox, await_result, is_outage, load_toolboxes, run_call
+from grpo.features.environments.tools import (
+    Lost,
+    Toolbox,
+    await_result,
+    free_clients,
+    is_outage,
+    load_toolboxes,
+    run_call,
+)
 from grpo.text import shorten
 from grpo.workers import kernel
 from grpo.workers.processes import Call, Workers
@@ -286,6 +294,7 @@ class LiveEnvironment:
             with contextlib.suppress(BaseException):
                 await_result(self.object.close())
         self.object = None
+        free_clients()
         with contextlib.suppress(ChildProcessError):  # none is left
             while os.waitpid(-1, os.WNOHANG)[0]:  # detached ones that have died
                 pass

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import gc
 import inspect
 import json
 import socket
@@ -270,6 +271,16 @@ def _wait_in_loop(connection: socket.socket) -> None:
         loop.add_reader(connection, readable.set)
         loop.run_until_complete(readable.wait())
     loop.remove_reader(connection)
+
+
+def free_clients() -> None:
+    """Free what an episode has left, such as an open client, while no call runs.
+
+    If Python frees a client during a later call, its socket is closed, and a new socket may get the same number. A
+    client of openai then closes itself in the running loop, by that number, and the new socket never hears anything.
+    """
+    if _event_loop.cache_info().currsize:
+        gc.collect()
 
 
 def await_result(result: Any) -> Any:

@@ -3,9 +3,11 @@
 import json
 import os
 import pathlib
+import socketserver
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -424,3 +426,62 @@ def test_what_an_async_class_left_running_goes_on_between_two_calls(host, tmp_pa
         time.sleep(0.01)
     assert say(made, 0, "turn", "")["answers"] == ["Go on."]
     wait_for_beats()
+
+
+class Echo(socketserver.BaseRequestHandler):
+    """Sends back what comes."""
+
+    def handle(self) -> None:
+        while data := self.request.recv(10):
+            self.request.sendall(data)
+
+
+def test_a_client_that_an_episode_leaves_open_takes_nothing_from_a_later_one(host, tmp_path):
+    """As openai's do: freed during a later call, it closed itself by the number that a new socket then had."""
+    code = """
+        import asyncio, gc
+
+        gc.disable()  # it would free the client at a time of its own
+        may_close = asyncio.Event()
+        closing = []
+
+        class Client:
+            async def open(self, port):
+                loop = asyncio.get_running_loop()
+                self.transport, _ = await loop.create_connection(asyncio.Protocol, "127.0.0.1", port)
+                self.transport.pause_reading()
+                self.itself = self
+
+            def __del__(self):
+                try:
+                    closing.append(asyncio.get_running_loop().create_task(self.close()))
+                except RuntimeError:
+                    pass
+
+            async def close(self):
+                await may_close.wait()
+                self.transport.close()
+
+        class Other:
+            async def reset(self, port: int):
+                self.client, self.port = Client(), port
+                await self.client.open(port)
+
+            async def reply(self, text):
+                gc.collect()
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                may_close.set()
+                await asyncio.gather(*closing)
+                writer.write(text.encode())
+                return (await reader.read(10)).decode()
+    """
+    made = host(name=write(tmp_path, code), num_processes=1)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        for episode in range(3):
+            say(made, episode, "reset", {"port": port}, 0, 0)
+            assert say(made, episode, "turn", "Hello.")["answers"] == ["Hello."]
+            say(made, episode, "finish")
+        server.shutdown()
