@@ -105,6 +105,18 @@ def _trainer_problems(config: Config) -> Iterator[str]:
             f"trainer.context_parallel={trainer.context_parallel} x trainer.data_replicas={trainer.data_replicas}; use "
             f"{max(shards, num_trainers - num_trainers % shards)}"
         )
+    per_replica = num_trainers // trainer.data_replicas
+    if per_replica % trainer.expert_parallel:
+        yield (
+            f"{per_replica} trainer ranks of a replica do not split into trainer.expert_parallel="
+            f"{trainer.expert_parallel}; use {math.gcd(per_replica, trainer.expert_parallel)}"
+        )
+    checkpointing = trainer.activation_checkpointing
+    if trainer.expert_parallel > 1 and trainer.compile and checkpointing not in ("auto", "selective"):
+        yield (  # torch would choose on each rank by itself what is sent again, and ranks would wait for each other
+            f"trainer.expert_parallel={trainer.expert_parallel} does not go with trainer.activation_checkpointing="
+            f"{checkpointing} in compiled blocks; take selective, or --trainer.no-compile"
+        )
     if trainer.micro_batch_tokens != "auto" and longest > trainer.micro_batch_tokens:
         yield (
             f"a sequence of up to {longest} tokens does not fit into trainer.micro_batch_tokens="

@@ -32,7 +32,7 @@ FOR_ONE_START: dict[str, Any] = {
 RESUME_SAFE = (
     "roles evaluation validation checkpoint metrics run_dir deadline_minutes dry_run gpus gpu_gib profile record show "
     "num_trainers stop_at_loss sync_check_interval model.attention trainer.tensor_parallel "
-    "trainer.context_parallel trainer.data_replicas "
+    "trainer.context_parallel trainer.expert_parallel trainer.data_replicas "
     "trainer.micro_batch_tokens trainer.share_prompts trainer.activation_checkpointing trainer.compile "
     "trainer.logprob_chunk_tokens generator.tensor_parallel generator.gpu_memory_utilization generator.sleep "
     "reward.num_workers reward.timeout_seconds reward.memory_gib reward.allow_without_landlock reward.passes "
@@ -246,6 +246,7 @@ def for_one_process(config: Config, recipe: Config | None = None) -> Config:
     changes: dict[str, Any] = {
         "trainer.tensor_parallel": 1,
         "trainer.context_parallel": 1,
+        "trainer.expert_parallel": 1,
         "trainer.data_replicas": 1,
         "generator.tensor_parallel": 1,
     }

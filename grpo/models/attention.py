@@ -478,3 +478,16 @@ class SelectiveCheckpointing(SelectiveAC):
         """Return the operations whose outputs are kept for the backward."""
         kept = super().get_save_ops() | {torch.ops.grpo.flash_attention.default}
         return kept - {torch.ops.aten.bmm.default, torch.ops._c10d_functional.all_to_all_single.default}
+
+
+@own_config
+class CheckpointingOfSpreadExperts(SelectiveCheckpointing):
+    """Selective checkpointing that keeps what ranks send each other, because ranks send tokens to experts.
+
+    Compiled, torch would decide by sizes which of these are sent again. The sizes differ from rank to rank, and ranks
+    that decide differently wait for each other without end.
+    """
+
+    def get_save_ops(self) -> set:
+        """Return the operations whose outputs are kept for the backward."""
+        return super().get_save_ops() | {torch.ops._c10d_functional.all_to_all_single.default}

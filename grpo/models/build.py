@@ -1,7 +1,6 @@
 """A Hugging Face folder as a sharded torchtitan model with its weights, and a step's batch through it.
 
-Left out: pipeline parallelism, quantized checkpoints, expert parallelism. On one node the gathering of experts hides
-behind the products of long rows, and no rank waits for another whose experts are chosen more often.
+Left out: pipeline parallelism, quantized checkpoints.
 """
 
 import copy
@@ -31,7 +30,12 @@ from torchtitan.tools.utils import set_default_dtype
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.config.fields import MICRO_BATCH_TOKENS
 from grpo.data.layout import Layout, plan, take_out
-from grpo.models.attention import SelectiveCheckpointing, allow_any_length, choose_attention
+from grpo.models.attention import (
+    CheckpointingOfSpreadExperts,
+    SelectiveCheckpointing,
+    allow_any_length,
+    choose_attention,
+)
 from grpo.models.blocks import NormedBlock, set_norm_shardings
 from grpo.models.context import share_rows
 from grpo.models.experts import ExpertsReader, local_part
@@ -185,7 +189,8 @@ class ShardedModel:
         Collective over the role's ranks.
         """
         parameters = list(self.module.parameters())
-        norm = titan_dist.clip_grad_norm_(parameters, max_norm, foreach=True)
+        ep_enabled = self.parallel_dims.ep_enabled  # then experts' norms are summed over ranks of their own
+        norm = titan_dist.clip_grad_norm_(parameters, max_norm, foreach=True, ep_enabled=ep_enabled)
         return float(norm)
 
 
@@ -238,6 +243,7 @@ def build_model(
         spmd_backend="partial_dtensor",
         tensor_parallel_degree=tensor_parallel,
         data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
+        expert_parallel_degree=1 if frozen else trainer.expert_parallel,
     )
     context_parallel = 1 if frozen else trainer.context_parallel
     keeps_dtype = adapted or (frozen and not moves)
@@ -276,13 +282,16 @@ def build_model(
     # The loop over chunks of states has another length in each row, and would be compiled each time. Plain attention
     # makes tensors of lengths that are in a tensor, which torch cannot compile.
     compiles_blocks = compiled and not has_states(hf) and attention != "documents"
+    checkpointing = None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing]
+    if parallel_dims.ep_enabled and isinstance(checkpointing, SelectiveCheckpointing.Config):
+        checkpointing = CheckpointingOfSpreadExperts.Config()
     module = parallelize_qwen3(
         module,
         parallel_dims=titan_dims,
         training=training,
         parallelism=parallelism,
         compile_config=_compile_config(compiles_blocks, has_experts(hf), model.dtype),
-        ac_config=None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing],
+        ac_config=checkpointing,
         dump_folder="",
         skip_dp=alone and not casts,
     )

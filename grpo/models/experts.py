@@ -2,7 +2,7 @@
 
 The layers are torchtitan's, without what would make the policy differ from the generators': experts that cast to
 bfloat16, a gate in float32, and load balancing, whose bias Qwen3's checkpoints do not have and vLLM does not add.
-Left out: expert parallelism, shared experts. Letters besides grpo/types.py's: X all experts of a layer (in torchtitan's
+Left out: shared experts. Letters besides grpo/types.py's: X all experts of a layer (in torchtitan's
 names E), R rows that experts compute, one for each token and each of its experts.
 """
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from transformers import PretrainedConfig
 
 from grpo.models import own_config
@@ -118,7 +118,8 @@ def moe_config(hf: PretrainedConfig) -> MoELayer.Config:
                 num_experts=hf.num_experts,
                 param_init=no_init,
             ),
-            token_dispatcher=LocalTokenDispatcher.Config(num_experts=hf.num_experts, top_k=hf.num_experts_per_tok),
+            # sends tokens to their experts' ranks where those are spread, see `trainer.expert_parallel`
+            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=hf.num_experts, top_k=hf.num_experts_per_tok),
         ),
     )
 

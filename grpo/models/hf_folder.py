@@ -234,6 +234,12 @@ def check_trainer(folder: str, config: transformers.PretrainedConfig, trainer: T
             f"{folder} has {heads} heads, which do not divide over trainer.context_parallel={trainer.context_parallel} "
             f"x trainer.tensor_parallel={trainer.tensor_parallel} ranks"
         )
+    spread = trainer.expert_parallel
+    if spread > 1 and (not has_experts(config) or config.num_experts % spread):
+        experts = getattr(config, "num_experts", 0)
+        raise ValueError(
+            f"{folder} has {experts} experts, which do not spread over trainer.expert_parallel={spread} ranks"
+        )
     if trainer.optimizer == "muon" and has_experts(config):
         raise ValueError(
             f"trainer.optimizer=muon does not go with {folder}, a mixture of {config.num_experts} experts: it updates "

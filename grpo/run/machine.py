@@ -215,6 +215,8 @@ class Needs:
             selective += outputs / 2
         if has_experts(hf):  # what they give is in float32
             outputs += hf.num_experts_per_tok * 2 * (hf.moe_intermediate_size + hf.hidden_size)
+            if trainer.expert_parallel > 1:  # what is sent to them and back
+                selective += hf.num_experts_per_tok * 2 * hf.hidden_size
         of_block = BLOCK_VALUES * outputs
         values = of_block
         if has_states(hf):
@@ -387,6 +389,8 @@ def row_choices(config: Config) -> list[tuple[str, int]]:
     kinds = CHECKPOINTING
     if trainer.activation_checkpointing != "auto":
         kinds = (trainer.activation_checkpointing,)
+    elif trainer.expert_parallel > 1:
+        kinds = ("selective",)
     rows = [longest_row(config)]
     while trainer.micro_batch_tokens == "auto" and not config.reward.model and rows[-1] > config.max_sequence_tokens:
         rows.append(max(rows[-1] // 2, config.max_sequence_tokens))

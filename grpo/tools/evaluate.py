@@ -59,6 +59,7 @@ def load_config(model: str, words: list[str], num_ranks: int) -> Config:
             "generator.sleep": False,
             "trainer.tensor_parallel": 1,
             "trainer.context_parallel": 1,
+            "trainer.expert_parallel": 1,
             "trainer.data_replicas": 1,
             "trainer.micro_batch_tokens": "auto",
         }

@@ -62,7 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
     if config.model.is_built:
         model_path = str(run_dir / "initial_model")
     folder = fetch_folder(model_path, roles.control)
-    trainer = replace(config.trainer, data_replicas=1, context_parallel=1)  # however the run was sharded
+    trainer = replace(
+        config.trainer, data_replicas=1, context_parallel=1, expert_parallel=1
+    )  # however the run was sharded
     model = build_model(config.model, trainer, folder, device=roles.device, tensor_parallel=1)
     load_model(checkpoint, model)
     form = learned_form(config, load_tokenizer(folder, config.data))

@@ -4,7 +4,7 @@
         [--documents 1] [--repeats 5] [--checkpointing full]
     torchrun --nproc_per_node=2 tests/bench/long_rows.py FOLDER --cases fsdp cp2 --tokens 512 --dtype float32   (a CPU)
 
-FOLDER: of tests/bench/random_checkpoint.py. A case is `fsdp`, or degrees such as cp2, tp2, cp2tp2. All compute the same
+FOLDER: of tests/bench/random_checkpoint.py. A case is `fsdp`, or degrees such as cp2, ep2, cp2tp2. All compute the same
 `--rows` rows of `--tokens` tokens, of `--documents` documents each, forward and backward: seconds are median (lowest to
 highest) of the repeats behind two that compile. Log-probs and norm of the gradient are compared with the first case's.
 """
@@ -46,9 +46,10 @@ def main() -> None:
     batch = random_batch(options.rows * options.documents, options.tokens // options.documents)
     first = None
     for case in options.cases:
-        degrees = dict(re.findall(r"(cp|tp)(\d+)", case))
+        degrees = dict(re.findall(r"(cp|ep|tp)(\d+)", case))
         trainer = TrainerConfig(
             context_parallel=int(degrees.get("cp", 1)),
+            expert_parallel=int(degrees.get("ep", 1)),
             tensor_parallel=int(degrees.get("tp", 1)),
             micro_batch_tokens=options.tokens,
             activation_checkpointing=options.checkpointing,

@@ -5,7 +5,8 @@ import pytest
 from tests.tiny_models import KINDS, WITH_STATES, make_tiny
 from tests.torchrun import torchrun
 
-# ranks: (model, tensor_parallel, data_replicas, activation checkpointing, prompts shared[, context_parallel])
+# ranks: (model, tensor_parallel, data_replicas, activation checkpointing, prompts shared[, context_parallel[,
+# expert_parallel]])
 CASES = {
     2: [
         ("qwen3-tied", 1, 1, "selective", 1),  # FSDP
@@ -20,6 +21,7 @@ CASES = {
         ("qwen2-untied", 1, 1, "none", 0, 2),
         ("gemma3", 1, 1, "full", 1, 2),
         ("moe", 1, 1, "selective", 1, 2),
+        ("moe", 1, 1, "selective", 1, 1, 2),  # each rank half of the experts
     ],
     4: [
         ("qwen3-untied", 1, 2, "full", 0),  # replicas x FSDP
@@ -33,6 +35,9 @@ SLOW_CASES = {
         ("qwen3-tied", 2, 2, "none", 1),  # replicas x TP
         ("qwen3_5-tied", 1, 2, "none", 0),
         ("moe", 1, 2, "full", 0),
+        ("moe", 1, 2, "none", 1, 1, 2),  # experts spread in each replica
+        ("moe", 1, 1, "full", 1, 2, 2),  # stretches and experts on the same ranks
+        ("moe", 2, 1, "full", 1, 1, 4),
         ("qwen3-tied", 1, 1, "selective", 1, 4),  # fewer key-value heads than ranks
         ("qwen3-untied", 2, 1, "none", 1, 2),  # stretches x TP
         ("llama3", 1, 2, "none", 1, 2),  # stretches x replicas

@@ -46,11 +46,13 @@ def main() -> None:
 
 def check_case(case: str, roles: Roles) -> None:
     """Build one sharded model and compare it. Collective over all ranks."""
-    folder, tensor_parallel, replicas, checkpointing, shares, *context_parallel = case.split(",")
+    folder, tensor_parallel, replicas, checkpointing, shares, *more = case.split(",")
+    context_parallel, expert_parallel = (more + ["1", "1"])[:2]
     case = f"{pathlib.Path(case).name} on {dist.get_world_size()} ranks"
     trainer = TrainerConfig(
         tensor_parallel=int(tensor_parallel),
-        context_parallel=int(*context_parallel or "1"),
+        context_parallel=int(context_parallel),
+        expert_parallel=int(expert_parallel),
         data_replicas=int(replicas),
         activation_checkpointing=checkpointing,
         share_prompts=shares == "1",

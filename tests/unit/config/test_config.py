@@ -51,6 +51,8 @@ REFUSED_IN_GRPO = {
     "--generator.temperature 0.5 1 1.5 --group-size 2": "3 values .* group_size=2",
     "--prompts-per-step 3 --group-size 2": "3 x group_size=2 = 6 completions .* over 4 .*-step 4",
     "--trainer.tensor-parallel 3": "4 trainer ranks .*tensor_parallel=3 x .*data_replicas=1; use 3",
+    "--trainer.expert-parallel 3": "4 trainer ranks .*expert_parallel=3; use 1",
+    "--trainer.expert-parallel 2 --trainer.activation-checkpointing full": "take selective",
     "--trainer.context-parallel 3": "4 trainer ranks .*context_parallel=3 x .*; use 3",
     "--trainer.micro-batch-tokens 1535": "1536 tokens .*micro_batch_tokens=1535; .* at least 1536",
     "--trainer.moments bfloat16 --trainer.adam-beta2 0.999": "adam_beta2=0.999 takes 0.001 of .* at most 0.996",
