@@ -83,7 +83,7 @@ def test_what_is_refused_has_a_remedy(tmp_path):
         "no-share-prompts": lambda: document_chunks(types.SimpleNamespace(shared=object())),
         "tensor_parallel=2 must be 1": lambda: check_folder(folder, 64, 2),
         "context_parallel=2 must be 1": lambda: check_trainer(folder, hf, TrainerConfig(context_parallel=2)),
-        "0 experts, .* expert_parallel=2": lambda: check_trainer(folder, hf, TrainerConfig(expert_parallel=2)),
+        "0 experts, .*expert_parallel=2": lambda: check_trainer(folder, hf, TrainerConfig(expert_parallel=2)),
         "lora_rank=4: .*leave it out": lambda: adapted_paths(hf, TrainerConfig(lora_rank=4)),
         "quantization .*leave it out": lambda: check_engine(quantized, hf, on_gpu=False),
         "needs a GPU.*SFT without evaluation": lambda: check_engine(GeneratorConfig(), hf, on_gpu=False),
