@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 # Ranges of code points. Line breaks and tabs stay.
@@ -139,6 +139,21 @@ def compact_number(value: float) -> str:
         if abs(value) >= 0.9995 * size:  # 999.6 would round to 1e+03
             return f"{value / size:.3g}{suffix}"
     return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a line for each row of a table, its cells below each other.
+
+    >>> aligned([("GPUs", "8"), ("disk", "9 GiB")])
+    ['GPUs  8', 'disk  9 GiB']
+    """
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def compact_duration(seconds: float) -> str:

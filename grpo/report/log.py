@@ -18,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import MetricsConfig
 from grpo.data.recorded import drop_batches_after
+from grpo.report.rollout_metrics import reward_parts
 from grpo.report.samples import completion_records, describe, finite_or_none, ranked_by_reward
 from grpo.report.warnings import CurveReader
 from grpo.text import compact_duration, compact_number, naming, reason_of, replace_file, without_secrets
@@ -36,6 +37,7 @@ CONSOLE_COLUMNS = {
     "tokens_per_second": "{} tok/s",
     "time/step": "{} s",
 }
+DIFF = "diff is the mean distance of the engine's log-probs from the trainer's, in nats"
 ETA_STEPS = 20  # over which the time left is averaged: smooth, and soon free of the slow first steps, which compile
 
 
@@ -65,6 +67,7 @@ class RunLog:
         self.num_steps = num_steps
         self.last_line = f"done; everything is in {run_dir}"  # of the run, printed when all is closed
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.is_diff_explained = False
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
         self.curve_reader = CurveReader(kl_is_to_start, launcher_seconds)
         drop_batches_after(run_dir, start_step)
@@ -94,12 +97,18 @@ class RunLog:
         """Record one finished step everywhere; one call per step."""
         if "time/step" in metrics:
             self.step_seconds.append(metrics["time/step"])
+        if "mismatch/mean" in metrics and not self.is_diff_explained:
+            self.is_diff_explained = True
+            print(DIFF)
         columns = [f"step {self._progress(step)}"]
+        parts = reward_parts(metrics)
         for name, column in CONSOLE_COLUMNS.items():
             only_measured = name == "reward/mean" and not metrics.get(name) and "distill/reverse_kl" in metrics
             if name in metrics and not only_measured:
                 number = compact_number(metrics[name])
                 columns.append(column.format(number))
+            if name == "reward/mean" and len(parts) > 1:
+                columns += [f"{part} {compact_number(value):<6}" for part, value in parts.items()]
         if self.step_seconds:
             steps_left = self.num_steps - step
             seconds_left = statistics.mean(self.step_seconds) * steps_left

@@ -28,6 +28,7 @@ EVENTS = (
     "hung_calls",
     "cut_answers",
 )
+REWARD_STATISTICS = ("mean", "std", "none_count", "failed_count", "kl_penalty")  # `reward/NAME` of no function
 ENDS = ("done", "tokens", "turns", "seconds", "hung", "lost")
 
 
@@ -143,12 +144,25 @@ def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
 def function_names(functions: Iterable[str]) -> dict[str, str]:
     """Return each reward function's metric name: `path/file.py:function` gives `function`, unless that is ambiguous."""
     names = {function: function.rpartition(":")[2] for function in functions}
-    in_use = ["mean", "std", "none_count", "failed_count", "kl_penalty"]
-    in_use += names.values()
+    in_use = [*REWARD_STATISTICS, *names.values()]
     for function, name in names.items():
         if in_use.count(name) > 1:
             names[function] = function
     return names
+
+
+def reward_parts(metrics: Scalars) -> Scalars:
+    """Return the means of the reward functions, of a step's metrics.
+
+    >>> reward_parts({"reward/mean": 0.3, "reward/math_reward": 0.25, "reward/source/gsm8k": 0.3})
+    {'math_reward': 0.25}
+    """
+    parts = {}
+    for name, value in metrics.items():
+        group, _, part = name.partition("/")
+        if group == "reward" and part not in REWARD_STATISTICS and not part.startswith("source/"):
+            parts[part] = value
+    return parts
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

@@ -27,6 +27,7 @@ from grpo.folder.run_folder import CHECKPOINTS, installed_version
 from grpo.models.families import empty_policy, family_of, has_experts, has_states, state_values, windows_of
 from grpo.models.hf_folder import has_config_alone, read_hf_config, resolve_folder
 from grpo.roles.engine.vllm_engine import CPU_KV_CACHE_GIB
+from grpo.text import aligned
 
 GIB = 2**30
 ROOT = pathlib.Path(__file__).parents[2]
@@ -67,18 +68,25 @@ class Device:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the machine has one thing that a run needs, with the numbers and a remedy."""
+    """Whether the machine has one thing that a run needs: a row of the dry run's table."""
 
-    check: str
+    what: str
+    needs: str
+    has: str
     answer: str
     """One of ANSWERS."""
-    found: str
     to_do: str
+    """A remedy, unless it fits."""
+    parts: str = ""
+    """What adds up to what is needed."""
 
-    def __str__(self) -> str:
-        """Return the verdict as one line. It has the remedy only if something is to do."""
-        remedy = "" if self.answer == "fits" else f"; {self.to_do}"
-        return f"{self.check}: {self.found}{remedy}"
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Return the row's cells, below whose last one stand the parts, and what helps if something is to do."""
+        below = f"\n    {self.parts}" if self.parts else ""
+        if self.answer != "fits":
+            below += f"\n    -> {self.to_do}"
+        return self.what, self.needs, self.has, self.answer + below
 
 
 # ---- Memory
@@ -327,10 +335,10 @@ def fit_to_machine(
     needs = decide(needs, layout, device)
     if layout.num_engine_ranks:
         engine = needs.config.generator.engine
-        line = f"engines: {needs.config.num_engines}; each decodes {engine['max_num_seqs']} sequences at once"
-        if "kv_cache_memory_bytes" in engine:
-            line += f", as far as {needs.cache(device.gib):.2f} GiB of KV cache go"
-        print(line)
+        cache = f"{needs.cache(device.gib):.2f} GiB of KV cache"
+        print(
+            f"engines: {needs.config.num_engines}; each decodes {engine['max_num_seqs']} sequences at once in {cache}"
+        )
     if not layout.num_trainers:
         return needs.config, 0
     trainer = needs.config.trainer
@@ -339,12 +347,14 @@ def fit_to_machine(
     if trainer.share_prompts and has_states(needs.policy.hf):
         print("trainer.share_prompts: off, since each completion continues the states of its own prompt")
     verdicts += [check_versions(), *check_memory(needs, device), check_disk(needs)]
-    for verdict in verdicts:
-        if config.dry_run:
-            print(f"{verdict.answer}  {verdict}")
-        elif verdict.answer == "PROBLEM":
-            print(f"warning: {verdict}")
-    return needs.config, sum(verdict.answer == "PROBLEM" for verdict in verdicts)
+    problems = [verdict for verdict in verdicts if verdict.answer == "PROBLEM"]
+    if config.dry_run:
+        title = ("what", "needs", "has", "verdict")
+        print("\n".join(aligned([title, *(row.cells for row in verdicts)])))
+    else:
+        for row in problems:
+            print(f"warning: {row.what}: it needs {row.needs}, there is {row.has}; {row.to_do}")
+    return needs.config, len(problems)
 
 
 def look_at_device() -> Device:
@@ -456,31 +466,30 @@ def check_versions() -> Verdict:
     pins = {}
     for path in ROOT.glob("requirements*.txt"):
         pins |= PINNED.findall(path.read_text())
-    packages = []
-    answer = "fits"
+    wrong = []
     for name, pinned in pins.items():
-        package = f"{name} {installed_version(name) or 'missing'}"
-        if package.partition("+")[0] != f"{name} {pinned}":
-            package += f", pinned is {pinned}"
-            answer = "PROBLEM"
-        packages.append(package)
-    return Verdict("versions", answer, "; ".join(packages), "install what is pinned: bash launch/setup.sh")
+        version = installed_version(name) or "missing"
+        if version.partition("+")[0] != pinned:
+            wrong.append(f"{name} {version}, not {pinned}")
+    answer = "PROBLEM" if wrong else "fits"
+    has = ", ".join(wrong) or "as pinned"
+    return Verdict("versions", "as pinned", has, answer, "install what is pinned: bash launch/setup.sh")
 
 
 def check_gpus(config: Config, device: Device, proposed: dict[str, Any]) -> Verdict:
     """Compare the layout with the number of GPUs: it needs one for each rank. proposed: another layout, or nothing."""
     count = device.num_gpus
-    if not count:
-        to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
-        answer = "fits" if torch.version.cuda is None else "PROBLEM"
-        return Verdict("GPUs", answer, f"this torch sees none, only {device.name}", to_do)
-    found = f"{count} x {device.name} of {device.gib:.1f} GiB, {config.num_ranks} needed "
-    found += f"({describe_roles(config.roles)})"
+    has = f"{count} x {device.name} of {device.gib:.1f} GiB"
+    fits = config.num_ranks <= count
     to_do = "no layout fits these tensor_parallel degrees; lower them"
     if proposed:
-        to_do = f"for {count}, whose memory follows: {flags_of(proposed)}"
-    answer = "fits" if config.num_ranks <= count else "PROBLEM"
-    return Verdict("GPUs", answer, found, f"{to_do}; --gpus counts those of all nodes")
+        to_do = f"for {count}, judged below: {flags_of(proposed)}"
+    if not count:
+        has = f"none, only {device.name}"
+        fits = torch.version.cuda is None
+        to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
+    needs = f"{config.num_ranks} ({describe_roles(config.roles)})"
+    return Verdict("GPUs", needs, has, "fits" if fits else "PROBLEM", to_do)
 
 
 def check_memory(needs: Needs, device: Device) -> list[Verdict]:
@@ -514,7 +523,7 @@ def compare(who: str, parts: dict[str, float], device: Device, to_do: str) -> Ve
     if total > TIGHT_FRAC * device.gib:
         answer = "tight" if total <= device.gib else "PROBLEM"
     listed = ", ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
-    return Verdict(f"memory of {who}", answer, f"{total:.1f} of {device.gib:.1f} GiB ({listed})", to_do)
+    return Verdict(f"memory of {who}", f"{total:.1f} GiB", f"{device.gib:.1f} GiB", answer, to_do, listed)
 
 
 def check_engine(needs: Needs, device: Device) -> Verdict:
@@ -526,15 +535,17 @@ def check_engine(needs: Needs, device: Device) -> Verdict:
     answer = "fits"
     if held < FEW_SEQUENCES_FRAC * number:
         answer = "tight" if held else "PROBLEM"
-    found = (
-        f"{needs.engine_weights:.1f} weights; {cache:.1f} GiB of KV cache hold {held} of {number} sequences of full "
-        "length at once"
-    )
     to_do = (
         "more with --generator.gpu-memory-utilization, --generator.sleep beside a trainer, more engines, "
         "--generator.tensor-parallel, --generator.engine kv_cache_dtype fp8 or fewer --generator.max-completion-tokens"
     )
-    return Verdict("memory of a generator", answer, found, to_do)
+    return Verdict(
+        "memory of a generator",
+        f"{number} sequences of full length",
+        f"{held}, in {cache:.1f} GiB beside {needs.engine_weights:.1f} of weights",
+        answer,
+        to_do,
+    )
 
 
 def ways_out(needs: Needs, device: Device) -> str:
@@ -585,6 +596,10 @@ def check_disk(needs: Needs) -> Verdict:
     # files there make room when the run resumes or overwrites
     there = [*(run_dir / CHECKPOINTS).rglob("*"), *(run_dir / "model").rglob("*")]
     free = (shutil.disk_usage(place).free + sum(path.stat().st_size for path in there)) / GIB
-    answer = "fits" if count * checkpoint + export <= free else "PROBLEM"
-    found = f"{count} x {checkpoint:.2f} GiB of checkpoint and {export:.2f} of export, free in {place}: {free:.1f}"
-    return Verdict("disk", answer, found, "another --run-dir, a lower --checkpoint.keep, or --checkpoint.no-export")
+    return Verdict(
+        "disk",
+        f"{count} x {checkpoint:.2f} GiB of checkpoint, {export:.2f} of export",
+        f"{free:.1f} GiB free in {place}",
+        "fits" if count * checkpoint + export <= free else "PROBLEM",
+        "another --run-dir, a lower --checkpoint.keep, or --checkpoint.no-export",
+    )

@@ -26,7 +26,7 @@ from tyro.conf import Positional
 
 from grpo.folder.run_folder import read_marker
 from grpo.report.samples import describe, is_number, number_text, ranked_by_reward
-from grpo.text import compact_number, one_line, printable, shorten
+from grpo.text import aligned, compact_number, one_line, printable, shorten
 from grpo.tools.page import write_page
 from grpo.types import Record
 from grpo.watch.failures import refuse_bad_input, run_rank
@@ -120,14 +120,7 @@ def summarize(run_dirs: Sequence[Path]) -> str:
         raise ValueError(f"{len(run_dirs)} runs are too many for one plot; name up to {len(MARKS)}")
     runs = [read_metrics(run_dir) for run_dir in run_dirs]
     curves = [curves_of(records) for records in runs]
-    rows = table_of(run_dirs, runs, curves)
-    columns = zip(*rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for row in rows:
-        cells = map(str.ljust, row, widths)
-        lines.append("  ".join(cells).rstrip())
-
+    lines = aligned(table_of(run_dirs, runs, curves))
     for label in curves[0]:
         shared = [of_run[label] for of_run in curves if label in of_run]
         if len(shared) == len(curves):

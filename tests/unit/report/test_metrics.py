@@ -241,14 +241,18 @@ def test_console_line(tmp_path, capsys):
     log.log(11, {"time/step": 10.0})
     log.log(12, {"reward/mean": 0.5, "loss": -0.0123, "tokens_per_second": 4560.0, "time/step": 20.0, "adam/odd": 3.0})
     log.log(13, {"reward/mean": 0.0, "distill/reverse_kl": 0.25})  # a teacher; reward functions of weight 0 measure
-    log.log(14, {"reward/mean": math.nan, "loss": 0.0, "kl": math.nan})
+    parts = {"reward/right": 0.25, "reward/brief": 0.5}
+    log.log(14, {"reward/mean": math.nan, "loss": 0.0, "kl": math.nan, "mismatch/mean": 0.002, "reward/right": 1.0})
+    log.log(15, {"reward/mean": 0.3, "reward/std": 0.1, "mismatch/mean": 0.001, **parts})
     log.log_held_out(13, {"eval/accuracy": 0.8125, "eval/accuracy_stderr": 0.0276, "eval/reward_mean": 0.9})
     log.close()
     assert capsys.readouterr().out.splitlines() == [
         "step  11/200   6%  10 s  eta 31m30s",  # 189 steps of 10 s
         "step  12/200   6%  reward 0.5     loss -0.0123  4.56k tok/s  20 s  eta 47m00s",  # 188 steps of 15 s
         "step  13/200   6%  teacher kl 0.25    eta 46m45s",
-        "step  14/200   7%  reward -       loss 0       kl -       eta 46m30s",
+        "diff is the mean distance of the engine's log-probs from the trainer's, in nats",
+        "step  14/200   7%  reward -       loss 0       kl -       diff 0.002   eta 46m30s",
+        "step  15/200   8%  reward 0.3     right 0.25    brief 0.5     diff 0.001   eta 46m15s",
         "eval  13/200   6%  accuracy 0.812 ± 0.0276  reward_mean 0.9",
     ]
 
