@@ -283,11 +283,9 @@ def _reward_problems(config: Config) -> Iterator[str]:
 
 
 def _step_problems(config: Config) -> Iterator[str]:
-    """Yield a profile of a step that does not come, an upload without an export, and a best checkpoint of none."""
+    """Yield an upload without an export, and a best checkpoint of none."""
     saved = config.checkpoint.interval
     evaluated = config.evaluation.interval
-    if config.profile > config.num_steps:
-        yield f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it"
     if config.checkpoint.push_to_hub and not config.checkpoint.export:
         yield "checkpoint.push_to_hub uploads what checkpoint.export writes; set that, or drop the first"
     if config.checkpoint.keep_best and (not evaluated or saved % evaluated):

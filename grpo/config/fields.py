@@ -604,8 +604,6 @@ class RunConfig:
     """With `dry_run`: judge for so many GPUs, over all nodes; 0 looks at this machine."""
     gpu_gib: AboveZero = 80.0
     """With `gpus`: GiB of each."""
-    profile: Interval = 0
-    """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
 
     @property
     def num_ranks(self) -> int:

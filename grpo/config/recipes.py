@@ -18,19 +18,18 @@ from grpo.config.user_files import cause_and_line, near_miss, run_file
 from grpo.config.values import check_fields, field_paths, settings
 
 SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
-# Fields meant for one start: in a saved config they would continue, delete or slow down the run that it describes
+# Fields meant for one start: in a saved config they would continue or delete the run that it describes
 FOR_ONE_START: dict[str, Any] = {
     "resume": False,
     "allow_changes": False,
     "overwrite": False,
-    "profile": 0,
 }
 
 # Sections and fields that a resume may change. Samples and gradients do not depend on them, except through the order in
 # which floating point numbers are added and, with sampling.carry_over, through which groups are complete when a step
 # ends.
 RESUME_SAFE = (
-    "roles evaluation validation checkpoint metrics run_dir deadline_minutes dry_run gpus gpu_gib profile record show "
+    "roles evaluation validation checkpoint metrics run_dir deadline_minutes dry_run gpus gpu_gib record show "
     "num_trainers stop_at_loss sync_check_interval model.attention trainer.tensor_parallel "
     "trainer.context_parallel trainer.expert_parallel trainer.data_replicas "
     "trainer.micro_batch_tokens trainer.share_prompts trainer.activation_checkpointing trainer.compile "

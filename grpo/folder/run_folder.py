@@ -42,7 +42,6 @@ RUN_FILES = (
     "completions.jsonl",
     "evaluation.jsonl",
     "look.html",
-    "profile",
     "tensorboard",
     "wandb",
     "batches",

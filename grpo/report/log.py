@@ -5,7 +5,6 @@ A `step` is always the number of finished optimizer steps: 0 is before the first
 
 import collections
 import json
-import math
 import os
 import secrets
 import statistics
@@ -57,11 +56,10 @@ class RunLog:
         start_step: int = 0,
         whole_config: dict[str, Any] | None = None,
         kl_is_to_start: bool = True,
-        launcher_seconds: float = math.inf,
     ) -> None:
         """Open the files.
 
-        whole_config: the run's, for its page at Weights & Biases. kl_is_to_start, launcher_seconds: of CurveReader.
+        whole_config: the run's, for its page at Weights & Biases. kl_is_to_start: of CurveReader.
         """
         self.run_dir = Path(run_dir)
         self.num_steps = num_steps
@@ -69,7 +67,7 @@ class RunLog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.is_diff_explained = False
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
-        self.curve_reader = CurveReader(kl_is_to_start, launcher_seconds)
+        self.curve_reader = CurveReader(kl_is_to_start)
         drop_batches_after(run_dir, start_step)
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             path = self.run_dir / name

@@ -17,7 +17,7 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.metrics import StepMetrics, peak_bytes
 from grpo.report.samples import finite_or_none
 from grpo.rewards.answers import extract_answer
-from grpo.types import Prompt, Rollout, Scalars, TrainBatch
+from grpo.types import Rollout, Scalars, TrainBatch
 
 # What is counted in an episode, and how it can end
 EVENTS = (
@@ -234,24 +234,6 @@ def passes(num_samples: int) -> list[int]:
     """Return every K of `eval/pass_at_K`: the powers of 2 up to `num_samples`, and `num_samples`."""
     powers = {2**i for i in range(num_samples.bit_length())}
     return sorted(powers | {num_samples})
-
-
-def evaluation_names(
-    prompts: Sequence[Prompt],
-    num_samples: int,
-    answer_format: str | None,
-) -> list[str]:
-    """Return the names of the metrics that held-out prompts will have, without `eval/`."""
-    greedy = [Rollout(prompt, prompt.index, sequences=()) for prompt in prompts]
-    samples = [rollout for rollout in greedy for _ in range(num_samples)]
-    metrics = evaluation_metrics(
-        greedy,
-        samples,
-        num_samples,
-        "",
-        answer_format,
-    )
-    return [name.removeprefix("eval/") for name in metrics]
 
 
 def _mean(values: Iterable[float | None]) -> float:

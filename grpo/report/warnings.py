@@ -10,12 +10,10 @@ import statistics
 from collections.abc import Callable
 
 from grpo.report.samples import is_number
-from grpo.text import compact_number
 
 History = dict[str, list[float]]
 
 EQUAL_REWARD_STEPS = 3
-SLOW_STEPS = 2
 TRUNCATED_STEPS = 10
 MAX_TRUNCATED = 0.3  # share of completions
 # What a conversation can run out of -> what to do about it
@@ -89,18 +87,6 @@ def nothing_trained(history: History, metrics: dict[str, float | None]) -> str:
     return f"{text}: {advice}" if advice else text
 
 
-def not_saved(history: History, launcher_seconds: float) -> str:
-    """Warn that a step takes so long that torchrun, after a signal, kills its ranks before they save."""
-    seconds = history["time/step"][-SLOW_STEPS:]
-    if len(seconds) < SLOW_STEPS or min(seconds) < launcher_seconds / 2:
-        return ""
-    return (
-        f"steps take {compact_number(min(seconds))} s and more, and torchrun kills its ranks "
-        f"{compact_number(launcher_seconds)} s after a signal, saved or not: start it with --shutdown-timeout 600, or "
-        "stop the run by a file `stop` in its folder"
-    )
-
-
 RULES: list[Callable[[History], str]] = [
     no_comparison,
     not_moved,
@@ -111,14 +97,9 @@ RULES: list[Callable[[History], str]] = [
 class CurveReader:
     """The metrics so far, and the warnings about them: each once, and again only if it went away in between."""
 
-    def __init__(self, kl_is_to_start: bool = True, launcher_seconds: float = math.inf) -> None:
-        """Begin without metrics.
-
-        kl_is_to_start: a `kl` of 0 means that the policy has not moved. launcher_seconds: how long the launcher waits
-        after a signal before it kills this process.
-        """
+    def __init__(self, kl_is_to_start: bool = True) -> None:
+        """Begin without metrics. kl_is_to_start: a `kl` of 0 means that the policy has not moved."""
         self.kl_is_to_start = kl_is_to_start
-        self.launcher_seconds = launcher_seconds
         self.history: History = collections.defaultdict(list)
         self._shown: set[str] = set()
 
@@ -130,7 +111,6 @@ class CurveReader:
         warnings = {}
         for rule in RULES:
             warnings[rule.__name__] = rule(self.history)
-        warnings["not_saved"] = not_saved(self.history, self.launcher_seconds)
         if "entropy" in metrics:  # a step, not an evaluation
             warnings["nothing_trained"] = nothing_trained(self.history, metrics)
         new = []

@@ -114,45 +114,35 @@ def gather_rollouts(local: list[Rollout] | None, requests: Requests, roles: Role
 
 @dataclass(frozen=True, eq=False)
 class SampledAhead:
-    """One rank's part of what is sampled ahead, and when, in seconds of the wall clock, which hosts have in common."""
+    """One rank's part of what is sampled ahead."""
 
     requests: Requests
     rollouts: list[Rollout] | None
     """On the head of a replica."""
-    began: float
-    ended: float
-    """When it had sampled; on the learners, which do not wait, when it began."""
+    seconds: float
+    """How long it sampled; about 0 on the learners, which do not wait."""
 
 
 def start_sampling_ahead(requests: Requests | None, generator: "Generator | None") -> SampledAhead | None:
     """Sample ahead on the generators, while the learners go on at once. Returns None without requests."""
     if requests is None:
         return None
-    began = time.time()
+    began = time.monotonic()
     rollouts = generator.generate(requests) if generator else None
-    return SampledAhead(requests, rollouts, began, time.time())
+    return SampledAhead(requests, rollouts, time.monotonic() - began)
 
 
 def finish_sampling_ahead(ahead: SampledAhead | None, driver: Any, roles: Roles) -> None:
     """Bring what was sampled ahead to the driver, once it and the generators are done.
 
-    `driver` has a method `receive_ahead(rollouts, seconds, overlap_seconds)` that runs on rank 0. Collective over
-    `roles.control`, if anything was sampled ahead.
+    `driver` has a method `receive_ahead(rollouts, seconds)` that runs on rank 0. Collective over `roles.control`, if
+    anything was sampled ahead.
     """
     if ahead is None:
         return
-    arrived = time.time()
     rollouts = gather_rollouts(ahead.rollouts, ahead.requests, roles)
-    times = gather_to_driver((ahead.began, ahead.ended), roles)
-    seconds = overlap_seconds = 0.0
-    if times:
-        began = min(times[head][0] for head in roles.heads)
-        ended = max(times[head][1] for head in roles.heads)
-        seconds = ended - began
-        overlap_began = max(began, ahead.began)
-        overlap_ended = min(ended, arrived)
-        overlap_seconds = max(0.0, overlap_ended - overlap_began)
-    driver.receive_ahead(rollouts, seconds, overlap_seconds)
+    seconds = gather_to_driver(ahead.seconds, roles)
+    driver.receive_ahead(rollouts, seconds)
 
 
 def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:

@@ -149,18 +149,10 @@ class Driver(Steps):
         return self.buffer.ask(self.prompts.per_step, self.prompts.stream.draw)
 
     @on_driver
-    def receive_ahead(
-        self,
-        rollouts: list[Rollout],
-        seconds: float,
-        overlap_seconds: float,
-    ) -> None:
-        """Add what was sampled ahead to the buffer.
-
-        seconds: how long that took. overlap_seconds: how long the driver was scoring and training meanwhile.
-        """
+    def receive_ahead(self, rollouts: list[Rollout], seconds: list[float]) -> None:
+        """Add what was sampled ahead to the buffer. seconds: how long that took on each rank."""
         self._add(rollouts)
-        self.times_ahead = {"time/ahead": seconds, "time/overlap": overlap_seconds}
+        self.times_ahead = {"time/ahead": max(seconds)}
 
     def _add(self, rollouts: list[Rollout]) -> None:
         check_version(rollouts, self.step)

@@ -9,17 +9,15 @@ import torch
 from grpo import features
 from grpo.algorithm.groups import pass_rate, pass_values
 from grpo.config.fields import RunConfig
-from grpo.config.user_files import near_miss
 from grpo.data.chat import detokenize, look_at_prompt
 from grpo.data.rows import Tools
-from grpo.report.rollout_metrics import evaluation_names
 from grpo.report.samples import failure_lines, no_answer_line
 from grpo.rewards.loading import answer_format_of, load_functions, measures_length, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardError, RewardPool, counting_parts, weighted_sum
 from grpo.roles.engine.vllm_engine import check_engine
 from grpo.run.policy import PolicyFiles, describe_ends
 from grpo.text import printable
-from grpo.types import Prompt, Rollout
+from grpo.types import Rollout
 
 
 def check_version(rollouts: list[Rollout], version: int) -> None:
@@ -199,10 +197,10 @@ def check_functions(config: RunConfig, rows: Sequence[Mapping[str, Any]] = ()) -
         try_built_ins(functions, row)
 
 
-def read_rewards(config: RunConfig, policy: PolicyFiles, held_out: Sequence[Prompt]) -> Scorer:
+def read_rewards(config: RunConfig, policy: PolicyFiles) -> Scorer:
     """Start the reward processes, and print what ends a completion, what passes, and how programs are locked down.
 
-    Refuses what would fail only when the engine starts or an evaluation ends. Raises ValueError or RuntimeError also if
+    Refuses what would fail only when the engine starts. Raises ValueError or RuntimeError also if
     a reward function or a part of the reward cannot be loaded, or programs cannot be locked down.
     """
     for _, before_rewards in features.turned_on(config, "before_rewards"):
@@ -234,12 +232,6 @@ def read_rewards(config: RunConfig, policy: PolicyFiles, held_out: Sequence[Prom
     check_engine(config.generator, policy.hf, on_gpu=on_gpu)
     for _, check in features.turned_on(config, "check"):
         check(config, policy.tokenizer, policy.stop_token_ids)
-    best = config.checkpoint.keep_best.removeprefix("eval/")
-    if best:
-        names = evaluation_names(held_out, config.evaluation.num_samples, scorer.answer_format)
-        if best not in names:
-            hint = near_miss(best, names)
-            raise ValueError(f"checkpoint.keep_best={best} is not among the held-out metrics{hint}: {', '.join(names)}")
     return scorer
 
 

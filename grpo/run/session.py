@@ -42,16 +42,11 @@ from grpo.run.machine import fit_to_machine
 from grpo.run.saved import Saved, warn_of_secrets
 from grpo.run.scorer import check_version
 from grpo.run.start import Start
-from grpo.run.step_timer import StepTimer, profile_step
+from grpo.run.step_timer import StepTimer
 from grpo.text import without_secrets
 from grpo.types import Prompt, Requests, Rollout
-from grpo.watch.failures import here, refuse_bad_input, set_place, show_lines_at_once
-from grpo.watch.stopping import (
-    forget_old_stop,
-    hold_signals,
-    launcher_seconds,
-    repeat_behind_launcher,
-)
+from grpo.watch.failures import BadInput, here, refuse_bad_input, set_place, show_lines_at_once
+from grpo.watch.stopping import forget_old_stop, hold_signals
 from grpo.watch.watchdog import watched
 
 Read = Callable[[Config, str, str], Start]
@@ -274,7 +269,6 @@ class Session:
             start_step=saved.step,
             whole_config=asdict(logged_config),
             kl_is_to_start=kl_is_to_start,
-            launcher_seconds=launcher_seconds(),
         )
         self.held.callback(self.run_log.close)
 
@@ -378,10 +372,9 @@ class Session:
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """Yield for each step the number of steps before it. The step that `profile` names leaves a trace."""
+        """Yield for each step the number of steps before it."""
         config = self.config
-        steps = range(self.shared.step, config.num_steps)
-        for step in profile_step(steps, config.profile, config.run_dir, self.roles):
+        for step in range(self.shared.step, config.num_steps):
             if self.saver and self.roles.is_driver:  # if it raises, torchrun ends the other ranks
                 self.saver.raise_failure()
             yield step
@@ -450,6 +443,9 @@ class Session:
             self.config.reward.pass_value,
         )
         self.run_log.log_held_out(step, metrics)
+        best = self.config.checkpoint.keep_best.removeprefix("eval/")
+        if best and f"eval/{best}" not in metrics:
+            raise BadInput(f"checkpoint.keep_best={best} is none of the held-out metrics {', '.join(metrics)}")
 
     # ---- after the last step ------------------------------------------------------------------------------------
 
@@ -485,4 +481,3 @@ class Session:
     def _finish(self) -> None:
         self.held.close()
         print(self.run_log.last_line)
-        repeat_behind_launcher(self.run_log.last_line)

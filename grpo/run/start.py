@@ -94,7 +94,7 @@ def read_grpo(
             ids = [prompt.ids for prompt in held_out]
             rows = [order.rows for order in stream.orders.values()]
             prepare.warn_of_repeated_rows("evaluation", ids, rows)
-    scorer = read_rewards(config, policy, held_out)
+    scorer = read_rewards(config, policy)
     start = Start(
         saved,
         policy,
@@ -174,7 +174,7 @@ def read_evaluation(config: RunConfig, policy: PolicyFiles) -> tuple[list[Prompt
             f"evaluation reads rows as GRPO does, prompts from data.prompt_column={data.prompt_column} and what "
             f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
         ) from error
-    return prompts, read_rewards(config, policy, prompts)
+    return prompts, read_rewards(config, policy)
 
 
 def read_held_out(config: RunConfig, policy: PolicyFiles) -> list[Prompt]:

@@ -1,46 +1,11 @@
-"""Where the wall time of a step goes: seconds of each phase, and on request a profiler's trace of one step.
-
-Open traces in Perfetto (ui.perfetto.dev) or chrome://tracing. Left out: what an engine does in processes of its own.
-"""
+"""Where the wall time of a step goes: seconds of each phase."""
 
 import contextlib
-import pathlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
-
-from grpo.roles.process_groups import Roles
 from grpo.types import Scalars
 from grpo.watch.failures import BEGAN, set_place
-
-PROFILE = "profile"  # the folder of traces, within the run folder
-
-
-def profile_step(
-    steps: Iterable[int],
-    chosen: int,
-    run_dir: str,
-    roles: Roles,
-) -> Iterator[int]:
-    """Yield the `steps`, each the number of steps before it, and trace step number `chosen`; 0 traces none.
-
-    Each rank writes its own trace to `RUN_DIR/profile`, with the phases as ranges.
-    """
-    for step in steps:
-        if step + 1 != chosen:
-            yield step
-            continue
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as trace:
-            yield step
-        name = f"step-{chosen:08d}-rank-{roles.rank:03d}-{roles.name}.json.gz"
-        path = pathlib.Path(run_dir) / PROFILE / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(str(path))
 
 
 class StepTimer:
@@ -55,7 +20,6 @@ class StepTimer:
         self.current = "other"
         self.seconds: dict[str, float] = {}
         self.step_start = self.last_change = time.perf_counter()
-        self._range = contextlib.ExitStack()  # of the current phase, in a profiler's trace
 
     def enter(self, name: str) -> None:
         """Begin phase `name`, which lasts until the next one begins. Errors in it are reported with its name."""
@@ -65,9 +29,6 @@ class StepTimer:
         self.current = name
         self.last_change = now
         set_place(phase=name)
-        self._range.close()
-        if name != "other":
-            self._range.enter_context(record_function(name))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

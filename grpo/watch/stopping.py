@@ -12,12 +12,8 @@ it keeps for itself. Programs that the run starts inherit the blocked signals, s
 leaves them alive. End them by SIGKILL.
 """
 
-import contextlib
-import math
 import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -29,14 +25,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOP_FILE = "stop"
 STOP_VARIABLE = "GRPO_STOP_FILE"  # for launch scripts, which do not know the run folder; they remove that file
 
-# What torchrun reads besides --shutdown-timeout, and its default
-SHUTDOWN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-TORCHRUN_SECONDS = 30
-
 LOOK_SECONDS = 0.2  # until the thread that hears signals at the start sees that the watchdog hears them
-
-# Shell that waits until the process $1 is gone, or dead and not waited for, and prints $2.
-LAST_WORD = 'while grep -qs "^State:.[^ZX]" /proc/$1/status; do sleep 0.05; done; echo "$2"'
 
 _reasons: list[str] = []  # to stop; the first one counts
 is_watched = threading.Event()  # set when the watchdog hears signals
@@ -78,27 +67,9 @@ def obey_stop(reason: str, step: int, run_dir: str) -> str:
     return f"stopped by {reason}, {saved}; everything is in {run_dir}, continue with the same command and --resume"
 
 
-def repeat_behind_launcher(line: str) -> None:
-    """Print the last line of a run that a signal stopped once more after the traceback with which torchrun ends."""
-    if launched_by_torchrun() and _reasons and _reasons[0] in signal.Signals.__members__:
-        subprocess.Popen(["sh", "-c", LAST_WORD, "sh", str(os.getppid()), line], start_new_session=True)
-
-
 def launched_by_torchrun() -> bool:
     """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def launcher_seconds() -> float:
-    """Return how long torchrun waits after a signal before it kills its ranks; without torchrun infinity."""
-    if not launched_by_torchrun():
-        return math.inf
-    command = ""
-    with contextlib.suppress(OSError):  # of a process that is gone, or that this one may not see
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace")
-    given = re.findall(r"--shutdown[-_]timeout[=\0](\d+)", command)
-    given += [os.environ[name] for name in SHUTDOWN_VARIABLES if name in os.environ]
-    return float(next(iter(given), TORCHRUN_SECONDS))
 
 
 def end_with_launcher() -> None:

@@ -16,7 +16,6 @@ is gone, or the store says that the run is over.
 import contextlib
 import datetime
 import json
-import math
 import os
 import signal
 import socket
@@ -341,7 +340,6 @@ class Watchdog:
                 line = f"{number.name} again: ended at once, without saving"
             print(line, file=self.stderr, flush=True)
             stopping.ask_to_stop(number.name)
-            stopping.repeat_behind_launcher(line)
             self.announce_end()
         else:  # torchrun ends all at the first exit, which must be the driver's
             with contextlib.suppress(DistStoreError):
@@ -356,9 +354,8 @@ class Watchdog:
         if self.roles.is_driver:
             stopping.ask_to_stop(name)
             line = f"{name}: the run stops when this step is done and saved"
-            patience = stopping.launcher_seconds()
-            if math.isfinite(patience) and name != signal.SIGUSR1.name:
-                line += f"; torchrun kills its ranks after {patience:.0f} s (--shutdown-timeout)"
+            if stopping.launched_by_torchrun():
+                line += "; torchrun kills its ranks after its --shutdown-timeout, by default 30 s"
             print(line, file=self.stdout, flush=True)
         else:
             self.store.set("asked", name)

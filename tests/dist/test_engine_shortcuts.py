@@ -134,23 +134,6 @@ def test_a_step_in_flight_when_an_evaluation_ends_has_no_kept_ids(vllm_config):
         scheduler.update_from_output(plan, output)
 
 
-def test_shorter_launches_keep_the_order_of_requests(monkeypatch):
-    """Requests are ordered as vLLM orders them, and new ones are added; also if done twice."""
-    from vllm.v1.worker.gpu import model_runner
-
-    sort, added = model_runner.sort_batch_req_ids, []
-    monkeypatch.setattr(model_runner, "sort_batch_req_ids", sort)
-    monkeypatch.setattr(model_runner.GPUModelRunner, "add_requests", lambda _, scheduled: added.append(scheduled))
-    for _ in range(2):
-        shortcuts.shorten_launches()
-    for num_tokens, drafts in (({"b": 1, "a": 1}, {}), ({"b": 3, "a": 1}, {}), ({"b": 1, "a": 1}, {"a": [5]})):
-        assert model_runner.sort_batch_req_ids(num_tokens, drafts, 1) == sort(num_tokens, drafts, 1)
-    plans = [SimpleNamespace(scheduled_new_reqs=new) for new in ([], ["request"])]
-    for plan in plans:
-        model_runner.GPUModelRunner.add_requests(None, plan)
-    assert added == plans[1:]
-
-
 def scheduler_of(vllm_config, is_ahead: bool, is_v2: bool, caches: bool):
     """A scheduler of vLLM's own; is_ahead: as on GPUs. is_v2: for the runner that GPUs have."""
     from vllm.v1.core.kv_cache_utils import init_none_hash

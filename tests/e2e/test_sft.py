@@ -1,6 +1,5 @@
 """SFT takes the steps of a plain transformers loop, resumes exactly, validates, stops early, keeps unread parts."""
 
-import gzip
 import json
 import pathlib
 import shutil
@@ -153,9 +152,7 @@ def test_the_window_of_a_run_that_stops_by_its_loss_continues(arguments: list[st
     flags = [*arguments, "--num-trainers", 1, "--num-steps", 20, "--stop-at-loss", 99, "--validation.interval", 0]
     flags += ["--run-dir", tmp_path / "run", "--checkpoint.interval", 7]
     flags += ["--too-long", "truncate", "--max-sequence-tokens", 28]
-    run_python("train_sft.py", *flags, "--profile", 2)
-    (trace,) = (tmp_path / "run/profile").iterdir()
-    assert '"name": "train"' in gzip.decompress(trace.read_bytes()).decode()
+    run_python("train_sft.py", *flags)
     steps = read_metrics(tmp_path / "run")
     # of 15 rows drawn in three steps, 10 are chats, of which more than half are longer than 28 tokens
     assert 0.2 < sum(m["data/truncated_frac"] for m in steps) / len(steps) < 0.6

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import truncates
@@ -28,8 +27,6 @@ from grpo.roles.engine.shortcuts import model_runner_of, sampler_of
 from grpo.roles.process_groups import Roles
 from grpo.types import Piece, Request, Requests, Rollout
 
-# Seconds of sampling before a progress bar appears
-SILENT_SECONDS = 20
 # Each run's request seeds lie in a block of its own, which is larger than any number of samples that a run can draw
 SEEDS_PER_RUN = 2**40
 # Completions that were begun in an earlier step have seeds from here on, above the blocks of all runs
@@ -148,21 +145,12 @@ class Generator:
         """Run the engine until the requests of `enough` groups have ended; then end the remaining ones."""
         num_left = collections.Counter(request.prompt.index for request in requests)
         pieces = {}
-        progress = tqdm(
-            total=len(requests),
-            delay=SILENT_SECONDS,
-            mininterval=5,
-            leave=False,
-            disable=True if self.roles.rank != self.roles.heads[0] else None,  # None: unless a terminal shows it
-        )
-        with progress:
-            while self.loop.num_running:
-                ended = self.loop.step()
-                pieces |= ended
-                progress.update(len(ended))
-                num_left.subtract(requests[number].prompt.index for number in ended)
-                if sum(not left for left in num_left.values()) >= enough:
-                    return pieces | self.loop.end()
+        while self.loop.num_running:
+            ended = self.loop.step()
+            pieces |= ended
+            num_left.subtract(requests[number].prompt.index for number in ended)
+            if sum(not left for left in num_left.values()) >= enough:
+                return pieces | self.loop.end()
         return pieces
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:

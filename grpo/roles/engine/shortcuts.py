@@ -5,7 +5,6 @@ Each change names what it replaces upstream, the reason, and what is lost withou
 - `SampledTokens`: `Scheduler.update_from_output`, the objects that it makes of each token.
 - `sampler_of`: on CPUs `Sampler.sample`, to note its log-probs; not for speed, but for exact ratios under top_p.
 - `PlainSteps`: `Scheduler.schedule` and `Scheduler.update_from_output`, their loops over requests.
-- `shorten_launches`: what model runner V2 does in each step for requests that are new or have several tokens.
 - `widen_attention`: `triton_unified_attention._get_tile_size`, the number of keys that are read at once.
 - `widen_logprobs`: `logprob.compute_topk_scores`, how it launches its two kernels.
 
@@ -417,32 +416,6 @@ class KernelWithOptions:
         if self._kernel is None:
             return lambda *arguments, **options: None
         return lambda *arguments, **options: self._kernel[grid](*arguments, **(options | self._options))
-
-
-def shorten_launches() -> None:
-    """Make vLLM's GPU model runner leave out of a step what only some steps need.
-
-    Replaces, in vllm/v1/worker/gpu/model_runner.py, `sort_batch_req_ids` where all requests have one token, and
-    `GPUModelRunner.add_requests` where none is new, which copies all sampling parameters. Lost without it: 0.2 ms of
-    the host's time a step of 512 sequences.
-    """
-    import vllm.v1.worker.gpu.sample.sampler  # noqa: F401  (before the next one, whose import alone is circular)
-    from vllm.v1.worker.gpu import model_runner
-
-    sort = model_runner.sort_batch_req_ids
-    add_requests = model_runner.GPUModelRunner.add_requests
-
-    def sort_unless_equal(num_tokens: dict[str, int], drafts: dict[str, list[int]], decode_length: int) -> list[str]:
-        if not drafts and max(num_tokens.values()) == 1:
-            return list(num_tokens)
-        return sort(num_tokens, drafts, decode_length)
-
-    def add_new_requests(runner: Any, scheduled: Any) -> None:
-        if scheduled.scheduled_new_reqs:
-            add_requests(runner, scheduled)
-
-    model_runner.sort_batch_req_ids = sort_unless_equal
-    model_runner.GPUModelRunner.add_requests = add_new_requests
 
 
 def widen_attention() -> None:

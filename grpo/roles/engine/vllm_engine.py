@@ -18,7 +18,6 @@ from grpo.models.families import has_experts, has_states, head_dim_of, windows_o
 from grpo.roles.engine.shortcuts import (
     WIDE_HEAD_DIMS,
     model_runner_of,
-    shorten_launches,
     widen_attention,
     widen_logprobs,
 )
@@ -134,7 +133,6 @@ def start_engine(
         defaults["max_num_batched_tokens"] = max(8192, max_tokens)  # prompts are prefilled whole
     else:
         widen_logprobs()
-        shorten_launches()
         if "attention_config" in options:
             widen_attention()
     inductor_cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")

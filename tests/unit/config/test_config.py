@@ -86,7 +86,6 @@ REFUSED_IN_GRPO = {
     f"{ONLY_TEACHER} --sampling.dynamic": "reward.functions is empty",
     "--reward.passes accuracy": "reward.passes='accuracy' .* name one of math_reward, thinking_reward",
     "--checkpoint.push-to-hub a/b --checkpoint.no-export": "push_to_hub uploads what checkpoint.export writes",
-    "--profile 201": "profile=201 is no step of a run of num_steps=200",
     # a flag that nothing reads, because another one is off
     "--algorithm.kl-in reward": "kl_in='reward' does nothing without algorithm.kl_coef; set that too",
     "--gpus 4": "gpus=4 does nothing without dry_run",

@@ -7,7 +7,6 @@ import pytest
 
 from grpo.report.rollout_metrics import (
     evaluation_metrics,
-    evaluation_names,
     pass_at_k,
     rollout_metrics,
 )
@@ -109,8 +108,6 @@ def test_several_held_out_sets_have_names_a_single_one_has_not():
     metrics = evaluation_metrics(greedy, samples, 2, ["f"])
     assert metrics["eval/math/accuracy"] == metrics["eval/math/pass_at_2"] == 0.5
     assert (metrics["eval/code/accuracy"], metrics["eval/code/pass_at_1"]) == (1.0, 0.0)
-    prompts = [rollout.prompt for rollout in greedy]
-    assert list(metrics) == [f"eval/{name}" for name in evaluation_names(prompts, 2, None)]
     assert evaluation_metrics(greedy[:2], [], 0, ["f"])["eval/accuracy"] == 0.5
 
 
@@ -120,7 +117,6 @@ def test_a_wrong_format_does_not_look_like_a_bad_model():
     greedy = [of_source("", float(i == 0), text) for i, text in enumerate(texts)]
     metrics = evaluation_metrics(greedy, [], 0, ["f"], "answer_tag")
     assert (metrics["eval/accuracy"], metrics["eval/has_answer_frac"]) == (0.25, 0.75)
-    assert list(metrics) == [f"eval/{name}" for name in evaluation_names([greedy[0].prompt], 0, "answer_tag")]
     assert evaluation_metrics(greedy, [], 0, ["f"], "boxed")["eval/has_answer_frac"] == 0.25
     assert "eval/has_answer_frac" not in evaluation_metrics(greedy, [], 0, ["f"])
     assert rollout_metrics(greedy, 2, "answer_tag")["completion/has_answer_frac"] == 0.75

@@ -91,11 +91,3 @@ def test_a_small_kl_to_a_reference_that_moves_is_no_sign_of_standing_still():
         watch = CurveReader(kl_is_to_start)
         found = [watch.look({"learning_rate": 1e-3, "kl": 1e-8}) for _ in range(20)]
         assert bool(found[-1]) == kl_is_to_start
-
-
-def test_steps_that_outlast_the_launchers_patience_are_named():
-    """A long first step, which compiles, is no reason. Nobody loses patience with a plain process."""
-    for launcher_seconds, num_told in ((30, 1), (600, 0), (math.inf, 0)):
-        watch = CurveReader(launcher_seconds=launcher_seconds)
-        found = [watch.look({"time/step": seconds}) for seconds in (90.0, 14.0, 14.0, 16.0, 20.0, 17.0)]
-        assert [len(texts) for texts in found] == [0] * 4 + [num_told, 0]

@@ -1,10 +1,8 @@
 """How a run is asked to stop and what it answers; how the processes of one start find each other."""
 
 import datetime
-import math
 import pathlib
 import signal
-import subprocess
 import threading
 
 import pytest
@@ -207,47 +205,3 @@ def test_torchrun_may_be_the_first_process_of_a_container(tmp_path: pathlib.Path
     (tmp_path / "program.py").write_text(FIRST_PROCESS)
     result = finish(start_python(tmp_path / "program.py"))
     assert (result.returncode, result.stdout) == (0, "goes on\n")
-
-
-CTRL_C = """
-import os, signal, time
-from grpo.watch import stopping
-
-
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-os.kill(os.getppid(), signal.SIGINT)
-time.sleep(1)
-stopping.ask_to_stop("SIGINT")
-stopping.repeat_behind_launcher("continue with --resume")
-"""
-
-
-def test_behind_the_traceback_of_torchrun_stands_how_to_go_on(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLD_STARTS", "1")
-    (tmp_path / "program.py").write_text(CTRL_C)
-    process = start_python("-m", "torch.distributed.run", "--standalone", tmp_path / "program.py")
-    result = finish(process)
-    assert result.returncode and "SignalException" in result.stdout
-    assert result.stdout.splitlines()[-1] == "continue with --resume"
-
-
-@pytest.mark.parametrize(
-    ("options", "variable", "seconds"),
-    [
-        ([], "", 30),
-        (["--shutdown-timeout", "600"], "7", 600),
-        (["--shutdown_timeout=45"], "", 45),
-        ([], "120", 120),
-    ],
-)
-def test_how_long_torchrun_waits_for_a_stopped_run_is_what_its_options_say(monkeypatch, options, variable, seconds):
-    assert stopping.launcher_seconds() == math.inf
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    if variable:
-        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
-    command = ["torchrun", "-c", "echo; read end", *options, "train_grpo.py"]
-    with subprocess.Popen(command, executable="sh", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
-        launcher.stdout.readline()  # it has begun, so that the kernel shows its command
-        monkeypatch.setattr(stopping.os, "getppid", lambda: launcher.pid)
-        assert stopping.launcher_seconds() == seconds
-        launcher.communicate()
