@@ -10,7 +10,8 @@ from tests.e2e.runs import TINY, assert_same_run, read_completions, read_metrics
 from tests.e2e.test_layouts import COLOCATED, split
 from tests.torchrun import run_torchrun, torchrun
 
-FILE = pathlib.Path(__file__).parent / "tiny_environments.py"
+ROOT = pathlib.Path(__file__).parents[2]
+FILE = ROOT / "tests" / "e2e" / "tiny_environments.py"
 DIGITS = ("--environment.name", f"{FILE}:Digits", "--generator.max-completion-tokens", 48)
 ROOM = ("--environment.max-turn-tokens", 12)
 
@@ -59,6 +60,25 @@ def test_rows_choose_among_classes_and_answers_by_counts_repeat_a_run(model, tmp
         is_echo = record["columns"]["environment"] == "echo"
         assert (record["rewards"]["environment"] == -1.0) == is_echo
         assert not is_echo or len(record["episode"]["turns"]) == 1
+
+
+def test_an_agent_of_the_openai_client_is_trained_as_it_was_sampled(model, tmp_path):
+    """Some turns end by themselves, and the agent asks again; others are cut off, which ends it without a reward."""
+    pytest.importorskip("openai")  # comes with vLLM
+    example = ROOT / "configs" / "examples" / "openai_agent.py"
+    agent = ("--environment.name", f"{example}:Agent", "--data.row", f"{example}:row", "--reward.functions")
+    stops = ("--generator.stop-token-ids", *range(2, 32, 3))
+    run(model, tmp_path / "run", 1, *ROOM, *COLOCATED, "--roles.num-trainers", 1, *agent, *stops)
+    records = read_completions(tmp_path / "run")
+    for record in records:
+        turns = record["episode"]["turns"]
+        assert record["num_tokens"] == sum(turn["tokens"] for turn in turns)
+        texts = [turn["text"] for turn in turns]
+        is_whole = len(turns) == 2 and record["episode"]["ended_by"] == "done"
+        assert record["rewards"]["Agent"] == float(is_whole and texts[0] != texts[1])
+    assert {record["rewards"]["Agent"] for record in records} == {0.0, 1.0}
+    for record in steps_of(tmp_path / "run"):
+        assert record["environment/lost_count"] == 0 and record["mismatch/max"] < 1e-5
 
 
 def test_credit_for_turns_is_recorded_and_replayed(model, tmp_path):

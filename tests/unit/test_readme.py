@@ -53,6 +53,7 @@ INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 # Files that a user writes, and those of another project.
 OTHER_FILES = {
     "my.py",
+    "my_agent.sh",
     "my_task/make_rows.py",
     "my_task/rewards.py",
     "my_task/recipe.py",

@@ -1,7 +1,12 @@
-"""The example environments that carry other libraries' ones, each with a small package of that library's interface."""
+"""The example environments that carry other libraries' ones, each with a small package of that library's interface.
+
+And the one that carries agents of OpenAI's interface, with its real client, a shell script, and what goes wrong.
+"""
 
 import contextlib
+import os
 import pathlib
+import shutil
 import sys
 import textwrap
 
@@ -10,7 +15,7 @@ import pytest
 from grpo.config import EnvironmentConfig
 from grpo.features.environments.host import EnvironmentHost
 from grpo.features.environments.tools import load_toolboxes
-from tests.unit.features.environments.conversations import call, played
+from tests.unit.features.environments.conversations import call, played, say
 
 EXAMPLES = pathlib.Path(__file__).parents[4] / "configs" / "examples"
 # A walk from 0 to 2, drawn with a colour; with render_mode None, the position is the observation, and text the action.
@@ -121,3 +126,94 @@ def test_a_server_of_openenv(plays):
     assert gone["kind"] == "lost" and "nobody is there" in gone["failed"]
     for word, kind in (("odd", "hung"), ("gone", "lost")):  # a word that the server refuses is the policy's
         assert plays("openenv_client.py:Remote", options, 7, word)[1]["kind"] == kind
+
+
+# ---- An agent of OpenAI's interface ---------------------------------------------------------------------------------
+
+CURL = """
+ask() {
+  curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $1" -d "$2" -o answer.json
+}
+cat > row.json
+good='{"model": "m", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]}'
+ask sk-of-another "$good"
+ask "$OPENAI_API_KEY" '{"messages": [{"role": "user", "content": "?"}], "tools": [{}]}'
+ask "$OPENAI_API_KEY" '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}'
+ask "$OPENAI_API_KEY" "$good"
+grep -c '"content": "Yes."' answer.json
+"""
+# Says that it lives, asks, and does what its word says
+STUBBORN = """
+import json, os, sys, time, urllib.request
+open("pids", "a").write(f"{os.getpid()}\\n")
+def ask(*messages):
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    body = json.dumps({"messages": [{"role": "user", "content": text} for text in messages]}).encode()
+    return urllib.request.urlopen(urllib.request.Request(url, body, headers))
+ask("first")
+while sys.argv[1] == "stays":
+    try:
+        ask("again")
+    except OSError:
+        time.sleep(0.01)
+if sys.argv[1] == "edits":
+    ask("edited", "second")
+if sys.argv[1] == "crashes":
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def agents(tmp_path, monkeypatch):
+    """Starts the environments of an agent in one process: a command in its own folder, or the example's own."""
+    pytest.importorskip("openai")  # comes with vLLM
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    (tmp_path / "curl.sh").write_text(CURL)
+    with contextlib.ExitStack() as stack:
+
+        def start(agent: str) -> EnvironmentHost:
+            config = EnvironmentConfig(name=f"{EXAMPLES}/openai_agent.py:Agent", options={"agent": agent})
+            return stack.enter_context(contextlib.closing(EnvironmentHost(config, "", 1)))
+
+        yield start
+
+
+def cut_off(host: EnvironmentHost, episode: int) -> dict:
+    """Play an episode whose first turn runs out of tokens."""
+    say(host, episode, "reset", {}, 0, 0, "")
+    assert say(host, episode, "turn", "and so on and", False, "", True)["ended"]
+    return say(host, episode, "finish")
+
+
+def test_an_agent_of_the_openai_client_and_one_of_curl(agents):
+    begun, first, last, told = played(agents(""), {"question": "A number?"}, "4", " 7 ")
+    assert (begun["text"], first["answers"], first["role"]) == ("A number?", ["Another one?"], "user")
+    assert last["ended"] and told["reward"] == 1.0
+    assert played(agents(""), {}, "4", "4")[-1]["reward"] == 0.0
+    if not shutil.which("curl"):
+        pytest.skip("curl is not installed")
+    begun, only, told = played(agents("bash curl.sh"), {"a": 1}, "Yes.")
+    assert begun["text"] == "Be brief.\n\nHello?" and only["ended"] and told["reward"] == 1.0
+    assert pathlib.Path("row.json").read_text() == '{"seed": 0, "a": 1}'
+
+
+@pytest.mark.parametrize("word", ["stays", "ends"])
+def test_an_agent_that_is_cut_off_is_ended_and_leaves_nothing(agents, word):
+    """As threads, five of them took all the memory of their process, in which the next episode could not begin."""
+    host = agents(f"{sys.executable} stubborn.py {word}")
+    for episode in range(6 if word == "ends" else 1):
+        assert cut_off(host, episode) == {"reward": 0.0, "info": {"broke_off": False}}
+        *_, pid = map(int, pathlib.Path("pids").read_text().split())
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_an_agent_that_fails_or_edits_its_history(agents):
+    (begun, crashed) = played(agents(f"{sys.executable} stubborn.py crashes"), {}, "x")[:2]
+    assert begun["text"] == "first" and crashed["kind"] == "hung" and "exit status 3" in crashed["failed"]
+    *_, ended, told = played(agents(f"{sys.executable} stubborn.py edits"), {}, "x")
+    assert ended["ended"] and told == {"reward": 0.0, "info": {"broke_off": True}}
+    nowhere = say(agents("no-such-command"), 0, "reset", {}, 0, 0, "")
+    assert nowhere["kind"] == "lost" and "exit status 127" in nowhere["failed"]
