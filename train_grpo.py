@@ -5,7 +5,7 @@
 Sample a group of completions for each prompt, score them, compare each with its group, update the policy, give the
 generators the new weights. A completion of reward r has the advantage A = (r - mean) / (std + 1e-4), with the mean and
 the sample standard deviation of its group. GRPO (Shao et al. 2024, arXiv:2402.03300) minimises, as a mean over each
-completion's tokens, then over completions,
+rollout's tokens, then over rollouts,
 
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
 
@@ -15,8 +15,8 @@ that under the generator, at most 2 by default (`correct_importance`). `algorith
 `.aggregation` name other formulas.
 
 A suffix on a tensor's name spells its dimensions: P prompts, G completions of a group, R = P * G rollouts, F reward
-functions, S sequences (prompt with completion), N tokens of all sequences end to end, B rows and T positions of a
-micro-batch (grpo/types.py).
+functions, S sequences (prompt with completion; an episode may have several), N tokens of all sequences end to end, B
+rows and T positions of a micro-batch (grpo/types.py).
 """
 
 from dataclasses import replace
@@ -230,8 +230,8 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
         if algorithm.entropy_coef:
             loss_BT = loss_BT - algorithm.entropy_coef * x.entropy_BT
         loss_BT = loss_BT.where(x.loss_mask_BT, 0)
-        if algorithm.aggregation == "sequence_mean":  # mean of loss tokens, then of sequences that have any
-            loss = (loss_BT / x.num_loss_tokens_BT).sum() / totals.num_sequences
+        if algorithm.aggregation == "sequence_mean":  # mean of loss tokens, then of rollouts that have any
+            loss = (loss_BT / x.num_rollout_tokens_BT).sum() / totals.num_rollouts
         else:
             loss = named_aggregation(algorithm.aggregation)(loss_BT, x, totals)
         return loss, metrics

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from grpo.types import MicroBatch, Scalars
 
-# The metric that is kept for each sequence too, for the records of completions
+# The metric that is kept for each sequence too, for the records of rollouts
 PER_SEQUENCE = "mismatch/mean"
 
 
@@ -120,11 +120,15 @@ class StepMetrics:
             means[name] = sum(values) / len(values)
         return means
 
-    def sequence_means(self) -> list[float | None]:
-        """Return the mean of PER_SEQUENCE over each sequence's loss tokens; None for a sequence without any."""
-        totals_S, numbers_S = self._sequence_totals_S2.unbind(1)
-        means_S = totals_S / numbers_S
-        return [None if math.isnan(mean) else mean for mean in means_S.tolist()]
+    def rollout_means(self, rollout_S: Tensor) -> list[float | None]:
+        """Return the mean of PER_SEQUENCE over each rollout's loss tokens; None for a rollout without any.
+
+        rollout_S: as in `TrainBatch`, of the step.
+        """
+        zeros_R2 = torch.zeros(int(rollout_S.max()) + 1, 2, dtype=torch.float64)
+        totals_R, numbers_R = zeros_R2.index_add(0, rollout_S, self._sequence_totals_S2).unbind(1)
+        means_R = totals_R / numbers_R
+        return [None if math.isnan(mean) else mean for mean in means_R.tolist()]
 
 
 # GPU memory of this process, in bytes

@@ -148,6 +148,11 @@ class Piece:
     def is_sampled(self) -> bool:
         return self.logprobs_T is not None
 
+    @property
+    def is_repeated(self) -> bool:
+        """True for a turn that an earlier sequence of the rollout trains: sampled, and no token of it counts."""
+        return self.is_sampled and not self.loss_mask_T.any() and bool(self.logprobs_T.isfinite().any())
+
 
 Pieces = tuple[Piece, ...]
 LIMITS = ("tokens", "turns", "seconds")
@@ -172,18 +177,26 @@ class Rollout:
 
     A completion is one sequence of two pieces: the prompt and what was sampled. One that newer weights went on with has
     three. A conversation has prompt, turn, answer, turn; then an environment may have written the prompt.
+    An agent that edits or branches its history has several sequences. Each token is trained in the first one that has
+    it: in a later one its turn is repeated, with its log-probs and a loss mask that is False.
 
     >>> prompt = Prompt(index=5, ids=[3, 4])
-    >>> pieces = (Piece.written(prompt.ids), Piece.sampled([8, 9], [-0.1, -2.0]))
-    >>> Rollout(prompt, index=43, sequences=(pieces,)).num_tokens
+    >>> turn = Piece.sampled([8, 9], [-0.1, -2.0])
+    >>> Rollout(prompt, index=43, sequences=((Piece.written(prompt.ids), turn),)).num_tokens
     2
+    >>> first = (Piece.written(prompt.ids), turn, Piece.sampled([6], [-0.3]))
+    >>> repeated = replace(turn, loss_mask_T=torch.zeros(2).bool())
+    >>> second = (Piece.written(prompt.ids), repeated, Piece.written([7]), Piece.sampled([5], [-0.5]))
+    >>> Rollout(prompt, index=43, sequences=(first, second)).ids_T
+    tensor([8, 9, 6, 7, 5])
     """
 
     prompt: Prompt
     index: int
     """As in `Request`; the order of everything."""
     sequences: tuple[Pieces, ...]
-    """Each of its prompt and what followed. A sequence of one piece has no prompt (SFT)."""
+    """Each of its prompt and what followed. A sequence of one piece has no prompt (SFT). A rollout that goes on in the
+    next step has one sequence."""
     temperature: float = 1.0
     """What it was sampled with; 0 is greedy."""
     ended_by: str = "stop"
@@ -193,6 +206,8 @@ class Rollout:
     """None without an environment."""
     text: str = ""
     """What followed the prompt, decoded with its special tokens except a final EOS."""
+    sequence_texts: list[str] = field(default_factory=list)
+    """The whole text of each sequence, if there are several."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Each reward function's unweighted value; None if it gives no reward here."""
     reward: float | None = None
@@ -251,22 +266,22 @@ class Rollout:
 
     @property
     def behind(self) -> Pieces:
-        """Pieces that follow a prompt."""
-        return tuple(piece for _, *behind in self.sequences for piece in behind)
+        """Pieces that follow a prompt, without repeated turns."""
+        return tuple(piece for _, *behind in self.sequences for piece in behind if not piece.is_repeated)
 
     @cached_property
     def sampled(self) -> Pieces:
-        """Pieces that were sampled."""
+        """Pieces that were sampled, each once."""
         return tuple(piece for piece in self.behind if piece.is_sampled)
 
     @cached_property
     def ids_T(self) -> Tensor:
-        """Token ids of all that follows the prompt, int64, with the EOS that ended it."""
+        """Token ids of `behind`, int64, with the EOS that ended it."""
         return torch.cat([piece.ids_T for piece in self.behind])
 
     @cached_property
     def num_tokens(self) -> int:
-        """Number of tokens that were sampled."""
+        """Number of tokens that were sampled, in all sequences."""
         return sum(piece.num_tokens for piece in self.sampled)
 
     @property
@@ -378,6 +393,13 @@ class TrainBatch:
         zeros_S = torch.zeros_like(self.lengths_S)
         return zeros_S.index_add(0, self.owner_N, self.loss_mask_N.long())
 
+    @cached_property
+    def num_rollout_tokens_S(self) -> Tensor:
+        """Number of loss tokens of all sequences of the rollout that each sequence belongs to, int64."""
+        _, rollout_S = self.rollout_S.unique(return_inverse=True)  # from 0, also in a mini-batch
+        zeros_S = torch.zeros_like(self.lengths_S)
+        return zeros_S.index_add(0, rollout_S, self.num_loss_tokens_S)[rollout_S]
+
 
 class KeptIds(NamedTuple):
     """What the tokens of a micro-batch were chosen from. Every token that counts has some."""
@@ -428,6 +450,8 @@ class MicroBatch:
     loss_mask_BT: Tensor
     num_loss_tokens_BT: Tensor
     """int64: number of loss tokens of the position's sequence, at least 1."""
+    num_rollout_tokens_BT: Tensor
+    """int64: number of loss tokens of the position's rollout, which may have several sequences, at least 1."""
     # The next six are those of the batch, and None where it has None
     generator_logprobs_BT: Tensor | None
     old_logprobs_BT: Tensor | None

@@ -49,6 +49,18 @@ def conversation(pieces: Iterable[Piece], prompt: Prompt = NO_PROMPT, index: int
     return Rollout(prompt, index, sequences=((Piece.written(prompt.ids), *pieces),), **facts)
 
 
+def branched(rollout: Rollout, ends: Sequence[int]) -> Rollout:
+    """Return the same pieces as an agent's branches: a sequence up to each of `ends`, which repeats earlier turns."""
+    (pieces,) = rollout.sequences
+    sequences = []
+    begin = 1
+    for end in ends:
+        earlier = [replace(p, loss_mask_T=p.loss_mask_T & False) if p.is_sampled else p for p in pieces[1:begin]]
+        sequences.append((pieces[0], *earlier, *pieces[begin:end]))
+        begin = end
+    return replace(rollout, sequences=tuple(sequences))
+
+
 def counting_up(request: Request, length: int, version: int = 0, ended_by: str = "stop") -> Rollout:
     """Sample tokens first, first + 1, ... for a request, so that order and loss of one show.
 

@@ -5,8 +5,9 @@ An aggregation is a function of one micro-batch, whose parts add up over micro-b
     aggregation(loss_BT, x: LossInputs, totals: UpdateTotals) -> scalar
 
 `loss_BT` is 0 outside the loss mask. What is divided by is counted over the whole update before its first forward, so
-that sharding, packing and micro-batches cannot change what a token weighs. `sequence_mean`, GRPO's, stands in
-train_grpo.py; one of your own is named `path/file.py:function`.
+that sharding, packing and micro-batches cannot change what a token weighs. Means are over rollouts, not over the
+sequences of an episode that has several. `sequence_mean`, GRPO's, stands in train_grpo.py; one of your own is named
+`path/file.py:function`.
 """
 
 from collections.abc import Callable
@@ -25,18 +26,17 @@ class UpdateTotals:
 
     num_tokens: int
     """Loss tokens."""
-    num_sequences: int
-    """Sequences with a loss token."""
+    num_rollouts: int
+    """Rollouts with a loss token."""
     max_completion_tokens: int
     """The longest completion that a config allows."""
 
     @classmethod
     def of(cls, mini_batch: TrainBatch, max_completion_tokens: int) -> "UpdateTotals":
-        """Count the tokens and sequences of an update's mini-batch."""
-        num_loss_tokens_S = mini_batch.num_loss_tokens_S
-        num_tokens = int(num_loss_tokens_S.sum())
-        num_sequences = int((num_loss_tokens_S > 0).sum())
-        return cls(max(num_tokens, 1), max(num_sequences, 1), max_completion_tokens)
+        """Count the tokens and rollouts of an update's mini-batch."""
+        num_tokens = int(mini_batch.loss_mask_N.sum())
+        num_rollouts = len(mini_batch.rollout_N[mini_batch.loss_mask_N].unique())
+        return cls(max(num_tokens, 1), max(num_rollouts, 1), max_completion_tokens)
 
 
 def token_mean(loss_BT: Tensor, x: LossInputs, totals: UpdateTotals) -> Tensor:
@@ -45,11 +45,11 @@ def token_mean(loss_BT: Tensor, x: LossInputs, totals: UpdateTotals) -> Tensor:
 
 
 def fixed_horizon(loss_BT: Tensor, x: LossInputs, totals: UpdateTotals) -> Tensor:
-    """Return this micro-batch's part of the mean over sequences of the sum over tokens / max_completion_tokens.
+    """Return this micro-batch's part of the mean over rollouts of the sum over tokens / max_completion_tokens.
 
     A token weighs the same in long and short completions (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
     """
-    return loss_BT.sum() / (totals.num_sequences * totals.max_completion_tokens)
+    return loss_BT.sum() / (totals.num_rollouts * totals.max_completion_tokens)
 
 
 AGGREGATIONS = {"token_mean": token_mean, "fixed_horizon": fixed_horizon}

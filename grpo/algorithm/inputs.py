@@ -42,6 +42,8 @@ class LossInputs:
     never split over rows or micro-batches."""
     num_loss_tokens_BT: Tensor
     """int64: loss tokens of this position's sequence; at least 1, also where the mask is False."""
+    num_rollout_tokens_BT: Tensor
+    """int64: the same of its rollout, which has one sequence or, as an agent's episode, several."""
     num_sequences: int
     """Every index in `sequence_BT` is below it."""
 
@@ -61,7 +63,7 @@ class LossInputs:
 def sequence_means(values_BT: Tensor, x: LossInputs) -> Tensor:
     """Return at each loss token the mean of the values over its sequence's loss tokens; [B, T], 0 outside the mask.
 
-    The mean is over sequences, never over rows, which may hold several of them.
+    The mean is over sequences, never over rows, which may hold several of them, nor over episodes of several sequences.
     """
     # float64, so that the order in which a GPU adds does not show; padding (-1) gets a slot of its own
     slots_BT = x.sequence_BT + 1

@@ -452,7 +452,7 @@ class AlgorithmConfig:
     a turn earns what it adds to `get_reward`, the last one also the reward functions' sum."""
     aggregation: str | None = None
     """How the losses of tokens become one number. token_mean: their mean over the whole update; sequence_mean: mean
-    over sequences of the mean over a sequence's tokens; fixed_horizon: mean over sequences of the sum over a sequence's
+    over rollouts of the mean over a rollout's tokens; fixed_horizon: mean over rollouts of the sum over a rollout's
     tokens / generator.max_completion_tokens; or your own `path/file.py:function`."""
     clip_low: Annotated[NotNegative, AtMost(1)] | None = None
     """The ratio is clipped from below at 1 - clip_low."""

@@ -172,6 +172,7 @@ class Layout:
             sequence_BT=_at(owner_BT, batch.sequence_S, -1),
             temperatures_BT=_at(owner_BT, batch.temperatures_S, 1),
             num_loss_tokens_BT=_at(owner_BT, batch.num_loss_tokens_S).clamp(min=1),
+            num_rollout_tokens_BT=_at(owner_BT, batch.num_rollout_tokens_S).clamp(min=1),
             scored_M=scored_M,
             kept=kept,
             document_starts=document_starts,

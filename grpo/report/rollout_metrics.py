@@ -259,14 +259,14 @@ def measured_metrics(
     return metrics
 
 
-def sequence_advantages(batch: TrainBatch) -> list[float | None]:
-    """Return the mean advantage of each sequence's loss tokens; None for a sequence that is excluded."""
+def rollout_advantages(batch: TrainBatch) -> list[float | None]:
+    """Return the mean advantage of each rollout's loss tokens in a step; None for a rollout that is excluded."""
     values_N = batch.advantages_N.double()
     values_N = values_N.where(batch.loss_mask_N, 0)
-    zeros_S = torch.zeros(batch.num_sequences, dtype=torch.float64)
-    sums_S = zeros_S.index_add(0, batch.owner_N, values_N)
-    means_S = sums_S / batch.num_loss_tokens_S
-    return [finite_or_none(mean) for mean in means_S.tolist()]
+    zeros_R = torch.zeros(batch.num_rollouts, dtype=torch.float64)
+    sums_R = zeros_R.index_add(0, batch.rollout_N, values_N)
+    means_R = sums_R / zeros_R.index_add(0, batch.rollout_N, batch.loss_mask_N.double())
+    return [finite_or_none(mean) for mean in means_R.tolist()]
 
 
 def stale_frac(rollouts: Sequence[Rollout], version: int) -> float:

@@ -37,6 +37,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
     Texts are whole and unchanged (JSON escapes what acts on a terminal), except that JSON takes no lone surrogates.
     `columns` are those that the reward functions got, so that a completion can be scored again. An episode is without
     its seconds, which differ between two equal runs. `earlier` has (version, tokens) of the pieces before the last one.
+    `sequences` has the whole text of each, if there are several.
     `finish_reason` is length if the completion ran out of tokens, or as an episode of turns or seconds, else stop.
     """
     records = []
@@ -64,6 +65,8 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
             record["episode"] = {name: fact for name, fact in rollout.episode.items() if name != "waited"}
         elif earlier:
             record["earlier"] = [(piece.version, piece.num_tokens) for piece in earlier]
+        if rollout.sequence_texts:
+            record["sequences"] = [without_surrogates(text) for text in rollout.sequence_texts]
         records.append(_strict_json(record))
     return records
 
@@ -93,7 +96,8 @@ def number_text(value: Any) -> str:
 def describe(record: Record, turns: bool = False) -> str:
     """Return a completion's record as printable text: a line of numbers, failures, prompt, columns, completion.
 
-    turns: show the turns of an episode instead of its completion, with their tokens and the environment's answers.
+    turns: show the turns of an episode instead of its completion, with their tokens and the environment's answers. An
+    episode of several sequences is shown sequence by sequence, otherwise.
     Columns are cut to COLUMN_CHARACTERS. One that the prompt shows is left out, except `answer`.
     """
     prompt = record["prompt"]
@@ -124,6 +128,8 @@ def describe(record: Record, turns: bool = False) -> str:
 
     if turns and episode:
         lines += turn_lines(episode["turns"])
+    elif "sequences" in record:
+        lines += [f"sequence {number}: {text}" for number, text in enumerate(record["sequences"], start=1)]
     else:
         lines.append(f"completion: {record['completion']}")
     return printable("\n".join(lines))

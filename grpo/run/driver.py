@@ -22,8 +22,8 @@ from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
     nonfinite_frac,
+    rollout_advantages,
     rollout_metrics,
-    sequence_advantages,
     stale_frac,
 )
 from grpo.rewards.pool import check_all_failed
@@ -240,8 +240,8 @@ class Driver(Steps):
         every = self.schedule.samples_every
         if every and (step - 1) % every == 0:
             measured_rollouts = []
-            advantages = sequence_advantages(batch)
-            mismatches = measured.sequence_means()
+            advantages = rollout_advantages(batch)
+            mismatches = measured.rollout_means(batch.rollout_S)
             for rollout, advantage, mismatch in zip(rollouts, advantages, mismatches, strict=True):
                 measured_rollouts.append(replace(rollout, advantage=advantage, mismatch=mismatch))
             prompts = self.scorer.prompt_texts(rollouts)

@@ -124,9 +124,16 @@ class Scorer:
         texts = detokenize(self.policy.tokenizer, ids)
         self.submitted = []
         for rollout, text in zip(rollouts, texts, strict=True):
-            self.submitted.append(replace(rollout, text=text))
+            self.submitted.append(replace(rollout, text=text, sequence_texts=self._sequence_texts(rollout)))
         self.pool.submit(self.submitted, group_size, step)
         return self.submitted
+
+    def _sequence_texts(self, rollout: Rollout) -> list[str]:
+        """Return the whole text of each sequence, if there are several."""
+        if len(rollout.sequences) == 1:
+            return []
+        ids = [torch.cat([piece.ids_T for piece in pieces]).tolist() for pieces in rollout.sequences]
+        return detokenize(self.policy.tokenizer, ids)
 
     def collect(self, where: str = "") -> list[Rollout]:
         """Wait for the rewards of what was submitted, and warn of functions that failed.

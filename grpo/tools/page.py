@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo.data.chat import open_tokenizer
 from grpo.data.recorded import batch_path, read_step
 from grpo.report.samples import is_number
@@ -93,18 +95,21 @@ def add_tokens(
 ) -> None:
     """Add `tokens` to each record of a step: texts after the prompt, what was sampled, loss mask, log-probs.
 
-    The sequences of the batch are in the records' order. A record without an advantage is out of the loss; its batch
-    does not say so, because it was recorded before the advantages. A log-prob is None where no token was sampled.
+    The rollouts of the batch are in the records' order. Of several sequences each later one has its prompt too, and
+    what it repeats stands there as not sampled. A record without an advantage is out of the loss; its batch does not
+    say so, because it was recorded before the advantages. A log-prob is None where no token was sampled.
     """
-    starts_S = batch.starts_S + batch.prompt_lengths_S
-    ends_S = batch.starts_S + batch.lengths_S
+    lengths_R = torch.zeros(batch.num_rollouts, dtype=torch.int64).index_add(0, batch.rollout_S, batch.lengths_S)
+    ends_R = lengths_R.cumsum(0)
+    first_S = batch.rollout_S.diff(prepend=torch.tensor([-1])) > 0
+    starts_R = ends_R - lengths_R + batch.prompt_lengths_S[first_S]
     # a sampled token is not in the mask if its log-prob is not finite
     sampled_N = batch.loss_mask_N | ~batch.generator_logprobs_N.isfinite()
     logprobs_N = {"generator": batch.generator_logprobs_N}
     if batch.ref_logprobs_N is not None:
         logprobs_N["reference"] = batch.ref_logprobs_N
-    starts = starts_S.tolist()
-    ends = ends_S.tolist()
+    starts = starts_R.tolist()
+    ends = ends_R.tolist()
     for record, start, end in zip(records, starts, ends, strict=True):
         tokens_of_piece = slice(start, end)
         mask_T = batch.loss_mask_N[tokens_of_piece]

@@ -69,12 +69,14 @@ def test_updates_without_a_token_or_without_the_metric_do_not_count():
     assert metrics.means() == {"entropy": 2.5, "ratio_max": 5.0, "weight": 0.5, "loss": pytest.approx(2 / 3)}
 
 
-def test_the_mismatch_is_kept_for_each_sequence_of_the_step():
+def test_the_mismatch_is_kept_for_each_rollout_of_the_step():
     metrics = StepMetrics(3)
-    assert metrics.sequence_means() == [None, None, None]
+    assert metrics.rollout_means(torch.arange(3)) == [None, None, None]
     add(metrics, micro_batch([0, 2]), 1.0, mismatch__mean=0.5)
     metrics.reduce(None)
-    assert metrics.sequence_means() == [0.5, None, 0.5]
+    assert metrics.rollout_means(torch.arange(3)) == [0.5, None, 0.5]
     add(metrics, micro_batch([2]), 1.0, mismatch__mean=1.5)  # 5 tokens of 0.5 and 5 of 1.5
     metrics.reduce(None)
-    assert metrics.sequence_means() == [0.5, None, 1.0]
+    assert metrics.rollout_means(torch.arange(3)) == [0.5, None, 1.0]
+    # the first and the last are sequences of one rollout: 10 tokens of 0.5, 10 of 1 on average
+    assert metrics.rollout_means(torch.tensor([0, 1, 0])) == [0.75, None]

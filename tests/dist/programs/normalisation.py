@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import pathlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,8 +35,8 @@ from grpo.metrics import StepMetrics
 from grpo.models.export import hf_tensors
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Objective, Trainer
-from grpo.types import TrainBatch
-from tests.rollouts import sequence
+from grpo.types import Piece, Prompt, TrainBatch
+from tests.rollouts import branched, conversation
 from tests.rows import rows_of, stacked
 
 PROMPT_LENGTHS = [4, 9, 6, 11, 5, 8, 7, 10, 3, 12, 6, 9]
@@ -53,6 +54,7 @@ ALGORITHMS = {name: AlgorithmConfig(loss=name) for name in PAPER_DEFAULTS} | {
         loss="reinforce", loss_options={"max_importance_weight": 2.0}, kl_estimator="k2"
     ),
 }
+IS_OF_SEQUENCES = re.compile("gspo|mask_sequences")  # what they do depends on where a sequence ends
 EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.05, "old_logprobs": "generator"}
 PER_TOKEN = ("generator_logprobs_N", "ref_logprobs_N", "advantages_N")
 NOT_FINITE = 7  # of this sequence's sampling log-probs, the second
@@ -87,16 +89,26 @@ def main() -> None:
         return full_gradients(trainer)
 
     def gradients(
-        config: GRPOConfig, count: int, order: list[int], wrong: bool = False, outside: float | None = None
+        config: GRPOConfig,
+        count: int,
+        order: list[int],
+        wrong: bool = False,
+        outside: float | None = None,
+        branches: int = 1,
     ) -> dict[str, torch.Tensor]:
-        """Gradients of a step in exactly `count` micro-batches on each rank. outside: what stands outside the mask."""
+        """Gradients of a step in exactly `count` micro-batches on each rank. outside: what stands outside the mask.
+
+        branches: sequences of a completion, with which there are more micro-batches.
+        """
         tokens = MICRO_BATCH_TOKENS[num_ranks][count]
         trainer.model.trainer = dataclasses.replace(options, micro_batch_tokens=tokens)
-        batch = make_step(order)
+        batch = make_step(order, branches)
         if outside is not None:  # as behind what an environment wrote
             values = {name: getattr(batch, name).where(batch.loss_mask_N, outside) for name in PER_TOKEN}
             batch = dataclasses.replace(batch, **values)
         found = len(trainer.model.lay_out(batch).rows[0])
+        if branches > 1:
+            count = found
         assert found == count, f"{num_ranks} ranks, {tokens} tokens: {found} micro-batches"
         objective = objective_of(config, batch)
         if wrong:
@@ -126,6 +138,10 @@ def main() -> None:
             case = f"{name}, {num_ranks} ranks, {count} micro-batches, order={order}"
             assert error < TOLERANCE, f"{case}: {error}"
             largest = max(largest, error)
+        if not IS_OF_SEQUENCES.search(name):  # a rollout counts once, however many sequences it has
+            for branches, order in ((3, IN_ORDER), (9, SHUFFLED)):
+                error = difference(gradients(config, 2, order, branches=branches), baseline)
+                assert error < TOLERANCE, f"{name}, {num_ranks} ranks, {branches} branches: {error}"
 
         if name == "grpo":
             spoiled = gradients(config, 2, IN_ORDER, outside=1e6)
@@ -147,7 +163,7 @@ def main() -> None:
     trainer.forward_backward(batch, objective_of(config, batch), metrics)
     assert trainer.optimizer_step()["grad_norm"] == 0 and metrics.num_loss_tokens == 0
     measured = metrics.means()
-    assert measured.pop("loss") == 0 and set(metrics.sequence_means()) == {None}
+    assert measured.pop("loss") == 0 and set(metrics.rollout_means(batch.rollout_S)) == {None}
     assert 0 < measured.pop("packing/padding_frac") < 1  # known without any loss token
     assert measured and all(math.isnan(value) for value in measured.values()), measured
     assert num_steps == [state["step"].item() for state in trainer.optimizer.optimizers[0].state.values()]
@@ -181,8 +197,11 @@ def objective_of(config: GRPOConfig, batch: TrainBatch) -> Objective:
     return train_grpo.grpo_objective(config, batch, config.algorithm.kl_coef, True)
 
 
-def make_step(order: list[int]) -> TrainBatch:
-    """The same sequences with their log-probs and advantages, laid out in another order."""
+def make_step(order: list[int], branches: int = 1) -> TrainBatch:
+    """The same rollouts with their log-probs and advantages, laid out in another order.
+
+    branches: sequences of a rollout, if it has as many tokens; each goes on where the one before it ended.
+    """
     generator = torch.Generator().manual_seed(5)
     rows = []
     for index, (prompt, completion) in enumerate(zip(PROMPT_LENGTHS, COMPLETION_LENGTHS, strict=True)):
@@ -192,14 +211,19 @@ def make_step(order: list[int]) -> TrainBatch:
         advantage = torch.randn((), generator=generator).item()
         if index == NOT_FINITE:
             generator_logprobs[1] = -torch.inf
-        no_prompt = torch.zeros(prompt)
-        mask_T = torch.cat([no_prompt.bool(), generator_logprobs.isfinite()])
-        sample = sequence(ids_T, mask_T & (index != NO_REWARD), torch.cat([no_prompt, generator_logprobs]))
-        rows.append((sample, torch.cat([no_prompt, ref_logprobs]), advantage))
-    samples, ref_logprobs, advantages = zip(*(rows[i] for i in order), strict=True)
-    batch = make_batch(samples)
+        mask_T = generator_logprobs.isfinite() & (index != NO_REWARD)
+        parts = (values_T.chunk(branches) for values_T in (ids_T[prompt:], mask_T, generator_logprobs))
+        whole = conversation(map(Piece, *parts), Prompt(index, ids_T[:prompt].tolist()))
+        rollout = branched(whole, range(2, len(whole.pieces) + 1))
+        refs = []
+        for first, *behind in rollout.sequences:
+            num_behind = sum(piece.num_tokens for piece in behind)
+            refs += [torch.zeros(first.num_tokens), ref_logprobs[:num_behind]]
+        rows.append((rollout, torch.cat(refs), advantage))
+    rollouts, refs, advantages = zip(*(rows[i] for i in order), strict=True)
+    batch = make_batch(rollouts)
     return dataclasses.replace(
-        batch, ref_logprobs_N=torch.cat(ref_logprobs), advantages_N=torch.tensor(advantages)[batch.owner_N]
+        batch, ref_logprobs_N=torch.cat(refs), advantages_N=torch.tensor(advantages)[batch.rollout_N]
     )
 
 

@@ -46,6 +46,7 @@ def row(values, dtype=torch.float64):
 def make_inputs(**fields):
     """LossInputs as a run makes them; the generator's log-probs are the old ones, without a reference, unless given."""
     given = {"generator_logprobs_BT": fields["old_logprobs_BT"], "ref_logprobs_BT": None} | fields
+    given |= {"num_rollout_tokens_BT": fields["num_loss_tokens_BT"]}
     logprobs_BT = given.pop("logprobs_BT")
     return LossInputs.of(types.SimpleNamespace(**given), logprobs_BT, torch.zeros_like(logprobs_BT))
 
@@ -368,14 +369,14 @@ def test_corrections_ignore_masked_positions_and_survive_extremes(kind, junk):
 
 def test_an_update_in_which_nothing_counts_divides_by_one():
     empty = make_batch([sequence(torch.ones(2).long(), torch.zeros(2).bool(), torch.zeros(2))])
-    assert UpdateTotals.of(empty, 8) == UpdateTotals(num_tokens=1, num_sequences=1, max_completion_tokens=8)
+    assert UpdateTotals.of(empty, 8) == UpdateTotals(num_tokens=1, num_rollouts=1, max_completion_tokens=8)
 
 
 OWN_SLOTS = """
 import torch
 
-def square_root(loss_BT, x, totals):  # a sequence of n tokens weighs sqrt(n)
-    return (loss_BT / x.num_loss_tokens_BT.sqrt()).sum() / totals.num_sequences
+def square_root(loss_BT, x, totals):  # a rollout of n tokens weighs sqrt(n)
+    return (loss_BT / x.num_rollout_tokens_BT.sqrt()).sum() / totals.num_rollouts
 
 def of_this_call(loss_BT, x, totals):
     return loss_BT.sum() / (loss_BT != 0).sum()

@@ -98,6 +98,7 @@ def check_row(micro: MicroBatch, batch: TrainBatch, places: list[Place]) -> None
     wanted |= {"sequence_BT": at(sequence, batch.sequence_S, -1)}
     wanted |= {"temperatures_BT": at(sequence, batch.temperatures_S, 1)}
     wanted |= {"num_loss_tokens_BT": at(sequence, batch.num_loss_tokens_S).clamp(min=1)}
+    wanted |= {"num_rollout_tokens_BT": at(sequence, batch.num_rollout_tokens_S).clamp(min=1)}
     assert wanted.keys() == {name for name in vars(micro) if name.endswith("_BT")}
     for name, values_BT in wanted.items():
         torch.testing.assert_close(getattr(micro, name), values_BT, atol=0, rtol=0, msg=name)
