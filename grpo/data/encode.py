@@ -29,7 +29,6 @@ from grpo.data.rows import (
     RowReader,
     Tools,
     environment_of,
-    kinds_of,
     teacher_prompt,
 )
 from grpo.data.sources import Rows
@@ -86,10 +85,6 @@ class Encoded:
     """For each token whether it is a label; empty for prompts."""
     values: str = ""
     """JSON: [the prompt as the data has it, the columns that rewards get]; empty for chats."""
-    kinds: str = ""
-    """Names and kinds of the columns that rewards get, see `kinds_of`; empty for chats."""
-    notes: list[str] = field(default_factory=list)
-    """Warnings, which are printed with the number of rows that have them."""
 
     @property
     def truncated(self) -> bool:
@@ -110,8 +105,6 @@ def features() -> "datasets.Features":
         teacher_ids=List(Value("int32")),
         mask=List(Value("bool")),
         values=text,
-        kinds=text,
-        notes=List(text),
     )
 
 
@@ -177,14 +170,12 @@ class Encoder:
             texts = [write_example(self.tokenizer, self.data, example, self.train_on)]
         else:
             texts = self._write_prompts(example, encoded)
-        encoded.notes = list(texts[0].notes)
         max_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
         max_characters = max_tokens * longest_token(self.tokenizer)
         return [text._replace(text=text.text[:max_characters]) for text in texts]
 
     def _write_prompts(self, example: Example, encoded: Encoded) -> list[Written]:
         encoded.values = as_json([example.prompt, example.columns])
-        encoded.kinds = kinds_of(example.columns)
         tools = None
         if self.tools:
             tools = self.tools[environment_of(example.columns, self.tools)]

@@ -36,7 +36,7 @@ from grpo.text import printable
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
-    import datasets
+    pass
 
 Sources = list[Rows]
 # First rows of a source, from which its columns and its format are found out
@@ -216,12 +216,9 @@ def _encode_usable(rows: Rows, encoder: Encoder, max_rows: int | None = None) ->
     """
     source = rows.source
     table = encode_rows(rows, encoder)
-    statuses = table.data.column("status").to_numpy().copy()
+    statuses = table.data.column("status").to_numpy()
     reasons = table.data.column("reason")
-    bad_rows = _odd_kinds(table)
-    for row in np.flatnonzero(statuses == RowStatus.BAD).tolist():
-        bad_rows[row] = reasons[row].as_py()
-    statuses[list(bad_rows)] = RowStatus.BAD
+    bad_rows = {row: reasons[row].as_py() for row in np.flatnonzero(statuses == RowStatus.BAD).tolist()}
     if bad_rows:
         _refuse_or_warn(bad_rows, len(table), source, encoder.data)
 
@@ -259,11 +256,6 @@ def _encode_usable(rows: Rows, encoder: Encoder, max_rows: int | None = None) ->
     if encoder.truncates and num_cut:
         line += f"; cut off: {num_cut:,} longer than {encoder.limit}"
     print(printable(line))
-
-    notes = table.data.column("notes").take(usable).to_pylist()
-    num_rows_by_note = Counter(itertools.chain(*notes))
-    for note, count in num_rows_by_note.items():
-        print(printable(f"warning: {count:,} of {len(usable):,} rows of {source.name_and_text} {note}"))
     return kept
 
 
@@ -276,23 +268,6 @@ def _describe_lengths(lengths: np.ndarray) -> str:
         f"; tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}, {LISTED_QUANTILE:.0%} have "
         f"at most {quantile:,}"
     )
-
-
-def _odd_kinds(table: "datasets.Dataset") -> dict[int, str]:
-    """Find rows whose columns or kinds of values differ from those of most rows, and say how.
-
-    A reward function would meet them in the middle of a run.
-    """
-    kinds = table.data.column("kinds").to_pylist()
-    counts = Counter(filter(None, kinds))  # rows that cannot be used have none
-    if not counts:
-        return {}
-    ((usual, _),) = counts.most_common(1)
-    reasons = {}
-    for row, kind in enumerate(kinds):
-        if kind and kind != usual:
-            reasons[row] = f"its columns are {kind}, and in most rows {usual}"
-    return reasons
 
 
 def _refuse_or_warn(

@@ -397,17 +397,6 @@ def _present(table: dict[str, Any]) -> dict[str, Any]:
     return {key: entry for key, entry in table.items() if not _is_missing(entry)}
 
 
-def kinds_of(columns: dict[str, Any]) -> str:
-    """Name the columns and the types of their values: `answer (str), level (number)`. int and float are one type."""
-    kinds = []
-    for name, value in sorted(columns.items()):
-        kind = type(value).__name__
-        if kind in ("int", "float"):
-            kind = "number"
-        kinds.append(f"{name} ({kind})")
-    return ", ".join(kinds) or "none"
-
-
 def _is_missing(value: Any) -> bool:
     """Say whether there is no value: None, or NaN, which tables write for what is missing."""
     return value is None or (isinstance(value, float) and math.isnan(value))

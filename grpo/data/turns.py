@@ -4,7 +4,7 @@ The whole chat is written as one text and tokenized once, as the model would see
 (`{% generation %}`) say which characters the assistant wrote; without them the chat is written up to each turn and
 compared. A label is a token that the model itself would sample: those of a turn with the token that ends it, and
 nothing after that token. A row is refused if the template leaves out what is to be learned; that it leaves out other
-things is not looked for, except tools. Left out: weights of messages between 0 and 1, images.
+things is not looked for. Left out: weights of messages between 0 and 1, images.
 """
 
 import functools
@@ -50,8 +50,6 @@ class Written(NamedTuple):
     """Whether the tokenizer puts BOS before the text."""
     eos: bool
     """Whether EOS follows. It is a label if there are spans."""
-    notes: Sequence[str] = ()
-    """Warnings about the row."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,9 +71,7 @@ def write_prompt(
     """
     messages = prompt_messages(data, prompt)
     text, _ = render(tokenizer, data, messages, opening=True, tools=tools or more_tools)
-    num_added = len(messages) - len(as_messages(prompt))  # the system prompt
-    notes = _notes(tokenizer, data, messages, num_added, tools)
-    return Written(text, [], bos=_needs_bos(tokenizer, data, text), eos=False, notes=notes)
+    return Written(text, [], bos=_needs_bos(tokenizer, data, text), eos=False)
 
 
 def write_example(
@@ -161,17 +157,8 @@ def write_example(
             f"{name} leaves out {entry} of message {index - num_added + 1}, which is to be learned; give a template "
             "that writes it as data.prompt_template FILE.jinja, or put it into the content"
         )
-    notes = _notes(tokenizer, data, messages, num_added, example.tools)
     eos = ends_with_label and not text.rstrip().endswith(ends)
-    if eos and len(learned_turns) > 1 and not learns_all:
-        notes.append(f"have several turns of which only the last one learns where to end: {name} ends no turn itself")
-    return Written(
-        text,
-        spans,
-        bos=_needs_bos(tokenizer, data, text),
-        eos=eos,
-        notes=notes,
-    )
+    return Written(text, spans, bos=_needs_bos(tokenizer, data, text), eos=eos)
 
 
 def _has_bos(tokenizer: "PreTrainedTokenizerBase", text: str) -> bool:
@@ -245,26 +232,6 @@ def _mark(value: Any, words: list[str]) -> Any:
     if isinstance(value, dict):
         return {entry: part if entry in UNWRITTEN else _mark(part, words) for entry, part in value.items()}
     return value
-
-
-def _notes(
-    tokenizer: "PreTrainedTokenizerBase",
-    data: DataConfig,
-    messages: Messages,
-    num_added: int,
-    tools: Tools | None,
-) -> list[str]:
-    """Write the warnings about a row's messages behind those that were added, and about tools that are not written."""
-    notes = []
-    if tools and render(tokenizer, data, messages, False, tools) == render(tokenizer, data, messages, False):
-        notes.append(f"bring tools, which {template_name(tokenizer, data)} does not write")
-    pattern = _special_pattern(tokenizer)
-    special = set()
-    for message in messages[num_added:]:
-        special.update(pattern.findall(message["content"]))
-    if special:
-        notes.append(f"have the text of special tokens, which is read as such tokens: {', '.join(sorted(special))}")
-    return notes
 
 
 def _marked_spans(text: str, marked: list[Span], ends: tuple[str, ...]) -> list[Span]:
@@ -367,13 +334,6 @@ def _special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
             texts.add(str(token))
     texts.discard("")
     return tuple(sorted(texts))
-
-
-@functools.lru_cache(maxsize=4)
-def _special_pattern(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern:
-    """Make a pattern of all special tokens; it matches nothing if there are none."""
-    texts = map(re.escape, _special_texts(tokenizer))
-    return re.compile("|".join(texts) or r"(?!)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

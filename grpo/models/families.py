@@ -157,8 +157,8 @@ def unsupported_fields(raw: dict[str, Any], config: PretrainedConfig) -> Iterato
                 yield f"{name}={value} of rotary positions (rope_parameters, rope_scaling) is not supported; {way_out}"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
-    if config.rms_norm_eps < 0:
-        yield f"rms_norm_eps is {config.rms_norm_eps}, which is below 0"
+    if not config.rms_norm_eps >= 0:  # NaN too
+        yield f"rms_norm_eps is {config.rms_norm_eps}, not 0 or more"
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation != family.activation:
         yield f"hidden_act {activation} is not supported, only {family.activation}"

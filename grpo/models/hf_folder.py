@@ -1,7 +1,7 @@
 """Hugging Face model folders, before anything is loaded: find or download one, refuse what cannot be trained.
 
 A broken file is named before it is loaded: a download that was broken off, a page of HTML or a pointer of git-lfs in
-place of a file, impossible numbers in config.json, a tensor that is missing. Left out: the values of the weights.
+place of a file, a tensor that is missing or has another shape than config.json says.
 """
 
 import contextlib
@@ -58,32 +58,6 @@ MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# Fields of config.json that count something, and the most of it that is read. A config.json is small, and what follows
-# from a number in it may take any memory and time.
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "moe_intermediate_size",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)
-MOST = dict.fromkeys(SIZES, 2**19) | {
-    "max_position_embeddings": 2**22,
-    "sliding_window": 2**22,
-    "num_hidden_layers": 1000,
-    "num_experts": 1024,
-    "num_local_experts": 1024,
-    "num_experts_per_tok": 1024,
-    "num_labels": 1024,
-}
-LARGEST_NUMBER = 2**53  # of any other field
 # Dtypes of weights, as .safetensors files name them
 FLOATS = ("F32", "F16", "BF16")
 # Ending of tensors that some older checkpoints contain although they follow from config.json
@@ -387,7 +361,6 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
             f"{folder}: quantized weights cannot be trained; use the checkpoint in bfloat16 that they were made from, "
             "whose config.json has no quantization_config"
         )
-    _check_numbers(path, raw)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
@@ -433,23 +406,6 @@ def read_table(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a JSON object; {WAY_OUT}")
     return content
-
-
-def _check_numbers(path: pathlib.Path, raw: dict[str, Any]) -> None:
-    """Refuse numbers that no model has, by their field, before they cost memory or time."""
-    tables = [raw]
-    for table in tables:
-        tables += [value for value in table.values() if isinstance(value, dict)]
-        for name, value in table.items():
-            numbers = value if isinstance(value, list) else [value]
-            for number in numbers:
-                if isinstance(number, int | float) and not abs(number) <= LARGEST_NUMBER:  # NaN too
-                    raise ValueError(
-                        f"{path}: {name} has {shorten(str(number), SHOWN_CHARACTERS)}, which no model has; {WAY_OUT}"
-                    )
-            most = MOST.get(name)
-            if most and isinstance(value, int | float) and not 1 <= value <= most:
-                raise ValueError(f"{path}: {name} is {value}, not a whole number from 1 to {most:,}; {WAY_OUT}")
 
 
 def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -> None:

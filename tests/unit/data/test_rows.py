@@ -171,15 +171,6 @@ def test_a_column_that_no_row_has(table: bool):
             prompts(row, row, table=table, **{field: missing})
 
 
-def test_mixed_types_in_a_nested_column_are_one_clear_line():
-    rows = [{"question": "1+2", "reward_model": {"ground_truth": truth}} for truth in ("3", 3, "4", ["5"], "6", 7.5)]
-    column = {"answer_column": "reward_model.ground_truth"}
-    message = "3 of 6 rows.* row 2: .*answer .number.*, .* row 4: .*answer .list.*, .*bad-rows skip$"
-    with pytest.raises(ValueError, match=message):
-        prompts(*rows, **column)
-    assert prompts(*rows, **column, bad_rows="skip").usable == [0, 2, 4]
-
-
 def test_bad_rows_are_refused_with_their_numbers_or_skipped_and_counted(capsys):
     rows = [GOOD, {"question": ""}, GOOD, *[{"question": "1+2", "answer": None}] * 6]
     with pytest.raises(ValueError) as refused:
@@ -197,13 +188,6 @@ def test_values_that_json_cannot_hold_are_told():
     rows = [GOOD | {"day": datetime.date(2024, 1, day)} for day in (1, 2)]
     with pytest.raises(ValueError, match="2 of 2 rows of f.parquet .* row 1: .*what JSON cannot .*date"):
         prompts(*rows, table=True, columns={"day": "day"})
-
-
-def test_notes_about_rows_are_one_line_with_their_number(capsys):
-    """And rows that are left out do not count."""
-    row = GOOD | {"tools": [{"name": "add"}]}
-    prompts(GOOD | {"tools": None}, row, row, row | {"answer": None}, bad_rows="skip", tools_column="tools")
-    assert "warning: 2 of 3 rows of f.jsonl:train bring tools, which the chat" in capsys.readouterr().out
 
 
 def test_a_token_that_the_model_has_no_row_for():
