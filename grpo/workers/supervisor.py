@@ -42,7 +42,7 @@ LOOK_SECONDS = 0.05
 # Seconds for a worker that closed its socket to die, since its end usually says more. Then it is killed.
 CLOSED_SECONDS = 1.0
 # Seconds for killed processes to be gone when the supervisor ends
-END_SECONDS = 5.0
+END_SECONDS = 30.0
 # A worker that writes more than this before a line ends is not the one that writes. The longest text of a `reset` has
 # 500,000 characters, each of which JSON may write as two escapes of six bytes.
 LINE_BYTES = 2**23

@@ -3,7 +3,7 @@
     python tests/bench/trl_grpo.py [RECIPE.py] [--field value ...] [--rows 16] [--weights bfloat16]
         [--no-gradient-checkpointing] [--no-vllm] [--out FILE.jsonl] [--limit SECONDS]
 
-A real model beside tests/bench/real.py, with the same rows, reward, sizes and rate:
+A real model beside a run of ours, with the same rows, reward, sizes and rate:
 
     python3 tests/bench/trl_grpo.py configs/qwen2_5_coder_0_5b_gsm8k.py --model.path /root/qwen05 \\
         --data.path /root/gsm8k/train.jsonl --evaluation.path /root/gsm8k/test.jsonl --weights float32 --rows 32 \\

@@ -80,16 +80,16 @@ def test_verifiers_that_fail_cost_their_completion_alone(model: pathlib.Path, tm
         tmp_path,
         model,
         *("--reward.functions", f"{HERE}/tiny_rewards.py:fails_for_some", 1, f"{HERE}/tiny_rewards.py:digit_share", 1),
-        *("--reward.timeout-seconds", 10, "--reward.num-workers", 4),
+        *("--reward.timeout-seconds", 600, "--reward.num-workers", 4),
     )
     lines = read_completions(tmp_path / "run")
-    reasons = {0: "signal 9", 1: "took longer than 10 s", 2: "KeyError: 'no such thing'"}
+    reasons = {0: "signal 9", 1: "KeyError: 'no such thing'"}
     for m in metrics:
         of_step = [line for line in lines if line["step"] == m["step"]]
-        kinds = [sum(map(ord, line["completion"])) % 4 for line in of_step]
-        assert set(kinds) == {0, 1, 2, 3}  # the test means something
-        assert m["reward/failed_count"] == m["reward/none_count"] == sum(kind < 3 for kind in kinds)
+        kinds = [sum(map(ord, line["completion"])) % 3 for line in of_step]
+        assert set(kinds) == {0, 1, 2}  # the test means something
+        assert m["reward/failed_count"] == m["reward/none_count"] == sum(kind < 2 for kind in kinds)
         for line, kind in zip(of_step, kinds, strict=True):
-            assert (line["reward"] is None) == (line["advantage"] is None) == (kind < 3)
+            assert (line["reward"] is None) == (line["advantage"] is None) == (kind < 2)
             assert reasons.get(kind, "") in "".join(line["failures"].values())
     assert "tiny_rewards.py:fails_for_some failed for" in (tmp_path / "run.log").read_text()

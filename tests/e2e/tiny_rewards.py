@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 
 def digit_share(completions, **columns):
@@ -21,13 +20,11 @@ def passes_by_chance(completions, **columns):
 
 
 def fails_for_some(completions, **columns):
-    """Ends its process, never returns, or raises for about one completion in four each, by their text alone."""
+    """Ends its process or raises for about one completion in three each, by their text alone."""
     for text in completions:
-        match sum(map(ord, text)) % 4:
+        match sum(map(ord, text)) % 3:
             case 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             case 1:
-                time.sleep(3600)
-            case 2:
                 raise KeyError("no such thing")
     return [1.0 for _ in completions]

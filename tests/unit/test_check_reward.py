@@ -80,8 +80,8 @@ def test_a_function_that_compares_completions_must_be_marked(show):
 
 
 def test_a_call_has_the_limits_and_variables_of_a_run(show, monkeypatch):
-    code, out = show("mine.py:loops", "--reward.timeout-seconds", "1")
-    assert code == 1 and out.count("FAILS: took longer than 1 s") == 9
+    code, out = show("mine.py:loops", "--reward.timeout-seconds", "0.1")
+    assert code == 1 and out.count("FAILS: took longer than 0.1 s") == 9
     monkeypatch.setenv("JUDGE_KEY", "hunter2")
     code, out = show("mine.py:needs_a_key")
     assert code == 1 and out.count("reward functions get few environment variables") == 9

@@ -61,7 +61,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         status, text = statuses.get(server.asked[answer] - 1, 200), (REPLIES | GARBAGE).get(answer, "7")
         if answer.startswith("meets"):
             server.meeting.wait(600)
-        if answer == "never" or (answer == "late once" and server.asked[answer] == 1):
+        if answer == "never":
             server.is_closed.wait(600)
         if answer == "locked":
             status, text = 401, f"wrong key {self.headers['Authorization']}"
@@ -91,11 +91,11 @@ def scores(server, monkeypatch):
     """A function from completions to what the pool says of them."""
     pools = []
 
-    def scores(*texts: str, key: str = KEY, request_seconds: float = 600.0, **fields: float) -> list[Rollout]:
+    def scores(*texts: str, key: str = KEY) -> list[Rollout]:
         monkeypatch.setenv("OPENAI_API_KEY", key)
         if not pools:
-            options = {NAME: {"url": server.url, "model": "any", "request_seconds": request_seconds}}
-            fields = {"num_workers": 1, "timeout_seconds": 600.0, "environment": ("OPENAI_API_KEY",)} | fields
+            options = {NAME: {"url": server.url, "model": "any", "request_seconds": 600.0}}
+            fields = {"num_workers": 1, "timeout_seconds": 600.0, "environment": ("OPENAI_API_KEY",)}
             pools.append(RewardPool(RewardConfig(functions={NAME: 1.0}, options=options, **fields), 100))
         prompt = Prompt(0, [1], {}, content="What?")
         pools[0].submit([completion([2], prompt=prompt, text=text) for text in texts], 1)
@@ -127,13 +127,52 @@ def test_what_may_pass_is_tried_again(scores, server):
     assert server.asked == {"busy": 4, "hangs up": 2, "refused": 1, "down": 4}
 
 
-def test_a_request_without_an_answer_is_repeated(scores, server):
-    assert [r.reward for r in scores("late once", request_seconds=2.0)] == [0.7]
-    assert server.asked["late once"] > 1
+@pytest.fixture
+def judge(server, monkeypatch):
+    """A function from completions to scores: the judge in this process. `judge.module`: its module."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    module = run_file(FILE)
+
+    def judge(*texts: str) -> list[float | None]:
+        prompts = ["What?"] * len(texts)
+        seconds = {"call_timeout_seconds": 600, "request_seconds": 599}
+        return asyncio.run(module.judge(list(texts), prompts, url=server.url, model="any", **seconds))
+
+    judge.module = module
+    return judge
 
 
-def test_a_judge_that_never_answers_costs_its_completion_alone(scores):
-    assert [r.reward for r in scores("good", "never", "best", timeout_seconds=30.0)] == [0.7, None, 1.0]
+def test_a_request_without_an_answer_is_repeated(judge, monkeypatch):
+    """The first one's time is over at once."""
+    limits, timeout = [], asyncio.timeout
+
+    def first_is_late(seconds: float) -> asyncio.Timeout:
+        limits.append(seconds)
+        return timeout(0 if limits.count(599) == 1 else seconds)
+
+    monkeypatch.setattr(asyncio, "timeout", first_is_late)
+    assert judge("good") == [0.7]
+    assert limits == [540, 599, 599]
+
+
+def test_a_judge_that_never_answers_costs_its_completion_alone(judge, monkeypatch):
+    """The call's time is over when the two other scores have come."""
+    timeout, tasks = asyncio.timeout, []
+
+    def until_two_have_come(seconds: float) -> asyncio.Timeout:
+        limit = timeout(seconds)
+
+        async def end() -> None:
+            while len(judge.module.KNOWN) < 2:
+                await asyncio.sleep(0.01)
+            limit.reschedule(0)
+
+        if seconds == 540:
+            tasks.append(asyncio.get_running_loop().create_task(end()))
+        return limit
+
+    monkeypatch.setattr(asyncio, "timeout", until_two_have_come)
+    assert judge("good", "never", "best") == [0.7, None, 1.0]
 
 
 @pytest.mark.parametrize(("key", "statuses"), [(KEY, "[401]"), (f"{KEY}\n", "[401]"), (f"{KEY}\n{KEY}", "none came")])
@@ -156,12 +195,8 @@ def test_a_completion_cannot_leave_its_quotation(scores, server):
     assert json.loads(server.contents[0]) == {"question": "What?", "answer": forged}
 
 
-def test_the_latest_scores_alone_are_kept(server, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    module = run_file(FILE)
-    monkeypatch.setattr(module, "MOST_KNOWN", 2)
+def test_the_latest_scores_alone_are_kept(judge, server, monkeypatch):
+    monkeypatch.setattr(judge.module, "MOST_KNOWN", 2)
     for text in ("a", "b", "c", "b", "a"):
-        assert asyncio.run(module.judge([text], ["What?"], url=server.url, model="any", call_timeout_seconds=600)) == [
-            0.7
-        ]
-    assert server.asked == {"a": 2, "b": 1, "c": 1} and len(module.KNOWN) == 2
+        assert judge(text) == [0.7]
+    assert server.asked == {"a": 2, "b": 1, "c": 1} and len(judge.module.KNOWN) == 2

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import fcntl
 import json
 import os
 import pathlib
@@ -10,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -27,12 +27,12 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 # Nothing here may hang: that is the subject.
 
-# Seconds a call may take where one of them loops: far more than the others need, even on a busy machine.
-SHORT = 2.0
+# Seconds that a misdeed may take
+SHORT = 0.5
 
 # `act` is worth the length of the text, unless the text starts with the name of a misdeed.
 REWARD_FILE = r'''
-import contextlib, ctypes, functools, json, math, os, pathlib, resource, signal, subprocess, sys, threading, time
+import contextlib, ctypes, fcntl, functools, json, math, os, pathlib, resource, signal, subprocess, sys, threading, time
 from grpo.rewards.builtin import group_level
 
 HERE = pathlib.Path(__file__).parent
@@ -137,22 +137,33 @@ def detach_and_loop():
         os._exit(0)
     loop()
 
-def late_alarm():
-    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-        signal.setitimer(timer, 0.05)
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+
+def set_alarms():
+    for timer in TIMERS:
+        signal.setitimer(timer, 1000)
     return [1.0]
 
+def no_alarms():
+    return [float(not any(signal.getitimer(timer)[0] for timer in TIMERS))]
+
 def fork_on_and_on():
-    """A process that forks and exits, and so does its child: none lives for longer than a moment."""
+    """A process that forks and exits, and so does its child: none lives for longer than a moment. They hold a lock."""
     if os.fork() == 0:
+        file = open(HERE / "held", "w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (HERE / "began").touch()
         while True:
-            HERE.joinpath("moves").write_text(str(time.monotonic()))
             if os.fork():
                 os._exit(0)
     return [1.0]
 
 def die_later():
-    threading.Timer(0.3, os._exit, [7]).start()
+    def die():
+        while not (HERE / "die").exists():
+            time.sleep(0.01)
+        os._exit(7)
+    threading.Thread(target=die).start()
     return [1.0]
 
 MISDEEDS = {
@@ -162,7 +173,8 @@ MISDEEDS = {
     "unspeakable": unspeakable, "wordy": lambda: {}["x" * 10**6], "recursion": recursion,
     "leave": lambda: sys.exit(5), "library": lambda: json.loads("{"), "nan": lambda: [math.nan],
     "two": lambda: [1.0, 2.0], "print": print_much, "stdin": lambda: [float(len(sys.stdin.read()))],
-    "twice": return_twice, "late_alarm": late_alarm, "die_later": die_later, "fork_on": fork_on_and_on,
+    "twice": return_twice, "set_alarms": set_alarms, "no_alarms": no_alarms, "die_later": die_later,
+    "fork_on": fork_on_and_on,
     "close_all": close_all, "babble": lambda: write_everywhere("\n[1]\n{half a line"),
     "lie": lambda: write_everywhere('{"call": 99, "value": [1.0]}\n'), "fork_and_kill": fork_and_kill,
     "detach": detach_and_loop,
@@ -360,27 +372,20 @@ def test_a_failure_that_a_worker_tells_is_short_and_does_nothing_to_a_terminal(o
 
 def test_what_forks_on_and_on_ends_with_its_batch(open_pool, tmp_path):
     pool = open_pool({"act": 1.0}, num_workers=1)
-    moves = tmp_path / "moves"
     assert score(pool, [rollout("fork_on")], group_size=1)[0].reward == 1.0
-    wait_until(moves.exists, "the processes to begin")
+    wait_until((tmp_path / "began").exists, "the processes to begin")
     assert score(pool, [rollout("good")], group_size=1)[0].reward == 4.0
-    wait_until(lambda: stands_still(moves), "the processes to be gone")
-
-
-def stands_still(file: pathlib.Path) -> bool:
-    before = file.read_text()
-    time.sleep(0.3)
-    return file.read_text() == before
+    with open(tmp_path / "held") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # waits until the last process that holds it is gone
 
 
 def test_what_is_odd_but_no_failure(open_pool, capfd):
     pool = open_pool({"act": 1.0}, num_workers=1)
     before = workers(pool)
-    values = {"print": 1.0, "stdin": 0.0, "twice": 1.0, "late_alarm": 1.0, "good": 4.0}
+    values = {"print": 1.0, "stdin": 0.0, "twice": 1.0, "set_alarms": 1.0, "no_alarms": 1.0, "good": 4.0}
     for _ in range(2):
         scored = score(pool, [rollout(deed) for deed in values], group_size=1)
         assert [r.reward for r in scored] == list(values.values())
-        time.sleep(0.1)  # for the late alarm
     assert before[0] in workers(pool)
     assert capfd.readouterr() == ("", "")
 
@@ -398,10 +403,11 @@ def test_a_killed_worker_is_replaced_and_takes_all_it_started_along(open_pool, t
     wait_until(lambda: before not in workers(pool) and len(workers(pool)) == 1, "another worker in its place")
 
 
-def test_a_worker_that_dies_between_two_calls_is_nobodys_fault(open_pool):
+def test_a_worker_that_dies_between_two_calls_is_nobodys_fault(open_pool, tmp_path):
     pool = open_pool({"act": 1.0}, num_workers=1)
     (before,) = workers(pool)
     assert score(pool, [rollout("die_later")], group_size=1)[0].reward == 1.0
+    (tmp_path / "die").touch()
     wait_until(lambda: before not in workers(pool), "the worker to die")
     assert [r.reward for r in score(pool, [rollout("good")] * 20, group_size=1)] == [4.0] * 20
 
@@ -541,11 +547,11 @@ def test_a_function_that_fails_for_every_completion_is_an_error(open_pool):
     [
         ("os.abort()", "killed by signal 6"),
         ("os.environ['JUDGE_KEY']", "line 3: KeyError: 'JUDGE_KEY'"),
-        ("while True: pass", "took longer than 5 s"),
+        ("while True: pass", "took longer than 1 s"),
     ],
 )
 def test_functions_that_only_the_workers_cannot_load_are_reported_at_the_start(there, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "LOAD_SECONDS", 5.0 if "took" in message else DEADLINE)
+    monkeypatch.setattr(processes, "LOAD_SECONDS", 1.0 if "took" in message else DEADLINE)
     source = f"import os\nif os.getpid() != {os.getpid()}:\n    {there}\ndef act(completions, **columns): ..."
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(ValueError, match=f"the reward functions cannot be loaded: .*{message}"):

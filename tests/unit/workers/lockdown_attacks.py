@@ -285,12 +285,13 @@ PROGRAMS = [
     Program(
         "leave a process behind",
         "libc.prctl(1, 0, 0, 0, 0)\n"
+        "end, other_end = os.pipe()\n"
         "if os.fork() == 0:\n"
         "    os.setsid()\n"
         "    if os.fork() == 0:\n"
         "        os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', T['mark']])\n"
         "    os._exit(0)\n"
-        "os.wait(); time.sleep(0.3); print('left')",
+        "os.close(other_end); os.read(end, 1); print('left')",  # when the other program has begun
         "status in ('ok', 'failed')",
     ),
     Program("use all memory", "b = []\nwhile True: b.append(bytes(1 << 20))", "status == 'failed'"),

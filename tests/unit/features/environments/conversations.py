@@ -4,12 +4,12 @@ from grpo.features.environments.calls import written_call
 from grpo.features.environments.host import EnvironmentHost
 
 
-def say(host: EnvironmentHost, episode: int, do: str, *arguments, seconds: float = 120.0) -> dict:
+def say(host: EnvironmentHost, episode: int, do: str, *arguments, seconds: float = 600.0) -> dict:
     """One message and its reply."""
     host.ask(episode, do, list(arguments), seconds)
     replies = []
     while not replies:
-        replies = host.poll(180)
+        replies = host.poll(600)
     (reply,) = replies
     assert reply.pop("episode") == episode
     return reply

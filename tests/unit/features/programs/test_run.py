@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import uuid
 
 import pytest
@@ -55,9 +54,7 @@ def test_outcome(code, outcome):
     ],
 )
 def test_endless_programs_time_out(code):
-    start = time.monotonic()
     assert run(code, "\n", timeout_seconds=0.5).status == "timeout"
-    assert time.monotonic() - start >= 0.5
 
 
 def test_the_limits_are_set_and_cannot_be_raised():
