@@ -19,13 +19,14 @@ import shutil
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from grpo.text import naming, replace_file
+from grpo.text import naming, replace_file, without_secrets
 
 MARKER = "run.json"
 LOCK = "run.lock"
@@ -172,6 +173,7 @@ def begin_run(
     commit = _commit()
     marker = {
         "script": script,
+        "command": without_secrets(sys.argv[1:]),
         "created": now,
         "versions": versions,
         "commit": commit,

@@ -154,8 +154,8 @@ def function_names(functions: Iterable[str]) -> dict[str, str]:
 def reward_parts(metrics: Scalars) -> Scalars:
     """Return the means of the reward functions, of a step's metrics.
 
-    >>> reward_parts({"reward/mean": 0.3, "reward/math_reward": 0.25, "reward/source/gsm8k": 0.3})
-    {'math_reward': 0.25}
+    >>> reward_parts({"reward/mean": 0.3, "reward/a.py:right": 0.25, "reward/source/gsm8k": 0.3})
+    {'a.py:right': 0.25}
     """
     parts = {}
     for name, value in metrics.items():

@@ -4,7 +4,9 @@
     python -m grpo.look RUN_DIR --step 40 [--worst]          that step's completions, sorted by reward
     python -m grpo.look RUN_DIR --turns                      conversations turn by turn
     python -m grpo.look RUN_DIR --evaluation                 held-out ones, of the latest step
-    python -m grpo.look RUN_DIR --html [--step 40]           all of it as a page, RUN_DIR/look.html
+    python -m grpo.look RUN_DIR [RUN_DIR ...] --html         all of it as a page, RUN_DIR/look.html
+
+A folder of `grpo.replay --methods` shows its methods side by side, as if each were a run.
 
 The first reads metrics.jsonl and shows several runs side by side; the others read completions.jsonl, which a run writes
 every `metrics.samples_interval` steps, and evaluation.jsonl. Texts are whole; what would act on a terminal is shown as
@@ -16,18 +18,20 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
 from tyro.conf import Positional
 
 from grpo.folder.run_folder import read_marker
+from grpo.report.rollout_metrics import reward_parts
 from grpo.report.samples import describe, is_number, number_text, ranked_by_reward
 from grpo.text import aligned, compact_number, one_line, printable, shorten
-from grpo.tools.page import write_page
+from grpo.tools.page import PageRun, write_page
 from grpo.types import Record
 from grpo.watch.failures import refuse_bad_input, run_rank
 
@@ -50,16 +54,17 @@ ROLLOUT_FIELDS = {
     "failures": dict,
 }
 Curve = list[tuple[int, float]]  # steps and values, at least one
-MARKS = "•×+o#*"  # of the runs' curves
-# The table has the mean of these metrics over the last LATE_STEPS steps that have them.
-LATE_METRICS = (
+MARKS = "•×+o#*@%&="  # of the runs' curves, or the methods'
+OF_METHOD = "/grad_norm"  # ends a metric of each method that was compared
+# The table has the mean of these metrics, and of the reward's parts, over the last LATE_STEPS steps that have them.
+LATE_METRICS = [
     "kl",
     "entropy",
     "completion/length_mean",
     "grad_norm",
     "tokens_per_second",
     "time/step",
-)
+]
 LATE_STEPS = 10
 CELL_CHARACTERS = 40
 NUM_ANSWERS = 3  # held-out questions whose answers before and after training are shown
@@ -94,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     with refuse_bad_input():
         if not options.run_dirs:
             raise ValueError("name the folder of a run")
-        if len(options.run_dirs) > 1 and (chooses_rollouts or options.html):
+        if len(options.run_dirs) > 1 and chooses_rollouts:
             raise ValueError("rollouts are shown of one run; name one folder")
         if options.html:
             text = page_text(options)
@@ -118,15 +123,16 @@ def summarize(run_dirs: Sequence[Path]) -> str:
     """
     if len(run_dirs) > len(MARKS):
         raise ValueError(f"{len(run_dirs)} runs are too many for one plot; name up to {len(MARKS)}")
+    methods = lines_of(run_dirs[0])
+    if len(methods) > len(run_dirs):
+        return compare_methods(methods)
     runs = [read_metrics(run_dir) for run_dir in run_dirs]
     curves = [curves_of(records) for records in runs]
     lines = aligned(table_of(run_dirs, runs, curves))
     for label in curves[0]:
         shared = [of_run[label] for of_run in curves if label in of_run]
         if len(shared) == len(curves):
-            lines += ["", f"{label}:"]
-            lines += map("{} {}".format, MARKS, run_dirs)
-            lines += ["", terminal_curves(shared)]
+            lines += chart(label, run_dirs, shared)
             break
     if len(run_dirs) == 1:
         lines += answers_before_and_after(run_dirs[0])
@@ -138,6 +144,30 @@ def summarize(run_dirs: Sequence[Path]) -> str:
             if path.exists():
                 lines.append(str(path))
     return "\n".join(lines)
+
+
+def compare_methods(methods: dict[str, list[Record]]) -> str:
+    """Return a table of each metric's mean over the steps, and its chart with a curve for each method."""
+    rows = [["mean", *methods]]
+    charts = []
+    for name in dict.fromkeys(itertools.chain(*itertools.chain(*methods.values()))):
+        curves = [curve_of(records, name) for records in methods.values()]
+        means = [mean_text(values_of(records, name)) for records in methods.values()]
+        if name != "step" and all(curves):
+            rows.append([name, *means])
+            charts += chart(name, methods, curves)
+    return "\n".join(aligned(rows) + charts)
+
+
+def chart(label: str, names: Iterable[Any], curves: list[Curve]) -> list[str]:
+    """Return the lines of a chart with its title and the mark of each curve."""
+    marks = map("{} {}".format, MARKS, names)
+    return ["", f"{label}:", *marks, "", terminal_curves(curves)]
+
+
+def mean_text(values: list[float]) -> str:
+    """Return the mean for a table, or `-` if there are no values."""
+    return compact_number(statistics.fmean(values)) if values else "-"
 
 
 def table_of(
@@ -158,11 +188,9 @@ def table_of(
         minutes.append(f"{sum(seconds) / 60:.1f}")
     rows.append(["steps", *num_steps])
     rows.append(["minutes, start-up not counted", *minutes])
-    for name in LATE_METRICS:
-        means = []
-        for records in runs:
-            late = values_of(records, name)[-LATE_STEPS:]
-            means.append(compact_number(statistics.fmean(late)) if late else "-")
+    parts = reward_parts(dict.fromkeys(itertools.chain(*itertools.chain(*runs))))
+    for name in [f"reward/{part}" for part in parts] + LATE_METRICS:
+        means = [mean_text(values_of(records, name)[-LATE_STEPS:]) for records in runs]
         if set(means) != {"-"}:
             rows.append([f"{name}, mean of the last {LATE_STEPS} steps", *means])
     return rows + differing_fields(run_dirs)
@@ -310,7 +338,7 @@ def answers_before_and_after(run_dir: Path) -> list[str]:
     lines = []
     answered_twice = [row for row in first if last[row]["step"] > first[row]["step"]]
     for row in answered_twice[:NUM_ANSWERS]:
-        question = one_line(question_of(first[row]))
+        question = shorten(one_line(question_of(first[row])), ANSWER_CHARACTERS)
         lines += ["", f"held out   {question}"]
         for name, record in {"before": first[row], "after": last[row]}.items():
             answer = shorten(one_line(record["completion"]), ANSWER_CHARACTERS)
@@ -319,20 +347,22 @@ def answers_before_and_after(run_dir: Path) -> list[str]:
 
 
 def question_of(record: Record) -> str:
-    """Return the longest text of a column that the prompt contains, or else the end of the prompt.
+    """Return the text in the columns that stands last in the prompt, such as a question or the last message.
 
-    Of a column with messages it is the last message.
+    If there is none, it is the prompt.
     """
     prompt = record["prompt"]
-    texts = []
-    for value in record["columns"].values():
-        if isinstance(value, list) and value and isinstance(value[-1], dict):
-            value = value[-1].get("content")
-        if isinstance(value, str):
-            texts.append(value)
-    in_prompt = [text for text in texts if text in prompt]
-    longest = max(in_prompt, key=len, default="")
-    return longest or prompt[-ANSWER_CHARACTERS:]
+    in_prompt = [text for text in texts_in(record["columns"]) if text and text in prompt]
+    return max(in_prompt, key=lambda text: (prompt.rfind(text) + len(text), len(text)), default=prompt)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts of a JSON value, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(entry)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -375,20 +405,46 @@ def rollouts_of_step(options: Options, step: str) -> tuple[int, list[Record]]:
 
 def page_text(options: Options) -> str:
     """Write the page, with the rollouts of all steps unless one is chosen, and return where it is and how large."""
-    run_dir = options.run_dirs[0]
-    if options.step:
-        _, rollouts = rollouts_of_step(options, options.step)
-    else:
-        paths = [run_dir / COMPLETIONS, run_dir / EVALUATION]
-        files = [read_lines(path, "") for path in paths if path.is_file()]
-        rollouts = itertools.chain(*files)
-    models = [str(run_dir / "model"), str(run_dir / "initial_model")]
-    marker = read_marker(run_dir)
-    if marker:
-        trained_model = str(marker["config"].get("model.path"))
-        models.append(trained_model.strip("'"))
-    path = write_page(run_dir, read_metrics(run_dir), rollouts, models)
+    runs = []
+    for run_dir in options.run_dirs:
+        if options.step:
+            _, rollouts = rollouts_of_step(options, options.step)
+        else:
+            paths = [run_dir / COMPLETIONS, run_dir / EVALUATION]
+            files = [read_lines(path, "") for path in paths if path.is_file()]
+            rollouts = itertools.chain(*files)
+        models = [str(run_dir / "model"), str(run_dir / "initial_model")]
+        facts = []
+        marker = read_marker(run_dir)
+        if marker:
+            trained_model = str(marker["config"].get("model.path")).strip("'")
+            models.append(trained_model)
+            command = map(str, marker.get("command", []))
+            facts = [trained_model, " ".join([marker["script"], *command])]
+        run = PageRun(
+            run_dir,
+            facts,
+            lines_of(run_dir),
+            rollouts,
+            models,
+        )
+        runs.append(run)
+    path = write_page(runs)
     return f"{path}, {compact_number(path.stat().st_size)}B: open it in a browser; it needs no other file"
+
+
+def lines_of(run_dir: Path) -> dict[str, list[Record]]:
+    """Return a run's metrics under its name; of a comparison of methods those of each, `METHOD/NAME`, as NAME."""
+    records = read_metrics(run_dir)
+    names = dict.fromkeys(itertools.chain(*records))
+    lines = {}
+    for method in (name.removesuffix(OF_METHOD) for name in names if name.endswith(OF_METHOD)):
+        prefix = f"{method}/"
+        lines[method] = []
+        for record in records:
+            measured = {name.removeprefix(prefix): record[name] for name in record if name.startswith(prefix)}
+            lines[method].append({"step": record["step"], **measured})
+    return lines or {str(run_dir): records}
 
 
 def read_metrics(run_dir: Path) -> list[Record]:

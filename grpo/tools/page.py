@@ -1,4 +1,4 @@
-"""A run as one page, `RUN_DIR/look.html`: curves, rollouts, tokens. It needs no server, no network, no other file.
+"""Runs as one page, `RUN_DIR/look.html`: curves, rollouts, tokens. It needs no server, no network, no other file.
 
 page.html is the page without data. The data are gzipped JSON in base64, which cannot end a tag; each step is a piece
 that the page unpacks when the reader opens it. Tokens, their log-probs and the loss mask come from `RUN_DIR/batches`,
@@ -14,6 +14,8 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,39 +33,48 @@ INFORMATIVE = "sampling/informative_frac"  # only with dynamic sampling
 CHARACTER_BYTES = 4  # most bytes of a character in UTF-8, and so most tokens
 
 
-def write_page(
-    run_dir: Path,
-    metrics: list[Record],
-    rollouts: Iterable[Record],
-    models: list[str],
-) -> Path:
-    """Write the page and return its path. Raises ValueError if a recorded batch cannot be read.
+@dataclass(frozen=True)
+class PageRun:
+    """A run on the page."""
 
-    metrics, rollouts: the records of the run's .jsonl files, with rollouts of one step and kind next to each other.
-    models: folders or hub names; the first that has a tokenizer gives the tokens their texts.
-    """
-    notes = {record["step"]: _note_of(record) for record in metrics if is_number(record.get(INFORMATIVE))}
+    folder: Path
+    facts: list[str]
+    """What stands below its name."""
+    lines: dict[str, list[Record]]
+    """Metrics by the name of their line in the charts: the run's, or each of its methods'."""
+    rollouts: Iterable[Record]
+    """Those of one step and kind next to each other."""
+    models: list[str]
+    """Folders or hub names; the first that has a tokenizer gives the tokens their texts."""
+
+
+def write_page(runs: list[PageRun]) -> Path:
+    """Write the page into the first run's folder, return its path. Raises ValueError if a batch cannot be read."""
     steps = []
     pieces = []
-    spell = functools.cache(lambda: speller(models))  # opens a tokenizer only if there is a batch
-    for (step, kind), group in itertools.groupby(rollouts, _step_and_kind):
-        records = list(group)
-        is_recorded = not kind and batch_path(run_dir, step).is_file()
-        if is_recorded and spell():
-            batch = read_step(run_dir, step).batch
-            add_tokens(records, batch, spell())
-        steps.append(
-            {
-                "step": step,
-                "kind": kind or "trained on",
-                "rollouts": len(records),
-                "note": "" if kind else notes.get(step, ""),
-            }
-        )
-        pieces.append(_packed(records))
+    for run in runs:
+        metrics = itertools.chain(*run.lines.values())
+        notes = {record["step"]: _note_of(record) for record in metrics if is_number(record.get(INFORMATIVE))}
+        spell = functools.cache(partial(speller, run.models))  # opens a tokenizer only if there is a batch
+        for (step, kind), group in itertools.groupby(run.rollouts, _step_and_kind):
+            records = list(group)
+            is_recorded = not kind and batch_path(run.folder, step).is_file()
+            if is_recorded and spell():
+                batch = read_step(run.folder, step).batch
+                add_tokens(records, batch, spell())
+            steps.append(
+                {
+                    "run": str(run.folder),
+                    "step": step,
+                    "kind": kind or "trained on",
+                    "rollouts": len(records),
+                    "note": "" if kind else notes.get(step, ""),
+                }
+            )
+            pieces.append(_packed(records))
     overview = {
-        "name": str(run_dir),
-        "metrics": metrics,
+        "titles": [[str(run.folder), *run.facts] for run in runs],
+        "lines": [line for run in runs for line in run.lines.items()],
         "steps": steps,
     }
     pieces.insert(0, _packed(overview))
@@ -73,14 +84,14 @@ def write_page(
     template = TEMPLATE.read_text(encoding="utf-8")
     page = template.replace(DATA, data, 1)
 
-    path = run_dir / "look.html"
+    path = runs[0].folder / "look.html"
     replace_file(path, page)
     return path
 
 
 def _note_of(record: Record) -> str:
     """Say which groups a step with dynamic sampling shows; metrics of rewards are of all that were sampled."""
-    return f"of groups that were trained on; {record[INFORMATIVE]:.0%} of the sampled groups had different rewards"
+    return f"of the groups that were trained on ({record[INFORMATIVE]:.0%} of those sampled had different rewards)"
 
 
 def _step_and_kind(record: Record) -> tuple[int, str]:

@@ -1,21 +1,23 @@
 """Train once more on the batches that a run recorded (`--record`): the same losses, or those of other methods.
 
     torchrun --nproc_per_node=2 -m grpo.replay RUN [--field value ...]
-    python -m grpo.replay RUN --methods grpo dapo my_method.py:mine [--field value ...]
+    python -m grpo.replay RUN --methods grpo dapo my_method.py:mine grpo+my_method.py:advantages [--field value ...]
 
 The config is RUN/config.py with the flags, and all ranks are trainers; nothing is sampled, scored or evaluated. On as
 many trainer ranks the recorded run's losses come out again to the last digit. Results go to `--run-dir`, by default
 RUN-replay.
 
-With --methods, one process trains a copy of the first weights with each. They go their own ways: gradients are compared
-at the same weights in the first update, where only the formulas differ, later each at its method's own. Shown are
+With --methods, one process trains a copy of the first weights with each: a loss, or LOSS+ADVANTAGES. They go their own
+ways: gradients are compared at the same weights in the first update, where only the formulas differ, later each at its
+method's own. Shown are
     grad_norm  norm of the gradient before it is scaled down, the mean over the step's updates
     cosine     of what the optimizer got in the step, summed over its updates, with that of the first method
     clipped    share of tokens that the loss calls clipped (`loss/clip_frac`)
     masked     share that the importance correction cuts off or masks (`mismatch/corrected_frac`)
     entropy    of the policy in the step's updates, nats, at the recorded tokens
     kl         KL(generator || policy at the start of the step), k3 over these tokens: how far it is from their sampler
-RUN-compare gets them in metrics.jsonl and TensorBoard as METHOD/NAME, and METHOD/model.
+RUN-compare gets them in metrics.jsonl and TensorBoard as METHOD/NAME, and METHOD/model. `grpo.look RUN-compare` draws
+them.
 
 Left out: rollouts as text, which the recorded run's folder has, and held-out accuracy, which takes an engine
 (`python -m grpo.evaluate RUN-compare/METHOD/model RUN/config.py`).
@@ -24,7 +26,6 @@ Left out: rollouts as text, which the recorded run's folder has, and held-out ac
 import argparse
 import math
 import pathlib
-import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,7 @@ from grpo.run.start import Start
 from grpo.run.steps import Schedule, Steps
 from grpo.run.trial import try_algorithm
 from grpo.text import compact_number
+from grpo.tools.look import summarize
 from grpo.types import Scalars
 from grpo.watch.failures import refuse_bad_input, run_script
 from grpo.watch.stopping import end_with_launcher, stop_reason
@@ -75,7 +77,7 @@ def main() -> None:
     layout = RolesConfig(num_trainers=num_trainers, num_generators=0)
     with refuse_bad_input():
         parser = argparse.ArgumentParser("python -m grpo.replay RUN", add_help=False, allow_abbrev=False)
-        parser.add_argument("--methods", nargs="+", metavar="LOSS")
+        parser.add_argument("--methods", nargs="+", metavar="LOSS[+ADVANTAGES]")
         options, flags = parser.parse_known_args(flags)
         kind = "compare" if options.methods else "replay"
         config = load_config(recorded, flags, num_trainers, kind)
@@ -199,11 +201,11 @@ def train_on(
 
 
 def configs_of(
-    losses: list[str],
+    methods: list[str],
     config: GRPOConfig,
     recorded: GRPOConfig,
 ) -> dict[str, GRPOConfig]:
-    """Return each method's config by the name of its loss; for a function in a file, by the function's name.
+    """Return each method's config by its name, in which a function in a file is the function's name alone.
 
     config: the recorded run's with the flags, which hold for all methods. What the recorded run had set for its own
     loss (advantages, aggregation, clips, options) holds for that loss alone; the others take their own. Raises
@@ -218,17 +220,20 @@ def configs_of(
         if getattr(config.algorithm, name) == getattr(recorded.algorithm, name):  # no flag has set it
             unset[f"algorithm.{name}"] = default
     configs = {}
-    for loss in losses:
+    for method in methods:
+        loss, _, advantages = method.partition("+")
         changes = {"algorithm.loss": loss}
         if loss != recorded.algorithm.loss:
             changes |= unset
-        method = change(config, changes)
-        validate(method)
-        try_algorithm(method.algorithm)
-        name = loss.rpartition(":")[2]
+        if advantages:
+            changes["algorithm.advantages"] = advantages
+        method_config = change(config, changes)
+        validate(method_config)
+        try_algorithm(method_config.algorithm)
+        name = "+".join(part.rpartition(":")[2] for part in method.split("+"))
         if name in configs:
             raise ValueError(f"two methods are called {name}; name each once")
-        configs[name] = method
+        configs[name] = method_config
     return configs
 
 
@@ -245,10 +250,8 @@ def compare(
     first, _, _ = session.start_up()
     driver = steps_of(session)
     trainers = {}
-    history = {}
     for name, method in configs.items():
-        trainers[name] = first
-        if history:
+        if trainers:
             trainers[name] = Trainer(
                 config.model,
                 first.config,
@@ -257,7 +260,8 @@ def compare(
                 first.roles,
                 config.seed,
             )
-        history[name] = []
+        else:
+            trainers[name] = first
         print("\n  ".join([f"method {name}", *derived(method)]))
 
     if config.ratio_is_1:
@@ -269,6 +273,7 @@ def compare(
         if step and stop_reason(config.run_dir):
             break
         recorded_step = read_step(recorded, step + 1, vocab_size)
+        metrics = {}
         with session.timer.phase("train"):
             for name, trainer in trainers.items():
                 measured, gradient = take_step(recorded_step, configs[name], trainer)
@@ -278,24 +283,18 @@ def compare(
                 dot_product = (gradient * first_gradient).sum()
                 if norms > 0:  # groups of equal rewards have no gradient
                     measured["cosine"] = float(dot_product / norms)
-                history[name].append(measured)
-                print(metrics_line(step + 1, name, measured))
-        metrics = session.timer.close_step()
-        for name, steps in history.items():
-            for column, value in steps[-1].items():
-                metrics[f"{name}/{column}"] = value
-        driver.log_step(step + 1, metrics)
+                cells = [
+                    compact_number(measured.get(column, math.nan)) for column in COLUMNS
+                ]  # - for what is not there
+                print(table_line(step + 1, name, cells))
+                metrics |= {f"{name}/{column}": value for column, value in measured.items()}
+        driver.log_step(step + 1, metrics | session.timer.close_step())
 
-    for name, steps in history.items():
-        means = {}
-        for column in COLUMNS:
-            values = [measured[column] for measured in steps if math.isfinite(measured.get(column, math.nan))]
-            if values:
-                means[column] = statistics.fmean(values)
-        print(metrics_line("mean", name, means))
-        if config.checkpoint.export:
+    print(summarize([pathlib.Path(config.run_dir)]))
+    if config.checkpoint.export:
+        for name, trainer in trainers.items():
             model_dir = pathlib.Path(config.run_dir, name, "model")
-            export_hf(trainers[name].model, model_dir, first.dtype, session.shared.form)
+            export_hf(trainer.model, model_dir, first.dtype, session.shared.form)
     session.end()
 
 
@@ -327,14 +326,6 @@ def take_step(
         if metric in means:
             measured[column] = means[metric]
     return measured, gradient
-
-
-def metrics_line(step: int | str, name: str, metrics: Scalars) -> str:
-    """Return a line of the table; a column that a method does not measure has `-` there."""
-    cells = []
-    for column in COLUMNS:
-        cells.append(compact_number(metrics[column]) if column in metrics else "-")
-    return table_line(step, name, cells)
 
 
 def table_line(step: int | str, name: str, cells: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from tests.rollouts import rewarded, sequence
 from tests.torchrun import finish, run_python, start_python
 
 GENTLE = "configs/examples/my_method.py:gentle"
+OVER_MEDIAN = "grpo+configs/examples/my_method.py:over_median"
 METHODS = (*PAPER_DEFAULTS, GENTLE)
 NUM_STEPS, GROUP_SIZE = 3, 4
 # At ratio 1 the surrogates are the plain policy gradient: what is left is how advantages and averages are taken.
@@ -89,7 +90,10 @@ def test_with_several_updates_each_method_is_another(recording, tmp_path):
 
 
 def test_a_method_goes_the_way_of_a_replay_with_its_loss(recording, tmp_path):
-    run_python("-m", "grpo.replay", recording, "--methods", "grpo", "gspo", "--run-dir", tmp_path / "both")
+    methods = ("grpo", "gspo", OVER_MEDIAN)
+    output = run_python("-m", "grpo.replay", recording, "--methods", *methods, "--run-dir", tmp_path / "both")
+    table = output[output.index("mean ") :].split("\n\n")[0]
+    assert table.split()[:4] == ["mean", "grpo", "gspo", "grpo+over_median"] and "cosine" in table
     flags = ("--algorithm.loss", "gspo", "--algorithm.clip-high", 4e-4)
     run_python("-m", "grpo.replay", recording, *flags, "--run-dir", tmp_path / "alone")
     of_both, alone = read_metrics(tmp_path / "both"), read_metrics(tmp_path / "alone")

@@ -112,11 +112,16 @@ def test_runs_are_compared_in_one_table_and_one_plot(tmp_path, capsys):
 
 
 def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_after(run_dir, shown):
-    """The question is the part of the prompt that a column has, also as the last one of its messages."""
+    """The question is what the prompt has last of the columns, also as the last of messages, and in a nested column."""
     asked = [{"role": "system", "content": "<user>"}, {"role": "user", "content": "What is 2+1?"}]
     held_out = [
         record(step, float(step > 0), f"<user> What is 2+{row}? <bot>", answer, row=row, kind=kind)
-        | {"columns": {"prompt": asked if row == 1 else f"What is 2+{row}?", "answer": "2"}}
+        | {
+            "columns": {
+                "prompt": {0: f"What is 2+{row}?", 1: asked}.get(row, {"a": {"b": "What is 2+2?"}}),
+                "answer": "2",
+            }
+        }
         for step, answer in ((0, "We add\nthem."), (20, "4"))
         for kind in ("greedy", "sample")
         for row in range(5)
@@ -127,6 +132,24 @@ def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_afte
     for name, answer, reward in ("before", "We add them.", 0), ("after", "4", 1):
         texts = re.findall(f"^  {name} +(.*)", out, re.MULTILINE)
         assert len(texts) == 3 and all(text.startswith(answer) and f"reward {reward}" in text for text in texts)
+
+
+def test_methods_are_compared_by_their_means_and_a_chart_for_each_metric(tmp_path, capsys):
+    """A step without a gradient has no cosine."""
+    records = [{"step": 1, "grpo/grad_norm": 2.0, "grpo/cosine": 1.0, "a+b/grad_norm": 1.0, "a+b/cosine": 0.5}]
+    records.append({"step": 2, "grpo/grad_norm": 4.0, "a+b/grad_norm": 0.0, "time/step": 3.0})
+    write_lines(tmp_path / "metrics.jsonl", records)
+    main([str(tmp_path)])
+    table, *charts = re.split(r"\n\n(?=\w)", capsys.readouterr().out)
+    assert [line.split() for line in table.splitlines()] == [
+        ["mean", "grpo", "a+b"],
+        ["grad_norm", "3", "0.5"],
+        ["cosine", "1", "0.5"],
+    ]
+    assert [chart.partition("\n\n")[0] for chart in charts] == [
+        "grad_norm:\n• grpo\n× a+b",
+        "cosine:\n• grpo\n× a+b",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_step_with_dynamic_sampling_says_that_groups_are_left_out(recorded_run
     main([str(recorded_run), "--html"])
     first, second, greedy = pieces(recorded_run)[0]["steps"]
     assert first["note"] == greedy["note"] == ""
-    assert second["note"] == "of groups that were trained on; 38% of the sampled groups had different rewards"
+    assert "38%" in second["note"]
 
 
 @pytest.mark.parametrize("text", ["12+30=<answer>42</answer>", " é日本 👩‍👧 x\n\n  y", "\u202e half: \ufffd."])
@@ -140,20 +140,22 @@ def test_a_token_shows_its_log_probs_and_whether_it_is_in_the_loss(recorded_run,
     page = opened(browser, recorded_run)
     parts = texts_of(page, "#detail details b")
     assert [part.partition(",")[0] for part in parts] == ["prompt", "model", "environment", "model"]
-    assert page.run("document.querySelectorAll('#detail .token').length") == 0  # turns are folded
+    assert page.run("document.querySelectorAll('#detail .text .token').length") == 0  # turns are folded
     page.run("document.querySelectorAll('#detail details').forEach((part) => { part.open = true; })")
-    page.wait_for("document.querySelectorAll('#detail .token').length > 0")
+    page.wait_for("document.querySelectorAll('#detail .text .token').length > 0")
     tokens = page.run(
-        "[...document.querySelectorAll('#detail .token')].map((t) => [t.textContent, t.classList.contains('out')])"
+        "[...document.querySelectorAll('.text .token')].map((t) => [t.textContent, t.className.includes('out')])"
     )
     assert "".join(text for text, _ in tokens) == "12345" and [tokens[0][1], tokens[-1][1]] == [False, True]
-    page.run("document.querySelector('#detail .token').scrollIntoView()")
-    x, y = page.run("(({ x, y }) => [x + 2, y + 2])(document.querySelector('#detail .token').getBoundingClientRect())")
+    page.run("document.querySelector('#detail .text .token').scrollIntoView()")
+    x, y = page.run(
+        "(({ x, y }) => [x + 2, y + 2])(document.querySelector('#detail .text .token').getBoundingClientRect())"
+    )
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     page.wait_for("!document.getElementById('tip').hidden")
     tip = page.run("document.getElementById('tip').textContent")
     assert "in the loss" in tip and re.search(r"generator +-0\.\d+ +p = 0\.\d+\nreference +-1\.\d+", tip)
-    assert not page.run("document.getElementById('no-tokens').hidden === false")
+    assert "out of the loss" in page.run("document.querySelector('.legend').textContent")
 
 
 def test_without_a_recorded_batch_there_are_texts_turn_by_turn_of_held_out_prompts_too(tmp_path, browser):
@@ -164,10 +166,9 @@ def test_without_a_recorded_batch_there_are_texts_turn_by_turn_of_held_out_promp
     page = opened(browser, tmp_path)
     steps = texts_of(page, "#step option")
     assert steps == ["step 1, trained on, 1", "step 1, greedy, 1"]
-    assert page.run("document.getElementById('note').textContent") == ""
     parts = texts_of(page, "#detail summary")
     assert parts == ["prompt  1+2=", "model, 2 tokens  5?", "environment  higher", "model, 1 token  7"]
-    assert not page.run("document.getElementById('no-tokens').hidden") and page.run("legend.hidden")
+    assert "--record" in page.run("document.querySelector('.legend').textContent")
 
 
 def test_what_is_no_number_is_shown_as_it_is(tmp_path, browser):
@@ -178,7 +179,45 @@ def test_what_is_no_number_is_shown_as_it_is(tmp_path, browser):
         metrics.write('{"step": 4, "reward/mean": NaN, "loss": "low", "time/step": 1e999}\n')
     page = opened(browser, tmp_path)
     assert texts_of(page, "#rows .row :first-child") == ["0.5", "NaN", "high", "-Infinity"]
-    assert texts_of(page, ".chart header") == ["reward/mean0.75"]
+    assert texts_of(page, ".chart header") == ["reward/meanNaN", "losslow"]
+    marked = page.run(
+        "[...document.querySelectorAll('.odd')].map((path) => path.getAttribute('d').split('M').length - 1)"
+    )
+    assert marked == [1, 1]
+
+
+def test_runs_and_methods_share_charts_and_a_long_curve_is_a_band(tmp_path, browser):
+    """A line for each run, or for each method of a comparison; beyond 300 steps means in a band of all values."""
+    record = {"step": 1, "row": 0, "completion": "3", "reward": 1.0, "advantage": 0.0, "num_tokens": 1}
+    for name, num_steps in (("short", 3), ("long", 400)):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, [record], num_steps)
+    main([str(tmp_path / "short"), str(tmp_path / "long"), "--html"])
+    browser.open(tmp_path / "short" / "look.html")
+    browser.wait_for("document.querySelector('#detail dl') !== null")
+    assert (
+        texts_of(browser, "h1") == texts_of(browser, "#key span") == [str(tmp_path / "short"), str(tmp_path / "long")]
+    )
+    assert browser.run("[...document.querySelectorAll('.chart path')].map((path) => path.className.baseVal)") == [
+        *("", "dots", "odd"),  # of 3 steps
+        *("band", "", "odd"),  # of 400
+    ]
+    methods = [{"step": step, "dapo/grad_norm": 1.0, "dapo/cosine": 1.0, "mine/grad_norm": step} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in methods))
+    main([str(tmp_path), "--html"])
+    browser.open(tmp_path / "look.html")
+    browser.wait_for("document.querySelectorAll('.chart').length > 0")
+    assert texts_of(browser, "#key span") == ["dapo", "mine"]
+    assert texts_of(browser, ".chart header") == ["cosine1", "grad_norm12"]
+
+
+def test_the_list_shows_what_prompts_do_not_share(tmp_path, browser):
+    """Neither a template and system prompt nor a word of the question that all have; whole words."""
+    record = {"step": 1, "completion": "3", "reward": 1.0, "advantage": 0.0, "num_tokens": 1}
+    prompts = [f"<system>Be brief.<user>What is {sum_}?<model>" for sum_ in ("11+22", "13+42", "15+32")]
+    write_run(tmp_path, [record | {"row": row, "prompt": prompt} for row, prompt in enumerate(prompts)])
+    page = opened(browser, tmp_path)
+    assert texts_of(page, "#rows .row :nth-child(5)") == ["11+22", "13+42", "15+32"]
 
 
 def test_what_models_write_stays_text_and_nothing_is_loaded(tmp_path, browser):
@@ -240,6 +279,6 @@ def test_ten_thousand_rollouts_scroll_sort_and_filter(tmp_path, browser):
     page.run("Object.assign(document.getElementById('most'), { value: -99.98 })")
     page.run("document.getElementById('most').dispatchEvent(new Event('input'))")
     assert rows() == ["this is 9999", "this is 9998"]
-    assert page.run("document.getElementById('count').textContent") == "2 of 10000"
+    assert page.run("document.getElementById('note').textContent").startswith("2 of 10000 rollouts")
     page.run("Object.assign(document.getElementById('search'), { value: 'is 9998' }).dispatchEvent(new Event('input'))")
     assert rows() == ["this is 9998"]
