@@ -17,7 +17,7 @@ import pickle
 import shutil
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class CheckpointSaver:
     """Saves checkpoints, one at a time, on every trainer rank. Training goes on while a thread writes.
 
     The thread has a process group of its own, so its collectives do not meet those of training. The copy of what is
-    saved stays in the host's memory for the next save; on a GPU's host it is pinned, which takes seconds once.
+    saved stays in the host's memory for the next save; on a GPU's host it is pinned.
     """
 
     def __init__(
@@ -149,17 +149,7 @@ class CheckpointSaver:
         )
         self.stager = DefaultStager(options)
         self.step = 0
-        self.copying: Future | None = None
         self.writing: Future | None = None
-
-    def make_room(self, trained: Stateful) -> None:
-        """Take the host's memory for copies of `trained` while training goes on, so that the first save finds it.
-
-        What is copied meanwhile is never written. Does nothing if a save has begun, whose copies would be lost.
-        Collective over the trainer ranks.
-        """
-        if self.writing is None:
-            self.copying = ThreadPoolExecutor(1).submit(self.stager.stage, trained.state_dict())
 
     def save(self, step: int, trained: Stateful, driver_state: dict[str, Any] | None) -> None:
         """Begin to write the checkpoint of `step`, after the one before is written.
@@ -194,8 +184,6 @@ class CheckpointSaver:
 
         If its files cannot be written, they are deleted, older checkpoints stay, and every rank raises BadInput.
         """
-        if self.copying:
-            self.copying.result()
         if self.writing is None:
             return
         writing = self.writing

@@ -191,10 +191,5 @@ class Trainer:
                 group["lr"] = peak * share_of(schedule.last_epoch)
 
     @property
-    def has_moments(self) -> bool:
-        """True once an update was made. Before, `state_dict` would have to make them up, and count a step."""
-        return all(optimizer.state for optimizer in self.optimizer)
-
-    @property
     def _parameter_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizer for group in optimizer.param_groups]

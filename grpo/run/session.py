@@ -170,10 +170,8 @@ class Session:
     repository: str = ""
     """On rank 0: the one at the hub that gets the exported model."""
     is_exported: bool = False
-    trainer: Trainer | None = None
-    """On trainers, once their model is loaded."""
     saver: checkpoint.CheckpointSaver | None = None
-    """The same."""
+    """On trainers, once their model is loaded."""
     reward_model: Any = None
     """On learners, once it is loaded."""
     close_engine: Callable[[], None] | None = None
@@ -322,7 +320,6 @@ class Session:
                     roles,
                     config.seed,
                 )
-                self.trainer = trainer
                 self.saver = checkpoint.CheckpointSaver(config.run_dir, config.checkpoint, config.deadline_minutes)
             if roles.references and roles.has_reference:
                 reference = Reference(
@@ -379,9 +376,6 @@ class Session:
                 self.saver.raise_failure()
             yield step
             self.timer.enter("other")  # also on ranks that do not log
-            is_first = step == self.shared.step
-            if self.saver and is_first and config.checkpoint.interval > 1 and self.trainer.has_moments:
-                self.saver.make_room(self.trainer)
 
     def save(
         self,
