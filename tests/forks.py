@@ -28,6 +28,7 @@ from typing import NoReturn
 from unittest import mock
 
 from grpo.run.command_line import quiet_libraries
+from grpo.workers import kernel
 
 MODULES = (
     *("train_grpo", "train_sft", "grpo.tools.evaluate", "grpo.tools.replay", "torch.distributed.run"),
@@ -47,14 +48,14 @@ def can_fork() -> bool:
 class Fork:
     """A program that runs in a fork, with the part of Popen that torchrun.py uses."""
 
-    def __init__(self, words: list[str], environment: dict[str, str], folder: pathlib.Path):
+    def __init__(self, words: list[str], environment: dict[str, str], folder: pathlib.Path, network_of: int = 0):
         self.args = words
         self.output = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         with mock.patch.dict(os.environ, environment | {"IMPORT_FOR_FORKS": "1"}):
             forkserver.ensure_running()
-        self.process = context.Process(target=_begin, args=(words, environment, folder, self.output.name))
+        self.process = context.Process(target=_begin, args=(words, environment, folder, self.output.name, network_of))
         self.process.start()
         self.pid = self.process.pid
 
@@ -111,13 +112,18 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
-def _begin(words: list[str], environment: dict[str, str], folder: pathlib.Path, output: str) -> NoReturn:
+def _begin(
+    words: list[str], environment: dict[str, str], folder: pathlib.Path, output: str, network_of: int
+) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(folder)
+    for namespace in ("net", "uts") if network_of else ():
+        with open(f"/proc/{network_of}/ns/{namespace}") as file:
+            kernel.libc("setns", file.fileno(), 0)
     if "torch.distributed.run" in words:
         numbers = dict(re.findall(r"--(nproc_per_node|max_restarts)=(\d+)", " ".join(words)))
         for _ in range(int(numbers.get("nproc_per_node", 1)) * (1 + int(numbers.get("max_restarts", 0)))):

@@ -56,14 +56,20 @@ def output_of(result: subprocess.CompletedProcess) -> str:
     return result.stdout
 
 
-def start_python(*arguments: object) -> subprocess.Popen | Fork:
-    """Start a Python process in its own session, with SETTINGS; a fork where that is the same."""
+def start_python(*arguments: object, network_of: int = 0, **variables: str) -> subprocess.Popen | Fork:
+    """Start a Python process in its own session, with SETTINGS; a fork where that is the same.
+
+    network_of: the process whose network and hostname it gets.
+    """
+    words = [*map(str, arguments)]
+    environment = os.environ | SETTINGS | variables
     if can_fork():
-        return Fork([*map(str, arguments)], os.environ | SETTINGS, ROOT)
+        return Fork(words, environment, ROOT, network_of)
+    enter = ["nsenter", "--net", "--uts", f"--target={network_of}"] if network_of else []
     return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
+        [*enter, sys.executable, *words],
         cwd=ROOT,
-        env=os.environ | SETTINGS,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -7,11 +7,11 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 
-from tests.torchrun import ROOT, SETTINGS, finish, run_torchrun
+from tests.forks import Fork
+from tests.torchrun import finish, run_torchrun, start_python
 
 PROGRAM = "tests/dist/programs/faults.py"
 # Seconds that nothing may happen, where the fault is that nothing happens; in the phase generate three times as long
@@ -124,7 +124,7 @@ def test_a_stop_signal_at_any_rank_reaches_the_driver():
 
 @pytest.fixture
 def two_machines():
-    """Two networks of their own, joined by a link that each calls `far`: a function that starts a program in one."""
+    """Two networks of their own, joined by a link that each calls `far`: a function that starts Python in one."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("it takes root and iproute2 to make networks")
     with contextlib.ExitStack() as stack:
@@ -140,18 +140,15 @@ def two_machines():
                 pytest.skip(f"no networks can be made here: {said}")
             holders.append(holder.pid)
 
-        def start(machine: int, *command: object) -> subprocess.Popen:
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-            command = ["nsenter", "--net", "--uts", f"--target={holders[machine]}", *map(str, command)]
-            return subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | SETTINGS | {"GLOO_SOCKET_IFNAME": "far"}, **pipes
-            )
+        def start(machine: int, *arguments: object) -> subprocess.Popen | Fork:
+            return start_python(*arguments, network_of=holders[machine], GLOO_SOCKET_IFNAME="far")
 
         link = ("ip", "link", "add", "far", "netns", holders[0], "type", "veth", "peer", "far", "netns", holders[1])
         subprocess.run([*map(str, link)], check=True)
         for machine in range(2):
             for setting in ("addr add 10.0.0.{}/24 dev far", "link set far up"):
-                assert start(machine, "ip", *setting.format(machine + 1).split()).wait() == 0
+                inside = ["nsenter", "--net", f"--target={holders[machine]}", "ip"]
+                subprocess.run([*inside, *setting.format(machine + 1).split()], check=True)
         yield start
 
 
@@ -159,8 +156,8 @@ def two_machines():
 def test_a_store_that_falls_silent_ends_every_machine(two_machines, link):
     """The network drops what is sent, and closes no connection: within one machine, and between two of two ranks."""
     num_machines = 1 if link == "lo" else 2
-    launch = (sys.executable, "-m", "torch.distributed.run", f"--nnodes={num_machines}")
-    launch += (f"--nproc-per-node={4 // num_machines}", "--master-addr=10.0.0.1", "--master-port=29500")
+    launch = ("-m", "torch.distributed.run", f"--nnodes={num_machines}")
+    launch += (f"--nproc_per_node={4 // num_machines}", "--master-addr=10.0.0.1", "--master-port=29500")
     fault = (PROGRAM, 3, "sync", f"cut-{link}", DEADLINE)
     started = [two_machines(n, *launch, f"--node-rank={n}", *fault) for n in range(num_machines)]
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -14,6 +14,7 @@ CASES = [  # model, tensor_parallel, data_replicas, activation checkpointing, ta
 LAYOUTS = {
     1: [(1, 1, "none")],
     2: [(1, 1, "selective"), (2, 1, "full"), (1, 2, "none")],
+    3: [(1, 1, "none")],
     4: [(2, 1, "none"), (2, 2, "none")],
 }
 

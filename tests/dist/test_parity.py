@@ -23,6 +23,7 @@ CASES = {
         ("moe", 1, 1, "selective", 1, 2),
         ("moe", 1, 1, "selective", 1, 1, 2),  # each rank half of the experts
     ],
+    3: [("qwen2-untied", 1, 1, "none", 0), ("moe", 1, 1, "none", 1)],  # 32 rows, or 4 experts, over 3 ranks
     4: [
         ("qwen3-untied", 1, 2, "full", 0),  # replicas x FSDP
         ("moe", 2, 1, "none", 1),  # FSDP x TP
@@ -33,6 +34,7 @@ SLOW_CASES = {
     4: [
         ("llama3", 2, 1, "none", 1),
         ("qwen3-tied", 2, 2, "none", 1),  # replicas x TP
+        ("llama3", 1, 4, "none", 0),  # replicas alone
         ("qwen3_5-tied", 1, 2, "none", 0),
         ("moe", 1, 2, "full", 0),
         ("moe", 1, 2, "none", 1, 1, 2),  # experts spread in each replica
@@ -42,6 +44,7 @@ SLOW_CASES = {
         ("qwen3-untied", 2, 1, "none", 1, 2),  # stretches x TP
         ("llama3", 1, 2, "none", 1, 2),  # stretches x replicas
     ],
+    8: [("moe", 1, 1, "none", 1)],  # more ranks than experts, of which each rank has some rows
 }
 # Every model, tied and untied, on one rank, FSDP 2, TP 2 and FSDP 2 x TP 2
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""Completions are the same in any order, and what is carried over goes on as one completion, with its log-probs."""
+"""Completions are the same in any order, and what is carried over goes on as one completion."""
 
 import pytest
 

@@ -95,16 +95,6 @@ def test_4_steps_equal_2_resume_and_2(run, tmp_path):
         export.main([str(run_dir), "--to", str(tmp_path / "newest")])
 
 
-def test_resume_with_other_targets_is_refused(run, tmp_path):
-    shutil.copytree(run[0], tmp_path / "run")
-    arguments = (*run[1], "--run-dir", tmp_path / "run", "--trainer.lora-targets", "q_proj", "--num-steps", 5)
-    config = load(GRPOConfig, "", [str(argument) for argument in arguments])
-    with pytest.raises(
-        BadInput, match="would not go on as the run that it is, since step 4 .*: trainer.lora_targets: "
-    ):
-        Session(config, "train_grpo.py", read_grpo, config.roles, RANK_0, "").read_on_driver()
-
-
 def test_resume_with_another_base_under_the_adapters_is_refused(run, model, tmp_path):
     """The folder has other weights than when the run began, and the name is the same."""
     shutil.copytree(run[0], tmp_path / "run")

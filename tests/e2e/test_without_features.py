@@ -16,8 +16,6 @@ ALSO = {
     "environments": [
         "grpo/tools/check_environment.py",
         "tests/e2e/test_environments.py",
-        "tests/dist/test_turns.py",
-        "tests/dist/programs/turns.py",
         "tests/e2e/test_methods.py",  # return_to_go among them
         "tests/unit/test_commands.py",
     ],

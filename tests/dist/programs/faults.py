@@ -37,9 +37,11 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTER
 
 def fail(kind: str, roles: Roles) -> None:
     store = PrefixStore("watch", roles.store.clone())
-    shown = f"state/{roles.rank}"
-    while watchdog.RankState(*json.loads(store.get(shown))).phase != here.phase:  # the others do not know the phase yet
-        time.sleep(0.1)
+    # until the others know the phase, of all ranks if none can tell any more
+    ranks = range(roles.control.size()) if kind.startswith("cut-") else [roles.rank]
+    for rank in ranks:
+        while watchdog.RankState(*json.loads(store.get(f"state/{rank}"))).phase != here.phase:
+            time.sleep(0.1)
     if kind == "raise":
         raise RuntimeError("forced")
     if kind == "hang":

@@ -25,7 +25,7 @@ from tests.dist.programs.parity import original_values, random_batch
 from tests.tiny_models import tensors_of
 from train_sft import label_objective
 
-NUM_STEPS, RANK, ALPHA, LEARNING_RATE = 3, 4, 6.0, 0.02
+NUM_STEPS, RANK, ALPHA, LEARNING_RATE = 2, 4, 6.0, 0.02
 TOLERANCE = 1e-5  # in float32, of the largest value that is compared
 
 

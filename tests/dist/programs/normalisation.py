@@ -22,14 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import train_grpo
-from grpo.config import (
-    PAPER_DEFAULTS,
-    AlgorithmConfig,
-    GeneratorConfig,
-    GRPOConfig,
-    ModelConfig,
-    TrainerConfig,
-)
+from grpo.config import AlgorithmConfig, GeneratorConfig, GRPOConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.models.export import hf_tensors
@@ -44,15 +37,13 @@ COMPLETION_LENGTHS = [12, 3, 25, 7, 18, 1, 30, 9, 22, 16, 20, 14]
 NO_REWARD = 3  # this sequence has none
 IN_ORDER = list(range(len(PROMPT_LENGTHS)))
 SHUFFLED = [5, 2, 11, 7, 0, 9, 3, 6, 10, 1, 8, 4]
-# every loss as in its paper, and two aggregations that no clipped loss has there; each with all that can be added to it
-ALGORITHMS = {name: AlgorithmConfig(loss=name) for name in PAPER_DEFAULTS} | {
+# each aggregation, what looks at whole sequences, and a user's loss; unit/algorithm/test_losses.py splits all losses
+ALGORITHMS = {
+    "grpo": AlgorithmConfig(),
+    "dr_grpo": AlgorithmConfig(loss="dr_grpo"),
     "gspo, wide, token_mean": AlgorithmConfig(loss="gspo", aggregation="token_mean", clip_low=0.9, clip_high=9.0),
-    "cispo, fixed_horizon": AlgorithmConfig(loss="cispo", aggregation="fixed_horizon"),
     "grpo, mask_sequences": AlgorithmConfig(importance_correction="mask_sequences", kl_estimator="k3_k2_gradient"),
     "a user's": AlgorithmConfig(loss="configs/examples/my_method.py:gentle", aggregation="token_mean"),
-    "reinforce, weighted": AlgorithmConfig(
-        loss="reinforce", loss_options={"max_importance_weight": 2.0}, kl_estimator="k2"
-    ),
 }
 IS_OF_SEQUENCES = re.compile("gspo|mask_sequences")  # what they do depends on where a sequence ends
 EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.05, "old_logprobs": "generator"}

@@ -7,7 +7,6 @@ import itertools
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
 from grpo.roles.comm import broadcast, gather_rollouts
@@ -21,7 +20,6 @@ TRAINED, CARRIED, GROUP_SIZE, NUM_ROUNDS = 6, 3, 4, 4
 LONGEST, TEMPERATURES = 60, (1.0, 0.7)
 STOP_TOKENS = [1, 2, 3]  # of about 20, so that lengths differ
 PROMPTS = [Prompt(index, [5, 6, 7, 8 + index % 5, 9]) for index in range(TRAINED * NUM_ROUNDS + CARRIED)]
-TOLERANCE = 1e-4  # nats, in float32
 
 
 def main(folder: str, tensor_parallel: int) -> None:
@@ -61,11 +59,11 @@ def main(folder: str, tensor_parallel: int) -> None:
             buffer.add(sampled)
             buffer.take(TRAINED, lambda rollouts: trained.extend(rollouts) or [])
     if roles.is_driver:
-        check(folder, whole, reordered, trained)
+        check(whole, reordered, trained)
     close_roles(roles, generator.close)
 
 
-def check(folder: str, whole: list[Rollout], reordered: list[Rollout], trained: list[Rollout]) -> None:
+def check(whole: list[Rollout], reordered: list[Rollout], trained: list[Rollout]) -> None:
     assert [c.index for c in whole] == [c.index for c in reordered] == list(range(len(PROMPTS) * GROUP_SIZE))
     for one, other in zip(whole, reordered, strict=True):
         assert torch.equal(one.ids_T, other.ids_T) and torch.equal(logprobs_of(one), logprobs_of(other)), one.index
@@ -74,7 +72,6 @@ def check(folder: str, whole: list[Rollout], reordered: list[Rollout], trained: 
     assert len(set(indices)) == len(indices) == TRAINED * NUM_ROUNDS * GROUP_SIZE
     cut = [c for c in trained if len(c.sampled) > 1]
     assert len(cut) > 5
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for c in trained:
         first = c.sampled[0].num_tokens  # tokens up to the first cut are those without any
         assert torch.equal(c.ids_T[:first], whole[c.index].ids_T[:first]), c.index
@@ -82,17 +79,7 @@ def check(folder: str, whole: list[Rollout], reordered: list[Rollout], trained: 
         assert not set(c.ids_T[:-1].tolist()) & {*STOP_TOKENS}
         assert c.truncated == (c.num_tokens == LONGEST and c.ids_T[-1] not in STOP_TOKENS)
         assert c.temperature == TEMPERATURES[c.index % GROUP_SIZE % 2]
-        assert difference(model, c) < TOLERANCE, c.index
     print(f"{len(trained)} completions, {len(cut)} of them cut", flush=True)
-
-
-def difference(model: torch.nn.Module, c: Rollout) -> float:
-    """Largest, of log-probs by transformers of the whole completion and those of its pieces by vLLM."""
-    prompt = PROMPTS[c.index // GROUP_SIZE].ids
-    with torch.no_grad():
-        logits_TV = model(torch.tensor([prompt + c.ids_T.tolist()])).logits[0, len(prompt) - 1 : -1] / c.temperature
-    logprobs_T = logits_TV.log_softmax(-1).gather(1, c.ids_T[:, None])[:, 0]
-    return (logprobs_T - logprobs_of(c)).abs().max().item()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Credit for each turn of an episode, against sums over plain lists, true gradients, and batches without the lost."""
 
 import dataclasses
-import itertools
 import math
 import random
 
@@ -133,44 +132,6 @@ def test_a_good_turn_and_a_bad_one_by_hand():
     # a turn that only one reached teaches nothing, the others do: returns 0.5 0.5 1 and -1 -1
     _, batch = batch_of(2, [Played([0.0, -1.0, 1.0]), Played([0.0, -2.0])], "return_to_go")
     assert by_turn(batch) == [[1.5, 1.5, 0.0], [-1.5, -1.5]]
-
-
-def test_it_follows_the_true_gradient_where_centring_each_turn_flips_it():
-    """A policy that goes on with probability sigmoid(0) at each of three decisions, over all groups of three.
-
-    Going on earns 0.25 at once and costs 1 in each turn after, so its gradient is negative. A turn's expected part is
-    its true gradient times the probability that another one of the group reaches it, exactly.
-    """
-    most, size, go_on = 4, 3, 0.5
-    chance = {turns: go_on ** (turns - 1) * (1 - go_on if turns < most else 1) for turns in range(1, most + 1)}
-    rewards = {turns: [0.25 * (k < turns) - (k > 1) for k in range(1, turns + 1)] for turns in chance}
-
-    def score(turn: int, turns: int) -> float:
-        """Gradient by the logit of the log-probability of what was decided at the end of that turn."""
-        return 0.0 if turn == most else (1 - go_on if turn < turns else -go_on)
-
-    def reach(turn: int) -> float:
-        return sum(p for turns, p in chance.items() if turns >= turn)
-
-    groups = list(itertools.product(chance, repeat=size))
-    said = {turns: [total / WEIGHT for total in itertools.accumulate(rewards[turns])] for turns in chance}
-    _, batch = batch_of(size, [Played(said[turns]) for group in groups for turns in group], "return_to_go")
-    advantages = iter(by_turn(batch))
-    found, centred = [0.0] * most, 0.0
-    for group in groups:
-        p = math.prod(chance[turns] for turns in group) / size
-        means = [
-            [rewards[turns][k] for turns in group if turns > k] for k in range(most)
-        ]  # of each turn, over those that reached it
-        for turns in group:
-            for k, advantage in enumerate(next(advantages)):
-                found[k] += p * advantage * score(k + 1, turns)
-                later = [rewards[turns][j] - sum(means[j]) / len(means[j]) for j in range(k, turns)]
-                centred += p * sum(later) * score(k + 1, turns)
-    for k in range(most):
-        true = sum(chance[turns] * score(k + 1, turns) * sum(rewards[turns][k:]) for turns in chance if turns > k)
-        assert found[k] == pytest.approx(true * (1 - (1 - reach(k + 1)) ** (size - 1)), abs=1e-6)
-    assert sum(found) < -0.2 and centred > 0.05
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])

@@ -246,8 +246,3 @@ def test_an_own_function_that_fails_is_told_with_the_row(own, body, message):
     with pytest.raises(ValueError) as refused:
         prompts(GOOD, GOOD, row=own(body))
     assert message in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_an_own_function_that_makes_no_chat(own):
-    with pytest.raises(ValueError, match="row 1: data.row gave the keys q: the columns q are no row format"):
-        chats({"q": "1+1"}, row=own("return row"))

@@ -81,7 +81,6 @@ READ = {
 REFUSED = {
     "an unknown split": ({"a.jsonl": A1}, "a.jsonl:validation", "a file has no splits; name the file alone, or"),
     "a folder": ({"x/train.jsonl": A1}, "x", r"not read as a whole; name files .* such as .*/x/train\*.jsonl"),
-    "compressed data": ({"rows.jsonl.gz": b""}, "rows.jsonl.gz", "ends in none of .jsonl, .*; unpack it"),
     "a missing file": ({}, "absent.csv", "data file /.*/absent.csv does not exist"),
     "a revision of a folder": ({"rows/a.jsonl": A1}, "rows@v2:train[:1]", "folder, which has no revisions.*; leave"),
     "a revision of a file": ({"a.jsonl": A1}, "a.jsonl@v2", "file, which has no revisions.*; leave"),

@@ -141,26 +141,6 @@ def test_every_role_on_one_gpu_is_within_20_percent_of_what_was_measured(name):
     assert decided(CODER_0_5B, recipe, gpu_gib).peak(gpu_gib) == pytest.approx(peak, rel=0.2)
 
 
-def test_parts_of_a_trainer_by_hand():
-    """Qwen3-1.7B on 2 trainers: 1.72e9 weights of 12 + 4 bytes, 4096 x 151936 logits twice in 2 bytes, the gradients of
-    the head in 4 bytes and of a block in 6, two blocks of 50.3e6 weights, the embeddings and the last norm gathered;
-    of each token and block twice the width and half of what the linear layers give, of one block 1.85 times that.
-    """
-    config = config_of("--roles.num-trainers", 2, "--trainer.activation-checkpointing", "selective")
-    outputs = 2 * 2048 + 2 * 1024 + 2 * 6144 + 2048
-    block = 2048 * (2048 + 1024 + 1024 + 2048 + 3 * 6144) + 2 * 2048 + 2 * 128
-    by_hand = {
-        "weights and moments": 1_720_574_976 * 12 / 2,
-        "gradients": 1_720_574_976 * 4 / 2,
-        "gradients before they are shared out": 6 * block + 4 * 151936 * 2048,
-        "gathered weights": 2 * (2 * block + 151936 * 2048 + 2048),
-        "logits": 4096 * 151936 * 2 * 2,
-        "activations": (28 * (2 * 2048 + outputs / 2) + 1.85 * outputs) * 2 * 16384,
-    }
-    found = needs(QWEN3_1_7B, config).training
-    assert found == pytest.approx({part: size / GIB for part, size in by_hand.items()})
-
-
 KL, HINT = ("--algorithm.kl-coef", 0.1), ("--algorithm.distill-coef", 1, "--algorithm.teacher-template", "{answer}")
 LORA = (*KL, "--roles.colocated", "--roles.num-trainers", 1, "--trainer.lora-rank", 16)
 # Model, flags, other models, part of what stays between two steps, bytes; Qwen3-1.7B has 2 trainers. LoRA of 8B: of

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import pickle
 import random
-import time
 
 import pytest
 
@@ -28,11 +27,11 @@ def tokenizer():
 
 
 class MadeHost:
-    """Environments in this process; a reply is there after `delay()` seconds."""
+    """Environments in this process; a reply is there at the `delay()`-th poll after the call."""
 
-    def __init__(self, delay=lambda: 0.0, fails=(), fails_at="turn", role="", answer=None):
+    def __init__(self, delay=lambda: 1, fails=(), fails_at="turn", role="", answer=None):
         self.delay, self.fails, self.fails_at, self.role, self.answer = delay, fails, fails_at, role, answer
-        self.waiting, self.opened_thoughts, self.cut = [], set(), set()
+        self.waiting, self.opened_thoughts, self.cut, self.num_polls = [], set(), set(), 0
 
     def ask(self, episode, do, arguments, seconds):
         reply = {"text": f"Begin {episode}."}
@@ -46,12 +45,12 @@ class MadeHost:
             reply = {"reward": float(episode), "info": {}}
         if do == self.fails_at and episode in self.fails:
             reply = {"failed": "it died", "kind": self.fails[episode]}
-        self.waiting.append((time.monotonic() + self.delay(), reply | {"episode": episode}))
+        self.waiting.append((self.num_polls + self.delay(), reply | {"episode": episode}))
 
     def poll(self, seconds=0.0):
-        end = time.monotonic() + seconds
-        while not (there := [w for w in self.waiting if w[0] <= time.monotonic()]) and time.monotonic() < end:
-            time.sleep(0.001)
+        self.num_polls += 1
+        while not (there := [w for w in self.waiting if w[0] <= self.num_polls]) and seconds and self.waiting:
+            self.num_polls += 1
         self.waiting = [w for w in self.waiting if w not in there]
         return [reply for _, reply in there]
 
@@ -168,7 +167,7 @@ def test_an_answer_joins_by_counts_whatever_the_clock_says(when):
     free, _ = run()
     logs = []
     for seed in (0, 1):
-        delay = functools.partial(random.Random(seed).uniform, 0, 0.01)
+        delay = functools.partial(random.Random(seed).randint, 1, 9)
         episodes, log = run(config, FewProcesses(delay, {2: "lost"}, "reset"), first=first)
         logs.append(log)
         for number, (episode, alone) in enumerate(zip(episodes, free, strict=True)):

@@ -6,19 +6,17 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 from configs.examples import toys
-from grpo.config import GRPOConfig, ModelConfig, SFTConfig, TrainerConfig, change
+from grpo.config import GRPOConfig, SFTConfig, TrainerConfig, change
 from grpo.config.checks import check_effects, validate
-from grpo.features.reward_model.model import RewardModel, conversation, open_reward_model
+from grpo.features.reward_model.model import conversation, open_reward_model
 from grpo.models.hf_folder import check_folder
 from grpo.rewards.pool import RewardPool
 from grpo.run.scorer import Scorer, other_parts
 from grpo.tools.evaluate import load_config
-from grpo.types import Prompt, Rollout, TrainBatch
+from grpo.types import Prompt, Rollout
 from tests.rollouts import completion
 from tests.tiny_models import SMALL, make_reward_model
 
@@ -75,22 +73,6 @@ def test_what_it_cannot_read_has_a_reason_in_its_place(folder: str, tmp_path: pa
     reader = open_reward_model(with_template(folder, tmp_path / "picky", template), TRAINER)
     refused, read = reader.read([conversation(rollout(text=text)) for text in ("x", "y")])
     assert "no x" in refused and reader.tokenizer.decode(read) == "1+1y"
-
-
-class ReadsIds:
-    """A model whose output behind each token is that token's id."""
-
-    def token_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        return batch.ids_N.roll(1).float()
-
-
-def test_the_score_is_the_output_behind_the_last_token(one_rank: None):
-    """As transformers has it. What belongs to a token is computed behind the one before it."""
-    roles = SimpleNamespace(references=False, learners=dist.group.WORLD, is_driver=True, learns=True, device="cpu")
-    model = RewardModel(ModelConfig(), TRAINER, "", roles)
-    model.model = ReadsIds()
-    with model.asked():
-        assert model.scores([[5, 6, 7], [8], [9, 4]]) == [7.0, 8.0, 4.0]
 
 
 # ---- What is refused
