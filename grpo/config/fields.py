@@ -39,7 +39,7 @@ LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy: a checkpoint of any size, of a family in docs/data.md."""
+    """The policy: a checkpoint of any size, of a family in docs/models.md."""
 
     path: str = "Qwen/Qwen3-1.7B"
     """Hugging Face folder (config.json, safetensors, tokenizer) or hub name, NAME[@REVISION]; or your own
@@ -371,7 +371,7 @@ class EnvironmentConfig:
     call_seconds: Annotated[AboveZero, Below(math.inf)] = 10.0
     """Most seconds in which a turn's calls are carried out; then the process is killed."""
     reset_seconds: Annotated[AboveZero, Below(math.inf)] = 60.0
-    """Most seconds of a `reset`."""
+    """Most seconds of a `reset`, which is tried once more in a fresh process."""
     rollout_seconds: Annotated[NotNegative, Below(math.inf)] = 0.0
     """Seconds after which no further turn begins, and what was reached is scored; 0 is no limit."""
     num_processes: Count = 0

@@ -343,7 +343,7 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
     if not isinstance(model_type, str) or model_type not in FAMILIES:  # first, since transformers' message is vaguer
         message = f"{folder} is a {model_type} model; only {', '.join(FAMILIES)} models are supported"
         if "text_config" in raw:
-            message += "; its part that reads text may be one of them, if you save it as a folder (docs/data.md)"
+            message += "; its part that reads text may be one of them, if you save it as a folder (docs/models.md)"
         raise ValueError(message)
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):

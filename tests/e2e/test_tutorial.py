@@ -32,6 +32,7 @@ def assert_shown(page: str, output: str):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)  # an hour and more on cores that others use too
 @pytest.mark.skipif(not (MODEL / "config.json").is_file(), reason="SmolLM2 is absent: set SMOLLM2 to its folder")
 def test_every_line_of_the_tutorial(tmp_path):
     for name in ("configs", "grpo", "launch", "train_grpo.py"):
@@ -52,6 +53,7 @@ def test_every_line_of_the_tutorial(tmp_path):
         elif block["command"] is None:
             assert_shown(block["text"], output)
         elif block["command"] not in SET_UP:
+            print(block["command"], flush=True)
             command = ["bash", "-c", block["command"]]
             variables = {**os.environ, "OMP_NUM_THREADS": "2"}
             done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)

@@ -11,6 +11,7 @@ import tokenize
 
 import pytest
 
+from docs.make_reference import page_text
 from grpo import config as c
 from grpo.config.checks import describe_roles, validate
 from grpo.config.recipes import field_paths, load, load_recipe
@@ -89,6 +90,7 @@ OTHER_TOOLS_FLAGS |= {"--shape", "--jobs", "--roles", "--phases", "--kinds", "--
 OTHER_TOOLS_FLAGS |= {"--num", "--cases", "--worst", "--prompt", "--evaluation", "--html", "--methods", "--layers"}
 OTHER_TOOLS_FLAGS |= {"--partition", "--account", "--mem", "--gres", "--gpus-per-node"}
 MOST_LINES = 120  # of the page that a newcomer reads first, 30 of them what the quickstart prints
+MOST_BYTES = 14 * 1024  # of any other page, except the reference
 
 
 def table(first_header: str) -> list[list[str]]:
@@ -110,6 +112,12 @@ def section(page: str, heading: str) -> str:
     return found
 
 
+def python_of(page: str) -> str:
+    """The one block of Python on a page."""
+    (block,) = re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
+    return block
+
+
 def documented_metrics() -> set[str]:
     return {name for row in table("Metric") for name in re.findall(r"`([^`]+)`", row[0])}
 
@@ -120,6 +128,16 @@ def phases() -> set[str]:
 
 def test_the_first_page_is_short():
     assert len(TOP.splitlines()) <= MOST_LINES
+
+
+def test_no_page_is_long():
+    sizes = {name: len(text.encode()) for name, text in PAGES.items() if name.startswith("docs/")}
+    assert [name for name, size in sizes.items() if size > MOST_BYTES and name != "docs/reference.md"] == []
+
+
+def test_the_reference_is_that_of_the_fields():
+    """If not: `python -m docs.make_reference`."""
+    assert PAGES["docs/reference.md"] == page_text()
 
 
 # ---- Metrics
@@ -139,7 +157,8 @@ def test_every_logged_metric_is_documented():
     )
     groups += "|packing"
     for file, source in SOURCES.items():
-        found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
+        code = re.sub(r"^ *>>> .*$", "", source, flags=re.MULTILINE)  # examples have names of a user's functions
+        found = set(re.findall(rf'"((?:{groups})/\w+)"', code))
         assert found <= documented_metrics() | INGREDIENTS, file
     assert phases() <= documented_metrics()
 
@@ -209,9 +228,11 @@ def test_every_flag_exists(capsys):
 
 
 def anchors(path: pathlib.Path) -> set[str]:
-    """Those of a page's headings, as code hosts make them."""
-    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    """Those of a page's headings, as code hosts make them, and those that it writes."""
+    text = path.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    written = re.findall(r'<a id="([\w-]+)">', text)
+    return {*written, *(re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings)}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *HISTORY])
@@ -229,6 +250,7 @@ def test_every_link_resolves(page):
 def test_every_path_that_is_named_exists(page):
     """Paths as seen from the page's own folder, the root, or a folder of the root."""
     text = re.sub(r"(\[[\w.-]+\.(?:md|py))?\]\([^)]*\)", "]", PAGES[page])  # links have a test of their own
+    text = re.sub(r"`[^`]*`[^`|.]*?\sof\s+commit", "", text)  # what was there once
     folders = re.findall(r"(?<![\w./-])(?:grpo|configs|docs|launch|tests)/[\w./-]*\w", text)
     files = re.findall(r"(?<![\w.-])[\w./-]*\w\.(?:py|txt|toml|sh|sbatch|md)\b(?!:)", text)
     named = {*folders, *files} - OTHER_FILES
@@ -345,8 +367,7 @@ def test_every_message_is_one_of_the_code():
 
 
 def test_own_loss_and_reward_are_the_files_that_run_end_to_end():
-    page = section("docs/methods.md", "Your own loss and reward")
-    loss, reward = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    loss, reward = (python_of(f"docs/own-{what}.md") for what in ("loss", "reward"))
     assert loss == (ROOT / "configs/examples/my_method.py").read_text()
     assert reward == (ROOT / "configs/examples/my_reward.py").read_text()
     assert len(loss.splitlines()) < 40 and len(reward.splitlines()) <= 25

@@ -147,6 +147,14 @@ def test_a_file_with_other_rows_and_the_same_time_is_read_again(kind, tmp_path):
         assert rows_of(path) == [{"a": text}]
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_a_cache_that_cannot_be_written_is_named(name, tmp_path, monkeypatch):
+    """As where several users share one."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/shared/datasets")
+    with pytest.raises(ValueError, match="cannot be written to /proc/shared/datasets .* set HF_DATASETS_CACHE to"):
+        asked_for({name: A1}, name, tmp_path)
+
+
 # ---- a function
 
 
@@ -190,7 +198,7 @@ def test_a_function_gives_rows(mine):
 def test_the_stream_of_the_page_is_read_as_far_as_needed_and_again_the_same(tmp_path, monkeypatch):
     """The rows of a stream are the same at each start, in its shuffled order."""
     monkeypatch.chdir(tmp_path)
-    _, _, block = (ROOT / "docs/data.md").read_text().partition("**A stream.**")
+    _, _, block = (ROOT / "docs/rows-from-functions.md").read_text().partition("## A stream")
     (tmp_path / "my_stream.py").write_text(block.split("```python\n")[1].split("```")[0])
     rows = [{"question": "long" * 1000 if n % 10 == 0 else f"What is {n}?", "answer": n} for n in range(3000)]
     (tmp_path / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

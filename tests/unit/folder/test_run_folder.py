@@ -319,6 +319,6 @@ def test_a_run_does_not_replace_what_it_reads(tmp_path):
 
 
 def test_run_files_are_listed_in_the_pages():
-    page = (ROOT / "docs/running.md").read_text()
+    page = (ROOT / "docs/run-folder.md").read_text()
     for name in RUN_FILES:
         assert f"| `{name}` |" in page or f"| `{name}/` |" in page, name
