@@ -266,8 +266,17 @@ class Rollout:
 
     @property
     def behind(self) -> Pieces:
-        """Pieces that follow a prompt, without repeated turns."""
-        return tuple(piece for _, *behind in self.sequences for piece in behind if not piece.is_repeated)
+        """Pieces that follow a prompt, without repeated turns and what was written between them."""
+        pieces = []
+        for _, *behind in self.sequences:
+            new = []
+            for piece in behind:
+                if not piece.is_repeated:
+                    new.append(piece)
+                elif not any(earlier.is_sampled for earlier in new):
+                    new.clear()
+            pieces += new
+        return tuple(pieces)
 
     @cached_property
     def sampled(self) -> Pieces:

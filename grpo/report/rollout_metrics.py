@@ -99,6 +99,9 @@ def episode_metrics(rollouts: list[Rollout]) -> Scalars:
         "environment/lost_count": sum(is_lost),
         "time/environment": _mean(seconds),
     }
+    num_sequences = [len(r.sequences) for r in rollouts]
+    if max(num_sequences) > 1:
+        metrics["environment/sequences"] = _mean(num_sequences)
     for event in EVENTS:
         counts = [e["counts"].get(event, 0) for e in episodes]
         metrics[f"environment/{event}"] = _mean(counts)

@@ -106,6 +106,7 @@ def test_what_is_told_of_an_episode_counts_a_repeated_turn_once():
     (whole, *_), (parted, *_) = (over_the_wire(split((number,))[2:]) for number in (1, 3))
     assert parted.lengths == [4, 8, 18] and parted.num_tokens == whole.num_tokens == 27
     assert [piece.num_tokens for piece in parted.sampled] == [3] * NUM_TURNS
+    assert parted.ids_T.equal(whole.ids_T)  # each sequence goes on where the one before it ended
     assert nonfinite_frac([parted]) == nonfinite_frac([whole]) == pytest.approx(1 / 27)
     metrics = [rollout_metrics([replace(rollout, reward=1.0)], 1) for rollout in (whole, parted)]
     assert metrics[0] == metrics[1]
