@@ -11,6 +11,7 @@ from grpo.data.layout import plan
 from grpo.data.recorded import RecordedStep, read_step, save_step
 from grpo.report.rollout_metrics import nonfinite_frac, rollout_advantages, rollout_metrics
 from grpo.report.samples import completion_records, describe
+from grpo.tools.page import add_tokens
 from grpo.tools.replay import take_step
 from grpo.types import Piece, Prompt, Rollout
 from tests.rollouts import branched, conversation, over_the_wire, rewarded
@@ -115,6 +116,12 @@ def test_what_is_told_of_an_episode_counts_a_repeated_turn_once():
     assert rollout_advantages(batch) == [0.5, -2.0]
     batch = replace(batch, loss_mask_N=batch.loss_mask_N & (batch.rollout_N == 1))
     assert rollout_advantages(batch) == [None, -2.0]
+    records = [{"advantage": None}, {"advantage": 0.5}]
+    add_tokens(records, make_batch([parted, whole]), lambda ids: list(map(str, ids)))
+    # what later sequences repeat of their prompt and of earlier turns is shown, and is not sampled
+    assert [len(record["tokens"]["texts"]) for record in records] == [8 + 18 + 43 + 2 * 3, 43]
+    assert [sum(record["tokens"]["sampled"]) for record in records] == [27, 27]
+    assert [sum(record["tokens"]["in_loss"]) for record in records] == [0, 26]
     read = replace(parted, sequence_texts=["a b", "a c"])
     (record,) = completion_records([read], ["a"])
     assert record["sequences"] == ["a b", "a c"] and "sequence 2: a c" in describe(record)
