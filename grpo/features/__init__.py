@@ -11,6 +11,7 @@ A feature is a folder whose `__init__.py` offers some of these, each asked for i
     lines()                     functions that warn of a step's rollouts, each once       run/scorer.py
     open_episodes(config, ..)   plays rollouts of several turns on the engine             run/session.py
     load(config, folder, roles) a model on the learners                                   run/session.py
+    rehearse(config, ..)        plays episodes without a model                    tools/check_environment.py
 
 Standard library alone: worker processes and the checks of a config come through here. No feature imports another.
 """

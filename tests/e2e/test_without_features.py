@@ -14,10 +14,8 @@ from tests.torchrun import ROOT, SETTINGS, run_python
 # What goes with each folder besides it and tests/unit/features/NAME
 ALSO = {
     "environments": [
-        "grpo/tools/check_environment.py",
         "tests/e2e/test_environments.py",
         "tests/e2e/test_methods.py",  # return_to_go among them
-        "tests/unit/test_commands.py",
     ],
     "programs": ["configs/qwen2_5_coder_0_5b_programs.py"],
     "reward_model": [

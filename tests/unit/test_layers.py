@@ -22,7 +22,6 @@ LAYERS = (
 )
 LAYER_OF = {folder: number for number, folders in enumerate(LAYERS) for folder in folders}
 DOOR = "grpo.features"  # every layer may import it, nobody what is behind it
-TOOLS_OF = {"grpo.tools.check_environment": f"{DOOR}.environments"}  # a tool that goes with its feature
 SCRIPTS = ("train_grpo", "train_sft")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -73,7 +72,7 @@ def test_imports_go_downward(module: str):
 def test_the_door_is_the_only_way_to_a_feature_and_knows_nothing_itself():
     assert not [name for name in imports_of(f"{DOOR}.__init__") if name.startswith("grpo")]
     for module in (*MODULES, *SCRIPTS):
-        own_folder = TOOLS_OF.get(module, ".".join(module.split(".")[:3]))
+        own_folder = ".".join(module.split(".")[:3])
         behind = [name for name in imports_of(module) if name.startswith(f"{DOOR}.")]
         assert all(name.startswith(own_folder) for name in behind), module
 

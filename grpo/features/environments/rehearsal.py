@@ -1,0 +1,98 @@
+"""An environment played without a model or an engine: by random calls, or by hand (grpo/tools/check_environment.py)."""
+
+import json
+import pathlib
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from grpo.config.user_files import load_function
+from grpo.data.rows import Example
+from grpo.features.environments.calls import written_call
+from grpo.features.environments.episodes import turns_of
+from grpo.features.environments.host import EnvironmentHost
+from grpo.features.environments.play import Episode, Player
+from grpo.features.environments.tools import Toolbox, load_toolboxes
+from grpo.report.samples import turn_lines
+from grpo.text import one_line, printable, without_surrogates
+from grpo.types import Piece, Prompt
+from grpo.watch.failures import refuse_bad_input
+
+STAND_IN = f"{pathlib.Path(__file__).parents[3]}/configs/examples/toys.py:trained_tokenizer"
+WORDS = ["attic", "box", "cellar", "door", "east", "find", "go", "7", "42"]
+NUMBERS = range(1, 17)
+VALUES = {"integer": NUMBERS, "number": NUMBERS, "boolean": [True, False], "array": [[]]}  # by JSON's types
+
+
+def rehearse(config: Any, examples: Sequence[Example], num_episodes: int, by_hand: bool) -> bool:
+    """Play episodes of the config's one environment, and print them. Returns whether one was lost.
+
+    examples: rows, in turns. by_hand: somebody types what the model would write. Raises BadInput for an environment
+    that cannot be used.
+    """
+    environment = config.environment
+    with refuse_bad_input():
+        (toolbox,) = load_toolboxes(environment).values()
+        toolbox.check_columns(examples[0].columns)
+        tokenizer = load_function(STAND_IN, "the stand-in for a tokenizer")(WORDS, 300)
+        stops = [tokenizer.eos_token_id]
+        style = "hermes" if environment.calls == "auto" else environment.calls
+        turns = turns_of(tokenizer, environment, config.data, stops, {"": toolbox})
+        host = EnvironmentHost(environment, style, num_processes=1, variables=config.reward.environment)
+
+    print(f"{toolbox.name}: tools {', '.join(toolbox.tools) or 'none'}\n{json.dumps(toolbox.schemas, indent=2)}")
+    player = Player(environment, host, turns, tokenizer, config.max_sequence_tokens)
+    is_lost = False
+    with closing(host):
+        for seed in range(num_episodes):
+            example = examples[seed % len(examples)]
+            prompt = Prompt(seed, turns[""].opening(example.prompt), example.columns, content=example.prompt)
+            episode = Episode(prompt, 0, seed, 0)
+            player.begin([episode], config.generator.max_completion_tokens)
+            draw = random.Random(seed)
+            while any(decision.max_tokens for decision in player.collect([0], 1)):
+                text = random_turn(toolbox, style, draw)
+                if by_hand:
+                    text = typed_turn(episode, such_as=text)
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"] + stops
+                player.add_turn(0, Piece.sampled(ids, [0.0] * len(ids), ended_by="stop"))
+            player.finish()
+            show(episode)
+            is_lost |= bool(episode.failure)
+    return is_lost
+
+
+def random_turn(toolbox: Toolbox, style: str, draw: random.Random) -> str:
+    """Write a call of one of the tools, with arguments of the right types; a word if there are no tools."""
+    if not toolbox.schemas:
+        return draw.choice(WORDS)
+    function = draw.choice(toolbox.schemas)["function"]
+    arguments = {}
+    for name, parameter in function["parameters"]["properties"].items():
+        arguments[name] = draw.choice(parameter.get("enum") or VALUES.get(parameter.get("type"), WORDS))
+    return written_call(function["name"], arguments, style)
+
+
+def typed_turn(episode: Episode, such_as: str) -> str:
+    """Show what was answered last, and return what somebody types."""
+    if episode.turns:
+        print(printable("\n".join(episode.turns[-1]["answers"])))
+    else:
+        print(printable(episode.opening or str(episode.prompt.content)))
+        print(f"Enter ends a turn, Ctrl-D leaves. A turn may be: {one_line(such_as)}")
+    try:
+        return without_surrogates(input("> "))
+    except EOFError:
+        print("\nleft before the end of the episode")
+        raise SystemExit(0) from None
+
+
+def show(episode: Episode) -> None:
+    """Print an episode and what came of it."""
+    seconds = episode.waited / max(1, len(episode.turns))
+    outcome = f"lost: {episode.failure}" if episode.failure else f"reward {episode.reward}"
+    outcome += f"; ended by {episode.ended_by} after {len(episode.turns)} turns, each answered in {seconds:.4f} s"
+    counts = [f"{name} {count}" for name, count in episode.counts.items() if count]
+    lines = [f"--- seed {episode.seed}", episode.opening or "", *turn_lines(episode.turns), outcome, ", ".join(counts)]
+    print(printable("\n".join(lines)))
