@@ -6,7 +6,7 @@ out: everything that several ranks do together.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from grpo.config import SamplingConfig
 from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.metrics import StepMetrics
-from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
@@ -28,13 +27,11 @@ from grpo.report.rollout_metrics import (
 )
 from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
-from grpo.roles.process_groups import Roles
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.groups import GroupBuffer, rollouts_of, set_rollouts
 from grpo.run.scorer import Scorer, check_lost, check_version
 from grpo.run.session import Session
 from grpo.run.start import Prompts
-from grpo.run.step_timer import StepTimer
 from grpo.run.steps import Schedule, Steps
 from grpo.types import Prompt, Requests, Rollout, Scalars, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
@@ -42,34 +39,29 @@ from grpo.watch.failures import refuse_bad_input
 EARLY_PLANS = 2  # so many steps of a process get a sync check: before its first sync, and behind it
 
 
+@dataclass(eq=False)
 class Driver(Steps):
     """Prompts, rewards, decisions and the log."""
 
-    def __init__(
-        self,
-        sampling: SamplingConfig,
-        prompts: Prompts | None,
-        scorer: Scorer | None,
-        run_log: RunLog | None,
-        schedule: Schedule,
-        roles: Roles,
-        timer: StepTimer,
-        reward_model: Any = None,
-    ):
-        """Take what a driver uses; prompts, scorer and log are on rank 0 alone. reward_model: as in `on_driver`."""
-        super().__init__(schedule, run_log, roles, timer)
-        self.sampling = sampling
-        self.prompts = prompts
-        self.scorer = scorer
-        self.reward_model = reward_model
-        self.num_plans = 0
-        if prompts:
+    sampling: SamplingConfig
+    prompts: Prompts | None
+    """On rank 0 alone."""
+    scorer: Scorer | None
+    """Likewise."""
+    reward_model: Any = None
+    """As in `on_driver`."""
+
+    num_plans = 0
+
+    def __post_init__(self) -> None:
+        """Begin with the groups of the checkpoint."""
+        if self.prompts:
             self.buffer = GroupBuffer(
-                sampling,
-                prompts.per_step,
-                prompts.group_size,
-                prompts.groups,
-                scorer.judging_parts,
+                self.sampling,
+                self.prompts.per_step,
+                self.prompts.group_size,
+                self.prompts.groups,
+                self.scorer.judging_parts,
             )
 
     @classmethod
@@ -85,13 +77,13 @@ class Driver(Steps):
             overlap_steps=config.overlap_steps,
         )
         return cls(
-            config.sampling,
-            session.start.data,
-            session.start.scorer,
-            session.run_log,
             schedule,
             session.roles,
             session.timer,
+            session.run_log,
+            config.sampling,
+            session.start.data,
+            session.start.scorer,
             session.reward_model,
         )
 

@@ -52,6 +52,7 @@ class Group:
         self.life = Life.COMPLETE if has_ended else Life.BEGUN
 
 
+@dataclass(eq=False)
 class GroupBuffer:
     """The groups in flight, and those that the current step took.
 
@@ -81,20 +82,17 @@ class GroupBuffer:
     [0, 6, 7, 8, 9]
     """
 
-    def __init__(
-        self,
-        sampling: SamplingConfig,
-        prompts_per_step: int,
-        group_size: int,
-        groups: Iterable[Group] = (),
-        judging_parts: Sequence[str] = (),
-    ):
-        """Begin with the groups in flight. judging_parts: the parts of the reward that look at more than length."""
-        self.sampling = sampling
-        self.judging_parts = judging_parts
-        self.prompts_per_step = prompts_per_step
-        self.group_size = group_size
-        self.groups = [*groups]
+    sampling: SamplingConfig
+    prompts_per_step: int
+    group_size: int
+    groups: Sequence[Group] = ()
+    """Those in flight."""
+    judging_parts: Sequence[str] = ()
+    """The parts of the reward that look at more than length."""
+
+    def __post_init__(self) -> None:
+        """Begin the first step."""
+        self.groups = list(self.groups)
         self.begin_step()
 
     # ---- what to sample -----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Completions -> rollouts with rewards: what training and evaluation share. On rank 0."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,36 +71,31 @@ def with_parts(
     return replace(rollout, rewards=rewards, reward=reward, failures=failures)
 
 
+@dataclass(eq=False)
 class Scorer:
     """Decodes completions, and has worker processes and the reward model, if there is one, score them."""
 
-    def __init__(
-        self,
-        pool: RewardPool,
-        parts: Mapping[str, Any],
-        weights: Mapping[str, float],
-        pass_functions: Sequence[str],
-        policy: PolicyFiles,
-        turn_weight: float | None = None,
-        lines_once: Sequence[Callable] = (),
-    ):
-        """Hold what scores; `pool` has started.
+    pool: RewardPool
+    """It has started."""
+    parts: Mapping[str, Any]
+    """The parts of the reward that no function computes, by their names. Each has a method `values(rollouts, opening)`,
+    which returns for each rollout its value or None, and the reason if it failed."""
+    weights: Mapping[str, float]
+    """Of all parts."""
+    pass_functions: Sequence[str]
+    """Names of what says whether a completion passes, the first that gives it a value."""
+    policy: PolicyFiles
+    turn_weight: float | None = None
+    """Weight of the environment, if each turn earns its own reward."""
+    lines_once: list[Callable] = field(default_factory=list)
+    """Functions that warn of a step's rollouts, each of which is heard once."""
 
-        parts: the parts of the reward that no function computes, by their names. Each has a method `values(rollouts,
-        opening)`, which returns for each rollout its value or None, and the reason if it failed. weights: of all parts.
-        pass_functions: names of what says whether a completion passes, the first that gives it a value. turn_weight: of
-        the environment, if each turn earns its own reward. lines_once: functions that warn of a step's rollouts, each
-        of which is heard once.
-        """
-        self.pool = pool
-        self.parts = parts
-        self.weights = weights
-        self.pass_functions = pass_functions
-        self.policy = policy
-        self.turn_weight = turn_weight
-        self.answer_format = answer_format_of(pool.functions)
-        self.collected_before = False
-        self.lines_once = list(lines_once)
+    collected_before = False  # without an annotation it is no argument
+
+    @property
+    def answer_format(self) -> str | None:
+        """Format of answers, None if no function reads them."""
+        return answer_format_of(self.pool.functions)
 
     @property
     def judging_parts(self) -> list[str]:

@@ -7,13 +7,10 @@ from typing import Any, Literal
 from grpo.data.batches import make_batch
 from grpo.data.encode import Encoded
 from grpo.metrics import StepMetrics
-from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
-from grpo.roles.process_groups import Roles
 from grpo.run.session import Session
 from grpo.run.start import Examples
-from grpo.run.step_timer import StepTimer
 from grpo.run.steps import Schedule, Steps
 from grpo.types import Piece, Rollout, Scalars, TrainBatch
 
@@ -29,23 +26,17 @@ class Due:
     save: bool
 
 
+@dataclass(eq=False)
 class SFTDriver(Steps):
     """Examples, decisions and the log."""
 
-    def __init__(
-        self,
-        examples: Examples | None,
-        stop_at_loss: float,
-        run_log: RunLog | None,
-        schedule: Schedule,
-        roles: Roles,
-        timer: StepTimer,
-    ):
-        """Take what a driver uses; examples and log are on rank 0 alone."""
-        super().__init__(schedule, run_log, roles, timer)
-        self.examples = examples
-        self.stop_at_loss = stop_at_loss
-        recent_losses = examples.recent_losses if examples else ()
+    examples: Examples | None
+    """On rank 0 alone."""
+    stop_at_loss: float
+
+    def __post_init__(self) -> None:
+        """Begin with the losses of the checkpoint."""
+        recent_losses = self.examples.recent_losses if self.examples else ()
         self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
 
     @classmethod
@@ -59,12 +50,12 @@ class SFTDriver(Steps):
             validate_every=config.validation.interval,
         )
         return cls(
-            session.start.data,
-            config.stop_at_loss,
-            session.run_log,
             schedule,
             session.roles,
             session.timer,
+            session.run_log,
+            session.start.data,
+            config.stop_at_loss,
         )
 
     @on_driver

@@ -39,22 +39,17 @@ class Schedule:
         return every > 0 and (is_last or step % every == 0)
 
 
+@dataclass(eq=False)
 class Steps:
     """Requests to stop, and the line of a step in the log."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        run_log: RunLog | None,
-        roles: Roles,
-        timer: StepTimer,
-    ):
-        """Take what every script has. run_log: on rank 0 alone."""
-        self.schedule = schedule
-        self.run_log = run_log
-        self.roles = roles
-        self.timer = timer
-        self.num_skipped = 0  # in a row
+    schedule: Schedule
+    roles: Roles
+    timer: StepTimer
+    run_log: RunLog | None
+    """On rank 0 alone."""
+
+    num_skipped = 0  # in a row; without an annotation it is no argument
 
     def is_stopped(self, step: int) -> bool:
         """Return whether a signal or a file asked the run to end after `step` steps. On rank 0 alone."""

@@ -174,7 +174,7 @@ def steps_of(session: Session) -> Steps:
     """Return what rank 0 decides and logs."""
     config = session.config
     schedule = Schedule(num_steps=config.num_steps, checkpoint_every=config.checkpoint.interval)
-    return Steps(schedule, session.run_log, session.roles, session.timer)
+    return Steps(schedule, session.roles, session.timer, session.run_log)
 
 
 def train_on(

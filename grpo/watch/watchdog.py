@@ -16,6 +16,7 @@ is gone, or the store says that the run is over.
 import contextlib
 import datetime
 import json
+import math
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
@@ -96,17 +98,17 @@ def ranks_behind(states: Mapping[int, RankState]) -> list[int]:
     return sorted(behind - waiting)
 
 
+@dataclass(eq=False)
 class HangDetector:
     """Remembers the states of all ranks, and finds that nothing has happened for too long."""
 
-    def __init__(self, deadline_minutes: float, patience: float):
-        """patience: seconds after the deadline, for a rank that only stands in for another."""
-        self.deadline_minutes = deadline_minutes
-        self.patience = patience
-        self.states: dict[int, RankState] = {}
-        self.answered_at: dict[int, float] = {}
-        self.moved_at = float("-inf")
-        self.looked_at = float("-inf")
+    deadline_minutes: float
+    patience: float
+    """Seconds after the deadline, for a rank that only stands in for another."""
+    states: Mapping[int, RankState] = field(default_factory=dict)
+    answered_at: dict[int, float] = field(default_factory=dict)
+    moved_at: float = -math.inf
+    looked_at: float = -math.inf
 
     def look(self, states: Mapping[int, RankState], now: float) -> Hang | None:
         """Return who hangs, if anybody. `now`: seconds of a steady clock."""
