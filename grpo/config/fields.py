@@ -371,7 +371,7 @@ class EnvironmentConfig:
     call_seconds: Annotated[AboveZero, Below(math.inf)] = 10.0
     """Most seconds in which a turn's calls are carried out; then the process is killed."""
     reset_seconds: Annotated[AboveZero, Below(math.inf)] = 60.0
-    """Most seconds of a `reset`, which is tried once more in a fresh process."""
+    """Most seconds of a `reset`."""
     rollout_seconds: Annotated[NotNegative, Below(math.inf)] = 0.0
     """Seconds after which no further turn begins, and what was reached is scored; 0 is no limit."""
     num_processes: Count = 0

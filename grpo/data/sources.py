@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,7 +96,6 @@ def load_rows(source: Source) -> Rows:
         FileNotFoundError: the file does not exist; the message has its absolute path.
         ValueError: it cannot be read, a line is not a JSON object, or there are no rows; one line with the way out.
     """
-    _check_cache()
     if source.kind == "folder":
         raise ValueError(
             f"data folder {source.path} is not read as a whole; name files of one split in it, such as "
@@ -113,21 +111,6 @@ def load_rows(source: Source) -> Rows:
     if next(iter(rows), None) is None:
         raise ValueError(f"data set {source.path} (split {source.split!r}) has no rows; give one that has")
     return rows
-
-
-def _check_cache() -> None:
-    """Raise ValueError if the folder for tables cannot be written, as one that several users share."""
-    import datasets
-
-    folder = datasets.config.HF_DATASETS_CACHE
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryDirectory(dir=folder).cleanup()
-    except OSError as error:
-        raise ValueError(
-            f"tables of rows cannot be written to {folder} ({error.strerror}); set HF_DATASETS_CACHE to a folder of "
-            "your own, models in HF_HOME can stay where they are"
-        ) from error
 
 
 def _in_memory(lines: list[str], source: Source) -> Rows:

@@ -246,17 +246,6 @@ def draw_anew() -> None:
             sys.modules[library].seed()
 
 
-def connections() -> set[int]:
-    """Return the file descriptors of this process's sockets that are connected to an address."""
-    connected = set()
-    for number in map(int, os.listdir("/proc/self/fd")):
-        # OSError: it is no socket, has no peer, or was the open folder of this listing
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
-            if copy.getpeername():  # a pair within the process has no name
-                connected.add(number)
-    return connected
-
-
 def lower_limit(name: int, soft: int, hard: int | None = None) -> None:
     """Set a limit of the calling process, except where it is lower already. The hard limit is `soft` by default."""
     if hard is None:

@@ -22,7 +22,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from typing import Any
@@ -91,21 +90,13 @@ class Supervisor:
             pass
 
     def _load(self) -> None:
-        """Load here, so that it costs a worker nothing. Warn of what a fork shares or loses."""
-        connections = processes.connections()
+        """Load here, so that it costs a worker nothing. Forks share its connections, and lose its threads."""
         try:
             loaded = self.load()
         except BaseException as error:  # a user's file may raise anything
             self._give_up(describe_error(error))
         self.load = lambda: loaded
         self.helpers = processes.children()
-        if processes.connections() - connections or threading.active_count() > 1:
-            print(
-                "warning: your file opens a connection or starts a thread while it is imported; do it in reset, or in "
-                "the first call: all processes would share the connection and mix up its replies, none has the thread",
-                file=sys.stderr,
-                flush=True,
-            )
 
     def _start_workers(self) -> None:
         """Start the missing workers: all at the beginning or, if they load once, as many as calls need."""

@@ -96,7 +96,6 @@ CASES = {
     f"{GRPO} --trainer.micro-batch-tokens 8": "raise it to at least 28",
     f"{GRPO} --reward.functions math 1": "unknown reward function 'math'.*math_reward",
     f'{GRPO} --generator.engine speculative_config {{{{"method":"ngram"}}}}': "needs a GPU: vLLM's CPU backend samples",
-    f"{GRPO} --trainer.lora-alpha 64": "lora_alpha=64.0 does nothing without",
     # flags
     f"{GRPO} --lr 1e-5": "write --trainer.learning-rate VALUE",
     f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; docs/coming-from.md",

@@ -34,12 +34,6 @@ MARKS = {style: re.compile(f"{opening}|{THOUGHT}|{END_OF_THOUGHT}") for style, o
 ANY_TAG = {style: re.compile(f"{opening}|{closing}") for style, (opening, closing) in TAGS.items()}
 BLANKS = re.compile(r"\s*")
 BETWEEN_OBJECTS = re.compile(r"[;,\s]*")
-# What `other_style` returns for a call in none of the styles, and how such calls begin: those of Qwen3-Coder, of Python
-# (Llama 3.2, Gemma), Mistral and Gemma 4
-UNKNOWN_STYLE = "unknown"
-UNKNOWN_CALL = (
-    r"<function={name}\b|(?:\A|{end}|<\|python_tag\|>|```\w*\n)\s*\[?{name}\(|\[TOOL_CALLS\]|\bcall:{name}\{{"
-)
 
 
 def _finite(number: str) -> float:
@@ -115,19 +109,13 @@ def written_call(name: str, arguments: Arguments, style: str) -> str:
 
 
 def other_style(text: str, style: str, tools: Collection[str]) -> str:
-    """Return a style other than `style` in which the turn calls one of `tools`; empty if it does not.
-
-    It is UNKNOWN_STYLE for a call that looks as other models write it, and that no style reads.
-    """
+    """Return a style other than `style` in which the turn calls one of `tools`; empty if it does not."""
     for other in STYLES:
         if other == style:
             continue
         for call in parse(text, other, tools):
             if isinstance(call, ToolCall) and call.name in tools:
                 return other
-    for name in tools:
-        if re.search(UNKNOWN_CALL.format(name=re.escape(name), end=END_OF_THOUGHT), text):
-            return UNKNOWN_STYLE
     return ""
 
 

@@ -37,8 +37,6 @@ Values = dict[str, Any]  # as JSON has them, by name
 MAX_CHARACTERS = 32_000
 # Limit for what `reset` returns, above what prompts have
 MAX_OPENING_CHARACTERS = 500_000
-# A `reset` that is tried once more, in another process
-SECOND_RESET = "second reset"
 
 
 class EnvironmentHost:
@@ -57,7 +55,7 @@ class EnvironmentHost:
         ValueError if the file cannot be loaded.
         """
         self.config = config
-        self._pending: dict[int, tuple[str, Call]] = {}  # episode -> what was asked, and its call
+        self._pending: dict[int, str] = {}  # episode -> what was asked
         load = functools.partial(load_environment, config, style)
         self.workers = Workers(
             "environments",
@@ -87,7 +85,7 @@ class EnvironmentHost:
             conversation=conversation,
             ends=do == "finish",
         )
-        self._pending[episode] = (do, call)
+        self._pending[episode] = do
         self.workers.submit([call])
 
     def drop(self, episode: int) -> None:
@@ -104,26 +102,21 @@ class EnvironmentHost:
         deadline, or that was killed from outside. Anything else is `hung`, because what the policy wrote may have
         caused it. Functions without a class then answer instead.
         """
-        outcomes = self.workers.poll(seconds)
-        return list(filter(None, map(self._reply, outcomes)))
+        return list(map(self._reply, self.workers.poll(seconds)))
 
-    def _reply(self, outcome: Values) -> Values | None:
-        """Return the reply to a call. A `reset` that failed is tried once more in another process: None."""
+    def _reply(self, outcome: Values) -> Values:
+        """Return the reply to a call."""
         episode = outcome["call"]
-        do, call = self._pending[episode]
+        do = self._pending[episode]
         if "value" in outcome:
             return {"episode": episode, **outcome["value"]}
         cause = outcome["cause"]
-        if do == "reset":
-            self._pending[episode] = (SECOND_RESET, call)
-            self.workers.submit([call])
-            return None
         failure = outcome["failed"]
         if cause == "memory":
             failure = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
         was_killed = failure.endswith(f"killed by signal {signal.SIGKILL:d}")  # the machine had no more memory
         has_class = bool(self.config.all_classes)
-        is_lost = do == SECOND_RESET or cause == "lost" or was_killed or (cause == "late" and has_class)
+        is_lost = do == "reset" or cause == "lost" or was_killed or (cause == "late" and has_class)
         if not is_lost and not has_class:
             return {
                 "episode": episode,

@@ -3,7 +3,7 @@
 import collections
 import itertools
 
-from grpo.features.environments.calls import TAGS, UNKNOWN_STYLE
+from grpo.features.environments.calls import TAGS
 from grpo.text import one_line, shorten
 from grpo.types import Rollout
 
@@ -38,10 +38,10 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
     num_read = sum(episode["counts"].get("calls", 0) for episode in episodes)
     ((style, num_of_style),) = collections.Counter(turn["unread"] for turn in unread).most_common(1)
     first = next(turn["text"] for turn in unread if turn["unread"] == style)
-    opening, _ = TAGS.get(style, ("" if style == UNKNOWN_STYLE else "{", "}"))
+    opening, _ = TAGS.get(style, ("{", "}"))
     example = _quoted(first[first.find(opening) :])
     advice = "show the model the form that is read, in data.system_prompt"
-    if style != UNKNOWN_STYLE and num_of_style > num_read:
+    if num_of_style > num_read:
         advice = f"--environment.calls {style} reads {num_of_style} of them"
     return (
         f"{len(unread)} of {len(turns)} turns call a tool in a form that is not read, such as {example!r}, beside "

@@ -21,7 +21,7 @@ from grpo.config import (
     change,
     fields,
 )
-from grpo.config.checks import cautions, check_effects, check_world_size, suggest_roles, validate
+from grpo.config.checks import cautions, check_world_size, suggest_roles, validate
 from grpo.config.recipes import as_recipe, load, load_recipe
 from tests.unit.config.started import started
 
@@ -86,10 +86,6 @@ REFUSED_IN_GRPO = {
     f"{ONLY_TEACHER} --sampling.dynamic": "reward.functions is empty",
     "--reward.passes accuracy": "reward.passes='accuracy' .* name one of math_reward, thinking_reward",
     "--checkpoint.push-to-hub a/b --checkpoint.no-export": "push_to_hub uploads what checkpoint.export writes",
-    # a flag that nothing reads, because another one is off
-    "--algorithm.kl-in reward": "kl_in='reward' does nothing without algorithm.kl_coef; set that too",
-    "--gpus 4": "gpus=4 does nothing without dry_run",
-    "--environment.max-turns 2": "environment.max_turns=2 does nothing without environment.name environment.tools",
     # values that a field does not take
     "--num-steps 0": "num_steps=0 must be a whole number, at least 1",
     "--generator.temperature 1 0.009": "temperature=.* each entry a number, at least 0.01 and below inf",
@@ -116,12 +112,6 @@ def test_what_cannot_work_is_refused_with_the_numbers(kind, flags):
     with pytest.raises(ValueError, match=(REFUSED_IN_GRPO | REFUSED_IN_SFT)[flags]) as refused:
         started(flags, kind)
     assert "\n" not in str(refused.value)
-
-
-def test_a_recipe_may_hold_what_nothing_reads_because_other_flags_may_need_it():
-    recipe = change(GRPOConfig(), {"algorithm.kl_in": "reward", "environment.max_turns": 2})
-    validate(recipe)
-    check_effects(recipe, recipe)
 
 
 # What only a recipe can write, and what the message says that it must be

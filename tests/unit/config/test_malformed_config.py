@@ -97,7 +97,6 @@ FLAGS = {
     "trainer.learning_rate=1e-5": "trainer.learning_rate=1e-5; docs/coming-from.md",
     "--record true": "true; write --field VALUE, --field NAME VALUE NAME VALUE .., or for a switch --field or",
     "--no-trainer.compile": "--no-trainer.compile",
-    "--trainer.lora-alpha 64": "trainer.lora_alpha=64.0 does nothing without trainer.lora_rank",
     "--trainer.learning-rate fast": "--trainer.learning-rate",
     "--algorithm.kl-in both": "Expected one of ('loss', 'reward'); write",
     "--generator.engine {": "generator.engine",

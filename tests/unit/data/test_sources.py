@@ -147,14 +147,6 @@ def test_a_file_with_other_rows_and_the_same_time_is_read_again(kind, tmp_path):
         assert rows_of(path) == [{"a": text}]
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
-def test_a_cache_that_cannot_be_written_is_named(name, tmp_path, monkeypatch):
-    """As where several users share one."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/shared/datasets")
-    with pytest.raises(ValueError, match="cannot be written to /proc/shared/datasets .* set HF_DATASETS_CACHE to"):
-        asked_for({name: A1}, name, tmp_path)
-
-
 # ---- a function
 
 

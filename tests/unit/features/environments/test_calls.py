@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from grpo.features.environments.calls import (
     STYLES,
     TAGS,
-    UNKNOWN_STYLE,
     ToolCall,
     other_style,
     parse,
@@ -102,22 +101,6 @@ def test_a_call_in_another_style_is_noticed(style):
     for read in STYLES:
         assert other_style(turn, read, ["look"]) == (style if read != style else "")
         assert other_style(turn, read, ["fly"]) == ""
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>\n<function=look>\n<parameter=place>\nattic\n</parameter>\n</function>\n</tool_call>",
-        '<think>Hm.</think>\n[look(place="attic"), look(place="box")]',
-        '```tool_code\nlook(place="attic")\n```',
-        '[TOOL_CALLS]look{"place": "attic"}',
-        '<|tool_call>call:look{place:<|"|>attic<|"|>}<tool_call|>',
-    ],
-)
-def test_a_call_as_other_models_write_it_is_noticed(text):
-    assert parse(text, "fence", ["look"]) == [] and other_style(text, "fence", ["look"]) == UNKNOWN_STYLE
-    for answer in ("I used look(place) and found 4.", "The call: look.", "Look (again)."):
-        assert other_style(answer, "fence", ["look"]) == ""
 
 
 def test_styles_of_templates():

@@ -30,11 +30,5 @@ def test_calls_that_are_not_read_are_told_with_a_style_that_reads_more(num_read,
     assert line.endswith(advice)
 
 
-def test_a_call_that_no_style_reads_is_told_without_a_style():
-    turn = {"text": "[add(number=1)]", "unread": "unknown"}
-    line = unread_calls_line([played([turn], 0)])
-    assert "such as '[add(number=1)]'" in line and "show the model the form" in line and "environment.calls" not in line
-
-
 def test_no_call_that_is_not_read_is_no_warning():
     assert unread_calls_line([played([], 0)]) == ""

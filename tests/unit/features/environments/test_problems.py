@@ -3,7 +3,7 @@
 import pytest
 
 from grpo.config import GRPOConfig, SFTConfig, change
-from grpo.config.checks import check_effects, validate
+from grpo.config.checks import validate
 
 TOOLS = {"environment.tools": ("mine.py:look",)}
 SEVERAL = {"environment.name": {"one": "x.py:A", "two": "x.py:B"}}
@@ -27,12 +27,6 @@ SEVERAL = {"environment.name": {"one": "x.py:A", "two": "x.py:B"}}
 def test_what_does_not_go_with_an_environment_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         validate(change(GRPOConfig(), changes))
-
-
-def test_options_of_a_class_do_nothing_for_tools_alone():
-    recipe = change(GRPOConfig(), TOOLS)
-    with pytest.raises(ValueError, match="environment.options={'a': 1} does nothing without environment.name"):
-        check_effects(change(recipe, {"environment.options": {"a": 1}}), recipe)
 
 
 def test_an_environment_is_reward_enough():
