@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.checks import cautions, validate
-from grpo.config.fields import OWN_LOSS_DEFAULTS, SHARED_GPU, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
+from grpo.config.fields import SHARED_GPU, Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, near_miss, run_file
 from grpo.config.values import check_fields, field_paths, settings
 
@@ -273,19 +273,12 @@ def differences(config: Config, recipe: Config) -> list[str]:
 
 
 def derived(config: Config) -> list[str]:
-    """List the values that the loss gives to fields left at None, and those set to another value than the paper's."""
+    """Say in a line which values the loss gives to fields left at None."""
     if isinstance(config, SFTConfig):
         return []
     resolved = vars(config.algorithm.resolved)
-    paper = vars(AlgorithmConfig(loss=config.algorithm.loss).resolved)
-    lines = []
     filled = [f"{name}={resolved[name]!r}" for name, value in vars(config.algorithm).items() if value is None]
-    if filled:
-        lines.append(f"from algorithm.loss={config.algorithm.loss} follow {', '.join(filled)}")
-    own = [f"{name}={resolved[name]!r}" for name in OWN_LOSS_DEFAULTS if resolved[name] != paper[name]]
-    if own:
-        lines.append(f"set to another value than follows: {', '.join(own)}")
-    return lines
+    return [f"from algorithm.loss={config.algorithm.loss} follow {', '.join(filled)}"] if filled else []
 
 
 def as_recipe(config: Config) -> str:

@@ -39,7 +39,7 @@ from grpo.folder.run_folder import (
 )
 from grpo.roles.process_groups import make_savers_group
 from grpo.text import naming, reason_of
-from grpo.watch.failures import FULL_DISK, BadInput
+from grpo.watch.failures import BadInput
 
 DRIVER_FILE = "driver.pt"
 METADATA_FILE = ".metadata"
@@ -172,11 +172,6 @@ class CheckpointSaver:
     def raise_failure(self) -> None:
         """Raise what `finish` raises, if the thread has ended already. Returns at once."""
         if self.writing is not None and self.writing.done():
-            self.finish()
-
-    def explain(self, failure: BaseException) -> None:
-        """Raise what `finish` raises if `failure` is a full disk: the checkpoint that is being written filled it."""
-        if any(sign in str(failure) for sign in FULL_DISK):
             self.finish()
 
     def finish(self) -> None:

@@ -137,6 +137,8 @@ def unsupported_fields(raw: dict[str, Any], config: PretrainedConfig) -> Iterato
             f"sliding_window={window} is not supported for model_type {config.model_type}; if no prompt with its "
             f"completion is longer than {window} tokens, nothing differs: set it to null in config.json"
         )
+    if window is not None and window < 1:
+        yield f"sliding_window is {window}, not at least 1"
     kinds = layer_kinds(config)
     if len(kinds) != config.num_hidden_layers:
         yield f"layer_types has {len(kinds)} entries for num_hidden_layers={config.num_hidden_layers}"

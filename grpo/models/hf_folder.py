@@ -198,27 +198,25 @@ def check_trainer(folder: str, config: transformers.PretrainedConfig, trainer: T
     Only its config.json is needed. Raises ValueError with the numbers.
     """
     heads = config.num_attention_heads
-    if trainer.context_parallel > 1 and has_states(config):
-        raise ValueError(
-            f"{folder} has gated delta nets, whose states go through a row from its beginning to its end; "
-            f"trainer.context_parallel={trainer.context_parallel} must be 1"
-        )
-    if trainer.context_parallel > 1 and heads % trainer.ranks_of_a_row:
-        raise ValueError(
-            f"{folder} has {heads} heads, which do not divide over trainer.context_parallel={trainer.context_parallel} "
-            f"x trainer.tensor_parallel={trainer.tensor_parallel} ranks"
-        )
+    num_experts = config.num_experts if has_experts(config) else 0
     spread = trainer.expert_parallel
-    if spread > 1 and (not has_experts(config) or config.num_experts % spread):
-        experts = getattr(config, "num_experts", 0)
-        raise ValueError(
-            f"{folder} has {experts} experts, which do not spread over trainer.expert_parallel={spread} ranks"
-        )
-    if trainer.optimizer == "muon" and has_experts(config):
-        raise ValueError(
-            f"trainer.optimizer=muon does not go with {folder}, a mixture of {config.num_experts} experts: it updates "
-            "single matrices, and experts are stacked; set --trainer.optimizer adamw"
-        )
+    refused = {
+        "context_parallel=1: its gated delta nets have states that go through a whole row": (
+            trainer.context_parallel > 1 and has_states(config)
+        ),
+        f"context_parallel x trainer.tensor_parallel to divide its {heads} heads, not {trainer.ranks_of_a_row}": (
+            trainer.context_parallel > 1 and heads % trainer.ranks_of_a_row
+        ),
+        f"expert_parallel to divide its {num_experts} experts, not {spread}": (
+            spread > 1 and (not num_experts or num_experts % spread)
+        ),
+        f"optimizer=adamw: Muon updates single matrices, and its {num_experts} experts are stacked": (
+            trainer.optimizer == "muon" and num_experts
+        ),
+    }
+    for need, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(f"{folder} needs trainer.{need}")
 
 
 def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:

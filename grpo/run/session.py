@@ -104,14 +104,10 @@ def run(
         session = Session(config, script, read, layout or config.roles, roles, text_around(train))
         try:
             train(config, session)
-        except BaseException as failure:
-            try:
-                if session.saver:
-                    session.saver.explain(failure)
-            finally:
-                if here.goes_on:  # so that the next run of a notebook can begin
-                    session.held.close()
-                    session.leave()
+        except BaseException:
+            if here.goes_on:  # so that the next run of a notebook can begin
+                session.held.close()
+                session.leave()
             raise
     if session.repository and session.is_exported:  # here no rank waits, however long it takes
         shown = without_secrets(config)

@@ -372,16 +372,6 @@ def test_no_room_ends_the_run_with_the_file_and_leaves_the_older_ones(room, widt
     assert newest(run_dir) == 6
 
 
-def test_another_file_that_finds_the_disk_full_leaves_no_part_of_the_checkpoint(run_dir):
-    saver = saver_of(run_dir)
-    with largest_file(2000):
-        saver.save(6, Trained(6), {"step": 6, "data": {}})
-        saver.explain(ValueError("a fault of the loop"))
-        with pytest.raises(BadInput, match="the checkpoint of step 6 could not be saved"):
-            saver.explain(OSError(errno.ENOSPC, "No space left on device"))
-    assert names(run_dir) == ["step-00000002", "step-00000004"]
-
-
 # ---- Nothing in a checkpoint is run
 
 

@@ -82,8 +82,12 @@ def test_what_is_refused_has_a_remedy(tmp_path):
     for remedy, call in {
         "no-share-prompts": lambda: document_chunks(types.SimpleNamespace(shared=object())),
         "tensor_parallel=2 must be 1": lambda: check_folder(folder, 64, 2),
-        "context_parallel=2 must be 1": lambda: check_trainer(folder, hf, TrainerConfig(context_parallel=2)),
-        "0 experts, .*expert_parallel=2": lambda: check_trainer(folder, hf, TrainerConfig(expert_parallel=2)),
+        "needs trainer.context_parallel=1: its gated delta nets": lambda: check_trainer(
+            folder, hf, TrainerConfig(context_parallel=2)
+        ),
+        "expert_parallel to divide its 0 experts, not 2": lambda: check_trainer(
+            folder, hf, TrainerConfig(expert_parallel=2)
+        ),
         "lora_rank=4: .*leave it out": lambda: adapted_paths(hf, TrainerConfig(lora_rank=4)),
         "quantization .*leave it out": lambda: check_engine(quantized, hf, on_gpu=False),
         "needs a GPU.*SFT without evaluation": lambda: check_engine(GeneratorConfig(), hf, on_gpu=False),
