@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,9 @@ def summarize(run_dirs: Sequence[Path]) -> str:
     for label in curves[0]:
         shared = [of_run[label] for of_run in curves if label in of_run]
         if len(shared) == len(curves):
-            lines += chart(label, run_dirs, shared)
+            lines += ["", f"{label}:"]
+            lines += map("{} {}".format, MARKS, run_dirs)
+            lines += ["", terminal_curves(shared)]
             break
     if len(run_dirs) == 1:
         lines += answers_before_and_after(run_dirs[0])
@@ -147,22 +149,15 @@ def summarize(run_dirs: Sequence[Path]) -> str:
 
 
 def compare_methods(methods: dict[str, list[Record]]) -> str:
-    """Return a table of each metric's mean over the steps, and its chart with a curve for each method."""
-    rows = [["mean", *methods]]
+    """Return a table of each metric's mean over the steps, and a chart of it with the marks of the table's head."""
+    rows = [["mean", *map("{} {}".format, MARKS, methods)]]
     charts = []
     for name in dict.fromkeys(itertools.chain(*itertools.chain(*methods.values()))):
         curves = [curve_of(records, name) for records in methods.values()]
-        means = [mean_text(values_of(records, name)) for records in methods.values()]
-        if name != "step" and all(curves):
-            rows.append([name, *means])
-            charts += chart(name, methods, curves)
+        if name != "step" and any(curves):
+            rows.append([name, *(mean_text([value for _, value in curve]) for curve in curves)])
+            charts += ["", f"{name}:", terminal_curves(curves)]
     return "\n".join(aligned(rows) + charts)
-
-
-def chart(label: str, names: Iterable[Any], curves: list[Curve]) -> list[str]:
-    """Return the lines of a chart with its title and the mark of each curve."""
-    marks = map("{} {}".format, MARKS, names)
-    return ["", f"{label}:", *marks, "", terminal_curves(curves)]
 
 
 def mean_text(values: list[float]) -> str:
@@ -250,9 +245,7 @@ def first_to_last(curve: Curve) -> str:
     """Return `0.25 to 0.75`, a single number if both are equal, or `-` for no curve."""
     if not curve:
         return "-"
-    _, first = curve[0]
-    _, last = curve[-1]
-    ends = dict.fromkeys(map(compact_number, (first, last)))
+    ends = dict.fromkeys(compact_number(value) for _, value in (curve[0], curve[-1]))
     return " to ".join(ends)
 
 
@@ -283,13 +276,16 @@ def terminal_curves(
 ) -> str:
     """Draw curves over their steps as a chart of `height` text lines and `width` columns, with values at the left.
 
-    Each curve has its own mark, see MARKS. Values that share a column are averaged, and between columns with values a
-    curve is straight. If all values are equal, the chart has one line.
+    Each curve has its own mark, see MARKS; one without values is not drawn. Values that share a column are averaged,
+    and between columns with values a curve is straight. If all values are equal, the chart has one line.
     """
     steps = [step for curve in curves for step, _ in curve]
     first_to_last_step = (min(steps), max(steps))
     columns = []
     for curve in curves:
+        if not curve:
+            columns.append([math.nan] * width)
+            continue
         steps, values = np.transpose(curve)
         counts, _ = np.histogram(steps, width, first_to_last_step)
         sums, _ = np.histogram(steps, width, first_to_last_step, weights=values)
@@ -421,14 +417,7 @@ def page_text(options: Options) -> str:
             models.append(trained_model)
             command = map(str, marker.get("command", []))
             facts = [trained_model, " ".join([marker["script"], *command])]
-        run = PageRun(
-            run_dir,
-            facts,
-            lines_of(run_dir),
-            rollouts,
-            models,
-        )
-        runs.append(run)
+        runs.append(PageRun(run_dir, facts, lines_of(run_dir), rollouts, models))
     path = write_page(runs)
     return f"{path}, {compact_number(path.stat().st_size)}B: open it in a browser; it needs no other file"
 

@@ -53,10 +53,15 @@ def write_page(runs: list[PageRun]) -> Path:
     steps = []
     pieces = []
     for run in runs:
-        metrics = itertools.chain(*run.lines.values())
-        notes = {record["step"]: _note_of(record) for record in metrics if is_number(record.get(INFORMATIVE))}
+        notes = {}
+        for record in itertools.chain(*run.lines.values()):
+            if is_number(record.get(INFORMATIVE)):
+                share = f"{record[INFORMATIVE]:.0%} of those sampled had different rewards"
+                notes[record["step"]] = f"of the groups that were trained on ({share})"
         spell = functools.cache(partial(speller, run.models))  # opens a tokenizer only if there is a batch
-        for (step, kind), group in itertools.groupby(run.rollouts, _step_and_kind):
+        # the kind is empty for completions that were trained on
+        by_step = itertools.groupby(run.rollouts, lambda record: (record["step"], record.get("kind", "")))
+        for (step, kind), group in by_step:
             records = list(group)
             is_recorded = not kind and batch_path(run.folder, step).is_file()
             if is_recorded and spell():
@@ -87,16 +92,6 @@ def write_page(runs: list[PageRun]) -> Path:
     path = runs[0].folder / "look.html"
     replace_file(path, page)
     return path
-
-
-def _note_of(record: Record) -> str:
-    """Say which groups a step with dynamic sampling shows; metrics of rewards are of all that were sampled."""
-    return f"of the groups that were trained on ({record[INFORMATIVE]:.0%} of those sampled had different rewards)"
-
-
-def _step_and_kind(record: Record) -> tuple[int, str]:
-    """Return what the page groups records by. The kind is empty for completions that were trained on."""
-    return record["step"], record.get("kind", "")
 
 
 def add_tokens(

@@ -135,11 +135,8 @@ def read(
     batches_dir = batch_path(recorded, 1).parent
     saved = find_saved(config, script, [str(batches_dir)])
     policy = read_policy(config, build_dir=build_dir)
-    needs_reference = []
-    if algorithm.kl_coef:
-        needs_reference.append(f"algorithm.kl_coef={algorithm.kl_coef}")
-    if algorithm.distill_coef:
-        needs_reference.append(f"algorithm.distill_coef={algorithm.distill_coef}")
+    coefs = {name: getattr(algorithm, name) for name in ("kl_coef", "distill_coef")}
+    needs_reference = [f"algorithm.{name}={value}" for name, value in coefs.items() if value]
     steps = range(saved.step + 1, config.num_steps + 1)
     reasons = " and ".join(needs_reference)
     check_recorded(recorded, steps, config.group_size, reasons, config.turns_earn)
@@ -321,19 +318,13 @@ def take_step(
     hook = trainer.optimizer.optimizers[0].register_step_pre_hook(add_gradient)
     means = train_on(recorded_step, config, trainer).means()
     hook.remove()
-    measured = {}
-    for column, metric in COLUMNS.items():
-        if metric in means:
-            measured[column] = means[metric]
+    measured = {column: means[metric] for column, metric in COLUMNS.items() if metric in means}
     return measured, gradient
 
 
 def table_line(step: int | str, name: str, cells: Iterable[str]) -> str:
     """Return a line of the table from the texts in it."""
-    line = f"{step!s:>5}  {name:<14}"
-    for cell in cells:
-        line += f"{cell:>11}"
-    return line
+    return f"{step!s:>5}  {name:<14}" + "".join(f"{cell:>11}" for cell in cells)
 
 
 if __name__ == "__main__":

@@ -209,6 +209,7 @@ def test_runs_and_methods_share_charts_and_a_long_curve_is_a_band(tmp_path, brow
     browser.wait_for("document.querySelectorAll('.chart').length > 0")
     assert texts_of(browser, "#key span") == ["dapo", "mine"]
     assert texts_of(browser, ".chart header") == ["cosine1", "grad_norm12"]
+    assert texts_of(browser, "#means td") == ["1", "1", "-", "1.5"]  # dapo's, then those of mine
 
 
 def test_the_list_shows_what_prompts_do_not_share(tmp_path, browser):
