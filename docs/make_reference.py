@@ -58,7 +58,8 @@ def pages_with(path: str) -> str:
     """Return links to the two pages that name a field most often."""
     flag = path.replace("_", "-")
     pattern = re.compile(rf"(?<![\w.-])(?:--{re.escape(flag)}|{re.escape(path)})(?![\w.-])")
-    counts = {page.name: len(pattern.findall(page.read_text())) for page in sorted(FOLDER.glob("[!r]*.md"))}
+    how_tos = [page for page in sorted(FOLDER.glob("*.md")) if not re.match("from-|reference", page.name)]
+    counts = {page.name: len(pattern.findall(page.read_text())) for page in how_tos}
     best = sorted((page for page in counts if counts[page]), key=lambda page: -counts[page])
     return ", ".join(f"[{page[:-3]}]({page})" for page in best[:2])
 

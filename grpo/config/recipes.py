@@ -65,7 +65,7 @@ FIELDS_OF_FLAGS = {
     "--mask-truncated-completions": "algorithm.mask_truncated",
     "--vllm-gpu-memory-utilization": "generator.gpu_memory_utilization",
 }
-OF_OTHER_TOOLS = "docs/coming-from.md has the names of TRL and verl beside ours, --help has all of ours"
+OF_OTHER_TOOLS = "docs/from-trl.md and docs/from-verl.md have their names beside ours, --help has all of ours"
 
 
 def load(

@@ -98,7 +98,7 @@ CASES = {
     f'{GRPO} --generator.engine speculative_config {{{{"method":"ngram"}}}}': "needs a GPU: vLLM's CPU backend samples",
     # flags
     f"{GRPO} --lr 1e-5": "write --trainer.learning-rate VALUE",
-    f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; docs/coming-from.md",
+    f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; docs/from-trl.md",
     f"{GRPO} --num-step 3": "--num-steps",
     # recipes
     f"train_grpo.py {TINY}.py": "does not exist; recipes in that folder",

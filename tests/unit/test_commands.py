@@ -12,15 +12,19 @@ import shlex
 import sys
 import types
 
+import datasets
 import pytest
 import transformers
 
+import train_grpo
+from configs.examples import toys, word_problem_rows
 from grpo.config import GRPOConfig, SFTConfig
-from grpo.config.recipes import as_recipe, load_recipe
+from grpo.config.recipes import as_recipe, load, load_recipe
 from grpo.roles.engine.vllm_engine import WRONG_ON_CPU, check_engine
 from grpo.run.command_line import checked_config
 from grpo.tools import check_environment, check_loss, check_reward, evaluate, export, look, replay
 from tests.door import skipping_what_needs_a_deleted_feature
+from tests.tiny_models import SMALL
 from tests.unit.models.test_hf_folder import QWEN3_1_7B
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -139,6 +143,41 @@ def test_a_command_of_a_page_passes_its_checks(command, folder, models, monkeypa
     check_engine(config.generator, hf, on_gpu=True)
     if not WRONG_ON_CPU.keys() & config.generator.engine.keys():
         check_engine(config.generator, hf, on_gpu=False)
+
+
+# Of a port, whose rows its own tool writes in this form
+ROWS_OF_PORTS = {
+    "from_trl": {"question": "What is 12 + 30?", "answer": "12 + 30 = 42\n#### 42"},
+    "from_verl": {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": "What is 12 + 30?"}],
+        "reward_model": {"style": "rule", "ground_truth": "42"},
+        "extra_info": {"index": 7},
+    },
+    "from_openrlhf": {"prompt": "What is 12 + 30?", "label": "#### 42"},
+}
+
+
+@pytest.mark.parametrize("port", ROWS_OF_PORTS)
+def test_a_port_from_another_tool_passes_a_dry_run(port, tmp_path, monkeypatch, capsys):
+    """With rows as that tool has them, and a small model in place of the large one."""
+    (command,) = [text for text in shown_commands() if port in text and text.startswith("torchrun")]
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for split in ("train", "test"):
+        rows = datasets.Dataset.from_list([ROWS_OF_PORTS[port]] * 64)
+        rows.to_json(f"{split}.jsonl")
+        rows.to_parquet(f"{split}.parquet")
+    toys.make_model(tmp_path / "model", word_problem_rows.tokenizer(), 0, SMALL | {"max_position_embeddings": 2048})
+    words = shlex.split(command)
+    flags = words[words.index("train_grpo.py") + 1 :]
+    machine = ["--model.path", "model", "--metrics.wandb-project=", "--dry-run", "--gpus", "8", "--gpu-gib", "80"]
+    config = load(GRPOConfig, str(ROOT / "configs/qwen3_1_7b_gsm8k.py"), [*flags, *machine])
+    with pytest.raises(SystemExit) as end:
+        train_grpo.main(config)
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and f"a completion passes if {next(iter(config.reward.functions))}" in said
 
 
 def run_tool(name: str, words: list[str], monkeypatch):

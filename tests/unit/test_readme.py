@@ -26,8 +26,8 @@ NAMES = [str(path.relative_to(ROOT)) for path in FOUND]
 HISTORY = [name for name in NAMES if name == "CHANGELOG.md" or "evidence/" in name or "notebook/" in name]
 PAGES = {name: (ROOT / name).read_text() for name in sorted({*NAMES} - {*HISTORY})}
 TOP = PAGES["README.md"]
-_OTHERS = "docs/coming-from.md"  # the first column of its tables has names of other tools
-PAGES[_OTHERS] = re.sub(r"^\|[^|]*\|", "| |", PAGES[_OTHERS], flags=re.MULTILINE)
+for _page in ("docs/from-trl.md", "docs/from-verl.md"):  # the first column of their tables has names of other tools
+    PAGES[_page] = re.sub(r"^\|[^|]*\|", "| |", PAGES[_page], flags=re.MULTILINE)
 EVERYTHING = "\n".join(PAGES.values())
 FILES = [*ROOT.glob("*.py"), *(ROOT / "grpo").rglob("*.py")]
 SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
