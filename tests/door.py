@@ -1,13 +1,41 @@
-"""What a test of the core does where a feature's folder was deleted (test_without_features.py)."""
+"""Which files go with a feature's folder, and what a test of the core does where that was deleted."""
 
 import contextlib
+import pathlib
 from collections.abc import Iterator
 
 import pytest
 
+from grpo import features
 from grpo.watch.failures import BadInput
 
+ROOT = pathlib.Path(__file__).parents[1]
 LACKS = "which this checkout lacks"  # how the door refuses a config
+# What goes with each folder besides it and tests/unit/features/NAME
+ALSO = {
+    "environments": ["tests/e2e/test_environments.py"],
+    "programs": [],
+    "reward_model": [
+        "tests/e2e/test_reward_model.py",
+        "tests/dist/test_reward_model.py",
+        "tests/dist/programs/reward_model.py",
+    ],
+}
+
+
+def goes_with(feature: str) -> list[str]:
+    """Paths from the root that are deleted with a feature."""
+    return [f"grpo/features/{feature}", f"tests/unit/features/{feature}", *ALSO[feature]]
+
+
+DELETED = [name for name in features.FEATURES if name not in features.present()]
+GONE = [ROOT / path for name in DELETED for path in goes_with(name)]
+
+
+def is_gone(path: pathlib.Path) -> bool:
+    """Whether a file or folder went with a deleted feature."""
+    path = path.resolve()
+    return any(path.is_relative_to(gone) for gone in GONE)
 
 
 @contextlib.contextmanager

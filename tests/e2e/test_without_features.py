@@ -9,21 +9,9 @@ import sys
 import pytest
 
 from grpo import features
+from tests.door import goes_with
 from tests.torchrun import ROOT, SETTINGS, run_python
 
-# What goes with each folder besides it and tests/unit/features/NAME
-ALSO = {
-    "environments": [
-        "tests/e2e/test_environments.py",
-        "tests/e2e/test_methods.py",  # return_to_go among them
-    ],
-    "programs": ["configs/qwen2_5_coder_0_5b_programs.py"],
-    "reward_model": [
-        "tests/e2e/test_reward_model.py",
-        "tests/dist/test_reward_model.py",
-        "tests/dist/programs/reward_model.py",
-    ],
-}
 # In a process that has imported the libraries (forks.py), which takes the project's modules from the copy alone
 PROGRAM = """
 import importlib, os, pathlib, runpy, sys
@@ -49,10 +37,11 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     copy = tmp_path_factory.mktemp("core") / "project"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
     for name in features.FEATURES:
-        for folder in (f"grpo/features/{name}", f"tests/unit/features/{name}"):
-            shutil.rmtree(copy / folder)
-        for file in ALSO[name]:
-            (copy / file).unlink()
+        for path in map(copy.joinpath, goes_with(name)):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     return copy
 
 
