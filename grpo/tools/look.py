@@ -184,7 +184,8 @@ def table_of(
     rows.append(["steps", *num_steps])
     rows.append(["minutes, start-up not counted", *minutes])
     parts = reward_parts(dict.fromkeys(itertools.chain(*itertools.chain(*runs))))
-    for name in [f"reward/{part}" for part in parts] + LATE_METRICS:
+    of_parts = [f"reward/{part}" for part in parts] if len(parts) > 1 else []
+    for name in of_parts + LATE_METRICS:
         means = [mean_text(values_of(records, name)[-LATE_STEPS:]) for records in runs]
         if set(means) != {"-"}:
             rows.append([f"{name}, mean of the last {LATE_STEPS} steps", *means])

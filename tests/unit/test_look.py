@@ -96,7 +96,8 @@ def test_runs_are_compared_in_one_table_and_one_plot(tmp_path, capsys):
     What others wrote into a run.json acts on no terminal.
     """
     hostile = {"algorithm.loss": "'dapo'\x1b]0;owned\x07\nsteps  9", "data.system_prompt": "a" * 50 + "1" + "b" * 50}
-    first = write_run(tmp_path / "long", [step / 10 for step in range(11)], {"kl": 0.5})
+    parts = {"reward/right": 0.25, "reward/brief": 0.75}
+    first = write_run(tmp_path / "long", [step / 10 for step in range(11)], {"kl": 0.5, **parts})
     second = write_run(tmp_path / "short", [1 - step / 10 for step in range(6)], {}, **hostile)
     main([first, second])
     table, plot = capsys.readouterr().out.split("\n\nmean reward of the sampled completions:\n")
@@ -104,6 +105,7 @@ def test_runs_are_compared_in_one_table_and_one_plot(tmp_path, capsys):
     assert rows["mean reward of the sampled completions"] == ["0 to 1", "1 to 0.5"]
     assert (rows["steps"], rows["minutes, start-up not counted"]) == (["11", "6"], ["5.5", "3.0"])
     assert rows["kl, mean of the last 10 steps"] == ["0.5", "-"]
+    assert rows["reward/right, mean of the last 10 steps"] == ["0.25", "-"]
     assert rows["algorithm.loss"] == ["'grpo'", r"'dapo'\x1b]0;owned\x07 steps 9"]
     assert "data.system_prompt" in rows and "run_dir" not in rows and "seed" not in rows
     chart = [line.partition("┤")[2].ljust(60) for line in plot.splitlines() if "┤" in line]
