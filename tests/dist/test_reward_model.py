@@ -7,9 +7,10 @@ from tests.tiny_models import make_reward_model
 from tests.torchrun import torchrun
 
 KINDS = ("qwen3-tied", "qwen2-untied", "llama3", "smollm3", "gemma3", "olmo3")
-LAYOUTS = {  # (trainers, references)
-    "sharded over the trainers": (2, 0),
-    "two ranks of its own": (1, 2),
+LAYOUTS = {  # (trainers, references, tensor_parallel)
+    "sharded over the trainers": (2, 0, 1),
+    "two ranks of its own": (1, 2, 1),
+    "on trainers that share each layer": (2, 0, 2),
 }
 
 
@@ -26,6 +27,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_are_those_of_transformers(layout: str, folders: list[str]):
-    num_trainers, num_references = LAYOUTS[layout]
-    arguments = (num_trainers, num_references, *folders)
-    print(torchrun("tests/dist/programs/reward_model.py", *arguments, nproc=num_trainers + num_references))
+    num_trainers, num_references, _ = LAYOUTS[layout]
+    nproc = num_trainers + num_references
+    print(torchrun("tests/dist/programs/reward_model.py", *LAYOUTS[layout], *folders, nproc=nproc))

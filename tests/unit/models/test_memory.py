@@ -58,6 +58,7 @@ def needs(raw: dict, config: c.GRPOConfig | c.SFTConfig, **frozen: dict) -> Need
     return Needs(config, sizes(raw), models)
 
 
+@functools.cache
 def config_of(*flags: object) -> c.GRPOConfig:
     return load(c.GRPOConfig, DEFAULT_RECIPES[c.GRPOConfig], [str(flag) for flag in flags])
 
