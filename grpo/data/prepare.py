@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from grpo.data.rows import (
 from grpo.data.sources import Rows, load_rows
 from grpo.text import printable
 from grpo.types import Prompt
-
-if TYPE_CHECKING:
-    pass
 
 Sources = list[Rows]
 # First rows of a source, from which its columns and its format are found out

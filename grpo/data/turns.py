@@ -4,7 +4,7 @@ The whole chat is written as one text and tokenized once, as the model would see
 (`{% generation %}`) say which characters the assistant wrote; without them the chat is written up to each turn and
 compared. A label is a token that the model itself would sample: those of a turn with the token that ends it, and
 nothing after that token. A row is refused if the template leaves out what is to be learned; that it leaves out other
-things is not looked for. Left out: weights of messages between 0 and 1, images.
+things is not looked for, except tools. Left out: weights of messages between 0 and 1, images.
 """
 
 import functools
@@ -71,6 +71,7 @@ def write_prompt(
     """
     messages = prompt_messages(data, prompt)
     text, _ = render(tokenizer, data, messages, opening=True, tools=tools or more_tools)
+    _check_tools(tokenizer, data, messages, tools)
     return Written(text, [], bos=_needs_bos(tokenizer, data, text), eos=False)
 
 
@@ -112,6 +113,7 @@ def write_example(
     if turns and not learns_all:
         last_turn = (learned_turns or turns)[-1]
         messages = messages[: last_turn + 1]
+    _check_tools(tokenizer, data, messages, example.tools)
 
     @functools.cache
     def write(num_messages: int, *, opening: bool) -> Rendered:
@@ -159,6 +161,20 @@ def write_example(
         )
     eos = ends_with_label and not text.rstrip().endswith(ends)
     return Written(text, spans, bos=_needs_bos(tokenizer, data, text), eos=eos)
+
+
+def _check_tools(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    messages: Messages,
+    tools: Tools | None,
+) -> None:
+    """Refuse the tools of a row if the template writes the same text without them."""
+    if tools and render(tokenizer, data, messages, False, tools) == render(tokenizer, data, messages, False):
+        raise Refused(
+            f"{template_name(tokenizer, data)} leaves out its tools; give a template that writes them as "
+            "data.prompt_template FILE.jinja, or rows without `tools`"
+        )
 
 
 def _has_bos(tokenizer: "PreTrainedTokenizerBase", text: str) -> bool:

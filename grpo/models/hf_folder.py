@@ -54,6 +54,10 @@ TABLES = (
     "video_preprocessor_config.json",
 )
 COPIED_FILES = (*TABLES, "tokenizer.model", "vocab.txt", "merges.txt", "chat_template.jinja")
+# Numbers of config.json, and the most that is read: more would take any time and memory before anything is compared
+COUNTS = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "num_attention_heads", "num_key_value_heads")
+COUNTS += ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
+MOST = dict.fromkeys(COUNTS, 2**19) | {"num_hidden_layers": 1000, "max_position_embeddings": 2**24}
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -359,6 +363,10 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
             f"{folder}: quantized weights cannot be trained; use the checkpoint in bfloat16 that they were made from, "
             "whose config.json has no quantization_config"
         )
+    for table in (raw, raw.get("text_config") or {}):
+        for name, most in MOST.items():
+            if isinstance(table.get(name), int) and not 1 <= table[name] <= most:
+                raise ValueError(f"{path}: {name} is {table[name]}, not from 1 to {most:,}; {WAY_OUT}")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from contextlib import nullcontext
 import pathlib
 
 import pytest
@@ -15,7 +16,7 @@ from grpo.config import DataConfig
 from grpo.data.chat import Refused
 from grpo.data.encode import Encoder, RowStatus
 from grpo.data.rows import Example
-from grpo.data.turns import SWITCHES, end_of_turn, tokenize, write_example
+from grpo.data.turns import SWITCHES, end_of_turn, tokenize, write_example, write_prompt
 from tests.unit.data.test_data import encode_prompt
 
 DATA = DataConfig(system_prompt="")
@@ -290,7 +291,20 @@ ADD = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 def test_a_label_that_the_template_does_not_write_is_refused(template, chat: list[dict], train_on: str, entry: str):
     """A model would learn to say less than its data, nothing in place of a call."""
     with pytest.raises(Refused, match=f"leaves out {entry}.*prompt_template FILE.jinja"):
-        encoded(tokenizer_for(template, "<|im_end|>"), chat, train_on, tools=ADD)
+        encoded(tokenizer_for(template, "<|im_end|>"), chat, train_on, tools=ADD if template == WITH_TOOLS else None)
+
+
+def test_tools_that_the_template_does_not_write_are_refused():
+    """In a row of SFT, and in a prompt of GRPO."""
+    for template, is_refused in ((WITH_TOOLS, False), (CHATML, True)):
+        tokenizer = tokenizer_for(template, "<|im_end|>")
+        for write in (
+            lambda tokenizer: write_example(tokenizer, DATA, Example(chat=TALK[:3], tools=ADD), "assistant"),
+            lambda tokenizer: write_prompt(tokenizer, DATA, TALK[:2], ADD),
+        ):
+            refusal = pytest.raises(Refused, match="leaves out its tools") if is_refused else nullcontext()
+            with refusal:
+                write(tokenizer)
 
 
 def test_what_is_not_learned_may_be_left_out():
