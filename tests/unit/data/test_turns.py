@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-from contextlib import nullcontext
 import pathlib
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
