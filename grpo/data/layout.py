@@ -318,10 +318,10 @@ def _fill(
         if not best_fit:
             emptiest_room, _ = fullest_first[-1]
             min_room = max(min_room, emptiest_room)
-        place = bisect.bisect_left(fullest_first, (min_room, 0))
-        if place == num_rows:
+        first_fit = bisect.bisect_left(fullest_first, (min_room, 0))
+        if first_fit == num_rows:
             return None
-        room, row = fullest_first.pop(place)
+        room, row = fullest_first.pop(first_fit)
         rows[row].append(index)
         bisect.insort(fullest_first, (room - lengths[index], row))
     return rows

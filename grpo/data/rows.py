@@ -128,10 +128,10 @@ def teacher_prompt(example: Example, template: str) -> Messages:
     a name that there is not.
     """
     messages = as_messages(example.prompt)
-    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if not places:
+    indices = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if not indices:
         raise BadRow("algorithm.teacher_template replaces a user's message, and the prompt has none")
-    last = places[-1]
+    last = indices[-1]
     values = example.columns | {"question": messages[last]["content"]}
     for name in PLACEHOLDER.findall(template):
         if name not in values:
@@ -308,14 +308,14 @@ def value_at(row: Any, path: str, default: Any = None) -> Any:
     if path in row:
         return row[path]
     value = row
-    for part in path.split("."):
+    for key in path.split("."):
         try:
-            if isinstance(value, list) and part == ":-1":
+            if isinstance(value, list) and key == ":-1":
                 value = value[:-1]
-            elif isinstance(value, list) and re.fullmatch(r"-?\d+", part):
-                value = value[int(part)]
+            elif isinstance(value, list) and re.fullmatch(r"-?\d+", key):
+                value = value[int(key)]
             elif isinstance(value, dict):
-                value = value[part]
+                value = value[key]
             else:
                 return default
         except LookupError:
@@ -335,20 +335,20 @@ def column_of(row: Row, path: str, *kinds: type) -> Any:
 
     Without kinds any value will do, except a missing one. Messages may be JSON text, as in CSV.
     """
-    place = f"column {path!r}"
+    where = f"column {path!r}"
     value = value_at(row, path)
     if list in kinds and isinstance(value, str) and MESSAGES_AS_TEXT.match(value):
-        value = _from_json(value, place)
-    _check_kind(value, place, *kinds)
+        value = _from_json(value, where)
+    _check_kind(value, where, *kinds)
     if kinds:
         content = value.strip() if isinstance(value, str) else value
         if not content:
-            raise BadRow(f"{place} is empty")
+            raise BadRow(f"{where} is empty")
         if isinstance(value, list):
             if isinstance(row, TableRow):
                 value = without_missing(value)
-            value = [_message(message, f"{place}, message {number}") for number, message in enumerate(value, 1)]
-    _check_surrogates(value, place)
+            value = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, 1)]
+    _check_surrogates(value, where)
     return value
 
 
@@ -368,18 +368,18 @@ def tools_of(row: Row, path: str) -> Tools | None:
 
     They may be JSON text, since a table cannot hold schemas of several shapes.
     """
-    place = f"column {path!r}"
+    where = f"column {path!r}"
     value = optional(row, path)
     if isinstance(row, TableRow):
         value = without_missing(value)
     if isinstance(value, str):
-        value = _from_json(value, place)
+        value = _from_json(value, where)
     if not value or _is_missing(value):  # JSON text may say NaN too
         return None
-    _check_kind(value, place, list)
+    _check_kind(value, where, list)
     for number, tool in enumerate(value, 1):
-        _check_kind(tool, f"{place}, entry {number}", dict)
-    _check_surrogates(value, place)
+        _check_kind(tool, f"{where}, entry {number}", dict)
+    _check_surrogates(value, where)
     return value
 
 
@@ -402,41 +402,41 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _check_kind(value: Any, place: str, *kinds: type) -> None:
+def _check_kind(value: Any, where: str, *kinds: type) -> None:
     """Raise BadRow if the value is missing, or of none of these kinds, if any are given."""
     if _is_missing(value):
-        raise BadRow(f"{place} is missing")
+        raise BadRow(f"{where} is missing")
     if kinds and not isinstance(value, kinds):
         expected = " or ".join(KINDS[kind] for kind in kinds)
-        raise BadRow(f"{place} holds {type(value).__name__}, not {expected}")
+        raise BadRow(f"{where} holds {type(value).__name__}, not {expected}")
 
 
-def _check_surrogates(value: Any, place: str) -> None:
+def _check_surrogates(value: Any, where: str) -> None:
     """Raise BadRow for half of a character, at any depth: no tokenizer, file or process takes one."""
     remaining = [value]  # not recursive: JSON may be nested as deep as Python's stack
     while remaining:
         value = remaining.pop()
         if isinstance(value, str) and has_surrogates(value):
-            raise BadRow(f"{place} has a lone surrogate (half of a character)")
+            raise BadRow(f"{where} has a lone surrogate (half of a character)")
         if isinstance(value, dict):
             remaining += [*value, *value.values()]
         elif isinstance(value, list):
             remaining += value
 
 
-def _message(message: Any, place: str) -> Message:
+def _message(message: Any, where: str) -> Message:
     """Return a message as chat templates take it: content is text, and the arguments of tool calls are tables."""
-    _check_kind(message, place, dict)
+    _check_kind(message, where, dict)
     message = _present(message)
     if "from" in message and "role" not in message:
-        raise BadRow(f"{place} has ShareGPT's from; make role and content of from and value with --data.row")
+        raise BadRow(f"{where} has ShareGPT's from; make role and content of from and value with --data.row")
     role = message.get("role")
-    _check_kind(role, f"{place}, role", str)
+    _check_kind(role, f"{where}, role", str)
     usual_role = ROLES.get(role.lower(), role)
     if role != usual_role:
-        raise BadRow(f"{place}, role is {role!r}, which chat templates call {usual_role!r}; rename it with --data.row")
+        raise BadRow(f"{where}, role is {role!r}, which chat templates call {usual_role!r}; rename it with --data.row")
     calls = message.get("tool_calls") or []
-    _check_kind(calls, f"{place}, tool_calls", list)
+    _check_kind(calls, f"{where}, tool_calls", list)
     content = message.get("content")
     if content is None and calls:
         content = ""
@@ -444,37 +444,37 @@ def _message(message: Any, place: str) -> Message:
         texts = [str(part["text"]) for part in content if isinstance(part, dict) and "text" in part]
         if len(texts) < len(content):
             raise BadRow(
-                f"{place}, content has {len(content)} parts, {len(content) - len(texts)} of them without `text`, such "
+                f"{where}, content has {len(content)} parts, {len(content) - len(texts)} of them without `text`, such "
                 "as images, which are not read; make one text of it with --data.row"
             )
         content = "\n".join(texts)  # as vLLM's server joins them
-    _check_kind(content, f"{place}, content", str)
+    _check_kind(content, f"{where}, content", str)
     message["content"] = content
     if calls:
         message["tool_calls"] = [
-            _tool_call(call, f"{place}, tool call {number}") for number, call in enumerate(calls, start=1)
+            _tool_call(call, f"{where}, tool call {number}") for number, call in enumerate(calls, start=1)
         ]
     return message
 
 
-def _tool_call(call: Any, place: str) -> dict[str, Any]:
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """Return a call with its arguments as a table: chat templates turn them into JSON, and would quote text again."""
-    _check_kind(call, place, dict)
+    _check_kind(call, where, dict)
     call = _present(call)
     function = call.get("function", call)
-    _check_kind(function, f"{place}, function", dict)
+    _check_kind(function, f"{where}, function", dict)
     function = _present(function)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _from_json(arguments, f"{place}, arguments")
+        arguments = _from_json(arguments, f"{where}, arguments")
         function |= {"arguments": arguments}
     if "function" in call:
         return call | {"function": function}
     return function
 
 
-def _from_json(text: str, place: str) -> Any:
+def _from_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{place} holds text that is not JSON ({error})") from error
+        raise BadRow(f"{where} holds text that is not JSON ({error})") from error

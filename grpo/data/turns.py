@@ -237,11 +237,11 @@ def _mark(value: Any, words: list[str]) -> Any:
     """
     if isinstance(value, str):
         parts = THOUGHT_TAGS.split(value)
-        for place in range(0, len(parts), 2):  # the others are tags
-            middle = len(parts[place]) // 2
-            if parts[place].strip():
+        for index in range(0, len(parts), 2):  # the others are tags
+            middle = len(parts[index]) // 2
+            if parts[index].strip():
                 words.append(secrets.token_hex(8))
-                parts[place] = parts[place][:middle] + words[-1] + parts[place][middle:]
+                parts[index] = parts[index][:middle] + words[-1] + parts[index][middle:]
         return "".join(parts)
     if isinstance(value, list):
         return [_mark(part, words) for part in value]
@@ -321,10 +321,10 @@ def _prefix_spans(
         beginning, _ = write(number, opening=opening)
         if text.startswith(beginning):
             return len(beginning)
-        place = len(os.path.commonprefix([text, beginning]))
-        around = slice(max(0, place - SHOWN_CHARACTERS), place + SHOWN_CHARACTERS)
+        num_equal = len(os.path.commonprefix([text, beginning]))
+        around = slice(max(0, num_equal - SHOWN_CHARACTERS), num_equal + SHOWN_CHARACTERS)
         raise Refused(
-            f"{name} is not prefix-stable: from character {place + 1} on, the first {number} of {num_messages} "
+            f"{name} is not prefix-stable: from character {num_equal + 1} on, the first {number} of {num_messages} "
             f"messages are {beginning[around]!r} alone and {text[around]!r} in the whole chat, so the turns cannot be "
             f"told apart; give a template with {{% generation %}} markers as data.prompt_template FILE.jinja"
         )

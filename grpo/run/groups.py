@@ -45,9 +45,9 @@ class Group:
 
     def add(self, sampled: Mapping[int, Rollout]) -> None:
         """Join what was sampled, by `Rollout.index`, to the group's rollouts. Sets `life` by those that have ended."""
-        for place, rollout in enumerate(self.rollouts):
+        for index, rollout in enumerate(self.rollouts):
             if rollout.index in sampled:
-                self.rollouts[place] = rollout.go_on(sampled[rollout.index])
+                self.rollouts[index] = rollout.go_on(sampled[rollout.index])
         has_ended = all(rollout.ended_by for rollout in self.rollouts)
         self.life = Life.COMPLETE if has_ended else Life.BEGUN
 
@@ -239,9 +239,9 @@ def saved_groups(state: Mapping[str, Any]) -> list[Group]:
 
 def set_rollouts(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
     """Give groups their rollouts, which lie group after group."""
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         group_size = len(rollouts) // len(groups)
-        first = place * group_size
+        first = index * group_size
         group.rollouts = list(rollouts[first : first + group_size])
 
 

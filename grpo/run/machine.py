@@ -115,7 +115,7 @@ def sizes_of(hf: PretrainedConfig) -> Sizes:
         hf=hf,
         parameters=sum(weight.numel() for weight in module.parameters()),
         block_parameters=in_blocks // hf.num_hidden_layers,
-        linears={name: with_attention.get_submodule(place) for name, place in family_of(hf).linears.items()},
+        linears={name: with_attention.get_submodule(path) for name, path in family_of(hf).linears.items()},
     )
 
 
@@ -592,14 +592,14 @@ def check_disk(needs: Needs) -> Verdict:
         checkpoint += 4 * needs.policy.parameters / GIB
     export = needs.weight * needs.policy.parameters if options.export else 0.0
     run_dir = pathlib.Path(config.run_dir).absolute()
-    place = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     # files there make room when the run resumes or overwrites
     there = [*(run_dir / CHECKPOINTS).rglob("*"), *(run_dir / "model").rglob("*")]
-    free = (shutil.disk_usage(place).free + sum(path.stat().st_size for path in there)) / GIB
+    free = (shutil.disk_usage(nearest).free + sum(path.stat().st_size for path in there)) / GIB
     return Verdict(
         "disk",
         f"{count} x {checkpoint:.2f} GiB of checkpoint, {export:.2f} of export",
-        f"{free:.1f} GiB free in {place}",
+        f"{free:.1f} GiB free in {nearest}",
         "fits" if count * checkpoint + export <= free else "PROBLEM",
         "another --run-dir, a lower --checkpoint.keep, or --checkpoint.no-export",
     )

@@ -141,8 +141,8 @@ class Scorer:
         for name, part in self.parts.items():
             values_of[name] = part.values(self.submitted, self.pool.opening)
         rollouts = []
-        for place, rollout in enumerate(self.pool.collect()):
-            parts = {name: values[place] for name, values in values_of.items()}
+        for index, rollout in enumerate(self.pool.collect()):
+            parts = {name: values[index] for name, values in values_of.items()}
             rollouts.append(with_parts(rollout, parts, self.weights))
         check_lost(rollouts)
 
