@@ -19,17 +19,37 @@ from grpo.config.fields import (
     AlgorithmConfig,
     Config,
     DataConfig,
+    EnvironmentConfig,
     GRPOConfig,
     RolesConfig,
     SFTConfig,
 )
 from grpo.config.user_files import near_miss
-from grpo.config.values import check_fields, names_function
+from grpo.config.values import check_fields, names_function, settings
 
+# Fields -> switches, one of which must be on, or nothing reads the field
+READ_WITH = {
+    **{f"environment.{field}": "environment.name environment.tools" for field in vars(EnvironmentConfig())},
+    # tools alone have no state
+    **dict.fromkeys(("environment.options", "environment.hung_reward", "environment.weight"), "environment.name"),
+    "reward.model_weight": "reward.model",
+    "trainer.lora_alpha": "trainer.lora_rank",
+    "trainer.lora_targets": "trainer.lora_rank",
+    "trainer.min_lr_ratio": "trainer.schedule",
+    "gpus": "dry_run",
+    "gpu_gib": "gpus",
+    "show": "dry_run",
+    "sampling.max_rounds": "sampling.dynamic",
+    "algorithm.kl_estimator": "algorithm.kl_coef",
+    "algorithm.kl_in": "algorithm.kl_coef",
+    "algorithm.reference_interval": "algorithm.kl_coef algorithm.distill_coef",
+    "algorithm.reference_mixture": "algorithm.reference_interval",
+}
 # Adapters need about ten times the learning rate of all weights, which is 1e-6 to 3e-6 in GRPO
 LEAST_LORA_RATE = 5e-6
 # Random weights need about a thousand times the rate of weights that are trained already
 LEAST_RATE_FROM_NOTHING = 1e-5
+OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
 
 
 def validate(config: Config) -> None:
@@ -273,6 +293,17 @@ def _step_problems(config: Config) -> Iterator[str]:
             f"checkpoint.keep_best={config.checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
             f"checkpoint.interval={saved} must be a multiple of evaluation.interval={evaluated}, and that not 0"
         )
+
+
+def check_effects(config: Config, recipe: Config) -> None:
+    """Raise ValueError for a field that a flag changed although nothing reads it."""
+    values = settings(config)
+    before = settings(recipe)
+    for path, switches in READ_WITH.items():
+        is_read = any(values.get(switch, "") not in OFF for switch in switches.split())
+        value = values.get(path)
+        if value != before.get(path) and path not in switches.split() and not is_read:
+            raise ValueError(f"{path}={value!r} does nothing without {switches}; set that too, or drop it")
 
 
 def cautions(config: Config) -> Iterator[str]:

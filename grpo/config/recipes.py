@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo.config.checks import cautions, validate
+from grpo.config.checks import cautions, check_effects, validate
 from grpo.config.fields import SHARED_GPU, Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, near_miss, run_file
 from grpo.config.values import check_fields, field_paths, settings
@@ -92,6 +92,7 @@ def load(
     written: Any = _apply_flags(flags, default, prints_help=is_first)
     config: Any = fit(written, default) if fit else written
     validate(config)
+    check_effects(config, default)
     if is_first:
         lines = [f"recipe {recipe}", *differences(written, default), *derived(config)]
         print("\n  ".join(lines))

@@ -5,7 +5,7 @@ import re
 import shlex
 
 from grpo.config import GRPOConfig, SFTConfig, change
-from grpo.config.checks import validate
+from grpo.config.checks import check_effects, validate
 from grpo.config.recipes import as_json
 
 
@@ -31,4 +31,5 @@ def started(flags: str, kind: type = GRPOConfig) -> GRPOConfig | SFTConfig:
             changes[path] = words[0] if is_text else as_json(words[0])
     config = change(recipe, changes)
     validate(config)
+    check_effects(config, recipe)
     return config

@@ -91,6 +91,11 @@ REFUSED_IN_GRPO = {
     "--num-steps 0": "num_steps=0 must be a whole number, at least 1",
     "--generator.temperature 1 0.009": "temperature=.* each entry a number, at least 0.01 and below inf",
     "--algorithm.clip-low 1.1": "algorithm.clip_low=1.1 must be None or a number, at least 0 and at most 1",
+    # a flag that nothing reads, because another one is off
+    "--algorithm.kl-in reward": "kl_in='reward' does nothing without algorithm.kl_coef; set that too",
+    "--gpus 4": "gpus=4 does nothing without dry_run",
+    "--environment.max-turns 2": "environment.max_turns=2 does nothing without environment.name environment.tools",
+    "--trainer.lora-alpha 64": "lora_alpha=64 does nothing without trainer.lora_rank",
 }
 OWN_SETS = "--data.path a a.jsonl"
 REFUSED_IN_SFT = {
