@@ -136,6 +136,21 @@ class Piece:
         kept = (self.kept_C.numpy(), further.kept_C.numpy())
         return Piece.sampled(ids_T, logprobs_T, self.version, kept, further.ended_by)
 
+    def first(self, count: int) -> "Piece":
+        """Return its first `count` tokens, which are at least one, as a turn that ended there."""
+        kept_C = self.kept_C
+        if self.num_kept:
+            ends = (kept_C < 0).nonzero()
+            kept_C = kept_C[: int(ends[count - 1]) + 1]
+        return replace(
+            self,
+            ids_T=self.ids_T[:count],
+            loss_mask_T=self.loss_mask_T[:count],
+            logprobs_T=self.logprobs_T[:count],
+            kept_C=kept_C,
+            ended_by="stop",
+        )
+
     @property
     def num_tokens(self) -> int:
         return len(self.ids_T)

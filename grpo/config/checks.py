@@ -29,9 +29,13 @@ from grpo.config.values import check_fields, names_function, settings
 
 # Fields -> switches, one of which must be on, or nothing reads the field
 READ_WITH = {
-    **{f"environment.{field}": "environment.name environment.tools" for field in vars(EnvironmentConfig())},
+    **dict.fromkeys(
+        (f"environment.{field}" for field in vars(EnvironmentConfig())),
+        "environment.name environment.tools environment.agent",
+    ),
     # tools alone have no state
-    **dict.fromkeys(("environment.options", "environment.hung_reward", "environment.weight"), "environment.name"),
+    **dict.fromkeys(("environment.hung_reward", "environment.weight"), "environment.name environment.agent"),
+    "environment.options": "environment.name",
     "reward.model_weight": "reward.model",
     "trainer.lora_alpha": "trainer.lora_rank",
     "trainer.lora_targets": "trainer.lora_rank",

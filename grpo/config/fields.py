@@ -357,6 +357,9 @@ class EnvironmentConfig:
     name: OneOrSeveral = ""
     """Your own class, `path/file.py:Class`: `reset` begins an episode, other public methods are tools. Several: names
     of your own, each with its class; a row gets the one whose name is in its column `environment`."""
+    agent: str = ""
+    """An agent that calls an OpenAI-compatible endpoint: your own `path/file.py:function`, called with `row`,
+    `base_url`, `api_key` and `model`, or a command line. It returns its reward, or None."""
     tools: tuple[str, ...] = ()
     """Functions that the model may call: your own `path/file.py:function`, or the built-in `python`."""
     options: Table[Json] = field(default_factory=dict)
@@ -400,6 +403,11 @@ class EnvironmentConfig:
         return bool(self.all_classes or self.tools)
 
     @property
+    def has_episodes(self) -> bool:
+        """True if a rollout is a conversation, with an agent or an environment."""
+        return self.enabled or bool(self.agent)
+
+    @property
     def all_classes(self) -> dict[str, str]:
         """Classes by their names; one without a name has an empty key. Empty if there are only functions, or none."""
         if isinstance(self.name, str):
@@ -415,8 +423,10 @@ class EnvironmentConfig:
     def reward_name(self) -> str:
         """Metric name of the environment's reward: the class name, or `environment` if there are several.
 
-        Empty without a class.
+        An agent's has the name of its function, a command's is `agent`. Empty without any.
         """
+        if self.agent:
+            return self.agent.rpartition(":")[2] if names_function(self.agent) else "agent"
         return self.name.rpartition(":")[2] if isinstance(self.name, str) else "environment"
 
 
@@ -635,7 +645,7 @@ class RunConfig:
     def reward_weights(self) -> dict[str, float]:
         """Weight of each part of the reward, by its name: first the environment's, then those of the functions."""
         environment = self.environment  # type: ignore[attr-defined]
-        of_class = {environment.reward_name: environment.weight} if environment.all_classes else {}
+        of_class = {environment.reward_name: environment.weight} if environment.reward_name else {}
         return of_class | self.reward.weights
 
 

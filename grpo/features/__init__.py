@@ -3,7 +3,8 @@
 A feature is a folder whose `__init__.py` offers some of these, each asked for in one place:
 
     problems(config)            what it needs and does not go with, a sentence each       config/checks.py
-    REWARDS, TOOLS              name -> "module:function": rewards, makers of tools       rewards/, environments
+    REWARDS, TOOLS, CALLS       name -> "module:function": rewards, makers of tools, what
+                                reads calls of tools                  rewards/, environments, agents
     tool_schemas(config)        of the tools that prompts show                            run/scorer.py
     check(config, ..)           a check on rank 0, once the policy's files are read       run/scorer.py
     before_rewards(config)      a check on rank 0; returns a line to print                run/scorer.py
@@ -23,6 +24,7 @@ from typing import Any
 
 # Name of a folder -> whether a config turns the feature on
 FEATURES: dict[str, Callable[[Any], Any]] = {
+    "agents": lambda config: config.environment.agent,
     "environments": lambda config: config.environment.enabled or config.turns_earn,
     "programs": lambda config: "code_reward" in config.reward.functions or "python" in config.environment.tools,
     "reward_model": lambda config: config.reward.model,

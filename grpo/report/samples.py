@@ -174,6 +174,21 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     return line
 
 
+def hung_line(rollouts: list[Rollout]) -> str:
+    """Return a warning if environments failed as the policy may have caused it: how many, and the first reason."""
+    reasons = []
+    for rollout in rollouts:
+        episode = rollout.episode
+        if episode and episode["ended_by"] == "hung" and not episode["failure"]:
+            reasons.append(episode["turns"][-1]["failed"])
+    if not reasons:
+        return ""
+    return (
+        f"{len(reasons)} of {len(rollouts)} episodes get environment.hung_reward, since what the policy wrote may have "
+        f"caused the failure of their environment; the first: {shorten(one_line(reasons[0]), QUOTED_CHARACTERS)}"
+    )
+
+
 def failure_lines(rollouts: list[Rollout]) -> list[str]:
     """Return a line for each reward function that failed: how often, its most frequent reasons, a completion."""
     failed_by_function = collections.defaultdict(list)

@@ -209,6 +209,15 @@ def episode_columns(rollouts: list[Rollout], opening: str = "") -> Columns:
     return columns
 
 
+class EpisodePart:
+    """The part of the reward that an environment or an agent gives."""
+
+    def values(self, rollouts: list[Rollout], opening: str) -> list[tuple[float | None, str]]:
+        """Return for each episode its value or None, and why it was lost, if it was."""
+        episodes = [rollout.episode for rollout in rollouts]
+        return [(episode["reward"], episode["failure"]) for episode in episodes]
+
+
 def check_all_failed(rollouts: list[Rollout]) -> None:
     """Raise RewardError if a function failed for every completion: then the function is wrong, not the completions.
 

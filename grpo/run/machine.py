@@ -435,7 +435,7 @@ def fit_engine(needs: Needs, num_asked: int, device: Device) -> Needs:
     needed = max(LEAST_KV_CACHE_GIB, number * of_one)
     # Layers with windows or states share blocks of another size, drafts come from a model of their own, and a
     # conversation's tokens stay in the cache while a tool works
-    caches_more = needs.config.environment.enabled or {None} != set(windows_of(needs.policy.hf))
+    caches_more = needs.config.environment.has_episodes or {None} != set(windows_of(needs.policy.hf))
     caches_more |= any(name.startswith("spec") or name == "num_gpu_blocks_override" for name in engine)
     if needed <= SMALL_CACHE_FRAC * cache and not caches_more:
         engine.setdefault("kv_cache_memory_bytes", int(needed * GIB))

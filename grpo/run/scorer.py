@@ -11,7 +11,7 @@ from grpo.algorithm.groups import pass_rate, pass_values
 from grpo.config.fields import RunConfig
 from grpo.data.chat import detokenize, look_at_prompt
 from grpo.data.rows import Tools
-from grpo.report.samples import failure_lines, no_answer_line
+from grpo.report.samples import failure_lines, hung_line, no_answer_line
 from grpo.rewards.loading import answer_format_of, load_functions, measures_length, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardError, RewardPool, counting_parts, weighted_sum
 from grpo.roles.engine.vllm_engine import check_engine
@@ -51,7 +51,7 @@ def passing_parts(config: RunConfig) -> list[str]:
     if config.reward.passes:
         return [config.reward.passes]
     names = list(config.reward_weights)
-    return names[:2] if config.environment.all_classes else names[:1]
+    return names[:2] if config.environment.reward_name else names[:1]
 
 
 def with_parts(
@@ -184,7 +184,7 @@ def check_functions(config: RunConfig, rows: Sequence[Mapping[str, Any]] = ()) -
     columns = None if data.row else list(data.reward_columns)
     if data.row and rows:
         columns = list(rows[0])
-    if columns is not None and config.environment.enabled:
+    if columns is not None and config.environment.has_episodes:
         own = {*columns} - {data.prompt_column}
         if config.environment.are_several:
             own -= {"environment"}
@@ -218,7 +218,7 @@ def read_rewards(config: RunConfig, policy: PolicyFiles) -> Scorer:
     opening, notes = look_at_prompt(policy.tokenizer, config.data)
     for line in [*lines, *warnings, *notes]:
         print(printable(line))
-    lines_once = []
+    lines_once = [hung_line]
     for _, lines_of in features.turned_on(config, "lines"):
         lines_once += lines_of()
     scorer = Scorer(

@@ -8,6 +8,10 @@ from grpo.config.fields import MAX_NUM_SEQS
 
 # By what name an episode is lost that has functions as tools and no class
 TOOLS_ALONE = "environment.tools"
+CALLS = {
+    "parse": "grpo.features.environments.calls:parse",
+    "style_of": "grpo.features.environments.calls:style_of",
+}
 
 
 def problems(config: Any) -> Iterator[str]:
@@ -67,10 +71,10 @@ def rehearse(config: Any, examples: Sequence[Any], num_episodes: int, by_hand: b
 
 def reward_part(config: Any) -> tuple[str, Any]:
     """Return the part of the reward that an environment gives, with its name; that of tools alone has no weight."""
-    from grpo.features.environments.episodes import EnvironmentPart
+    from grpo.rewards.pool import EpisodePart
 
     environment = config.environment
-    return environment.reward_name if environment.all_classes else TOOLS_ALONE, EnvironmentPart()
+    return environment.reward_name if environment.all_classes else TOOLS_ALONE, EpisodePart()
 
 
 def open_episodes(config: Any, folder: str, stop_token_ids: Sequence[int], roles: Any) -> Any:
@@ -91,6 +95,6 @@ def open_episodes(config: Any, folder: str, stop_token_ids: Sequence[int], roles
 
 def lines() -> list[Callable]:
     """Return what makes warnings of a step's rollouts, each of which is given once."""
-    from grpo.features.environments.step_lines import broken_line, unread_calls_line
+    from grpo.features.environments.step_lines import unread_calls_line
 
-    return [unread_calls_line, broken_line]
+    return [unread_calls_line]

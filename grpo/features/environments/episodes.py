@@ -143,15 +143,6 @@ def check_environment(
         print(line)
 
 
-class EnvironmentPart:
-    """The part of the reward that an environment gives."""
-
-    def values(self, rollouts: Sequence[Rollout], opening: str) -> list[tuple[float | None, str]]:
-        """Return for each episode its value or None, and why it was lost, if it was."""
-        episodes = [rollout.episode for rollout in rollouts]
-        return [(episode["reward"], episode["failure"]) for episode in episodes]
-
-
 def rollout_of(episode: Episode, temperature: float = 1.0, index: int = 0) -> Rollout:
     """Return an episode as a rollout. One that was lost before its first turn has sampled no tokens."""
     pieces = episode.pieces or [Piece.written(episode.prompt.ids)]

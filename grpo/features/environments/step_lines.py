@@ -10,21 +10,6 @@ from grpo.types import Rollout
 QUOTED_CHARACTERS = 200
 
 
-def broken_line(rollouts: list[Rollout]) -> str:
-    """Return a warning if environments failed as the policy may have caused it: how many, and the first reason."""
-    reasons = []
-    for rollout in rollouts:
-        episode = rollout.episode
-        if episode and episode["ended_by"] == "hung" and not episode["failure"]:
-            reasons.append(episode["turns"][-1]["failed"])
-    if not reasons:
-        return ""
-    return (
-        f"{len(reasons)} of {len(rollouts)} episodes get environment.hung_reward, since what the policy wrote may have "
-        f"caused the failure of their environment; the first: {_quoted(reasons[0])}"
-    )
-
-
 def unread_calls_line(rollouts: list[Rollout]) -> str:
     """Return a warning if turns call tools in a style that is not read: how many, an example, what to do.
 
@@ -39,7 +24,7 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
     ((style, num_of_style),) = collections.Counter(turn["unread"] for turn in unread).most_common(1)
     first = next(turn["text"] for turn in unread if turn["unread"] == style)
     opening, _ = TAGS.get(style, ("{", "}"))
-    example = _quoted(first[first.find(opening) :])
+    example = shorten(one_line(first[first.find(opening) :]), QUOTED_CHARACTERS)
     advice = "show the model the form that is read, in data.system_prompt"
     if num_of_style > num_read:
         advice = f"--environment.calls {style} reads {num_of_style} of them"
@@ -47,7 +32,3 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
         f"{len(unread)} of {len(turns)} turns call a tool in a form that is not read, such as {example!r}, beside "
         f"{num_read} calls that are; {advice}"
     )
-
-
-def _quoted(text: str) -> str:
-    return shorten(one_line(text), QUOTED_CHARACTERS)

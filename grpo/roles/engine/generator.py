@@ -8,7 +8,7 @@ import collections
 import gc
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -105,11 +105,15 @@ class Generator:
         def temperature_of(request: Request) -> float:
             return temperatures[request.index % requests.group_size % len(temperatures)]
 
-        def add(number: int, ids: list[int], num_tokens: int, max_tokens: int) -> None:
-            """Sample after `ids`, whose last `num_tokens` follow the prompt."""
+        def add(number: int, ids: list[int], num_tokens: int, max_tokens: int, name: Hashable = None) -> None:
+            """Sample after `ids`, whose last `num_tokens` follow the prompt.
+
+            name: of the loop's request, if a rollout has several at once; then `num_tokens` is any number of its own.
+            """
             request = mine[number]
             seed = continuation_seed(request_seed(self.seed, request.index, held_out), num_tokens)
-            self.loop.add(number, ids, self._parameters(temperature_of(request), seed, max_tokens))
+            parameters = self._parameters(temperature_of(request), seed, max_tokens)
+            self.loop.add(number if name is None else name, ids, parameters)
 
         rollouts = []
         self.loop.version = self.version

@@ -7,7 +7,7 @@ ended. Left out: which completions, with what parameters and until when; the gen
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any
 
 from grpo.roles.engine.shortcuts import SampledTokens
@@ -26,7 +26,7 @@ class EngineLoop:
         self.engine = llm.llm_engine
         self.sampled_tokens = SampledTokens(llm, whole=not reads_texts)
         self._names = map(str, itertools.count())  # unique, because outputs are told apart by them
-        self._running: dict[str, tuple[str, int]] = {}  # our own name -> vLLM's name and the request's number
+        self._running: dict[str, tuple[str, Hashable]] = {}  # our own name -> vLLM's name and the request's number
         self.version = 0  # of the weights, which who loads them sets
 
     @property
@@ -34,7 +34,7 @@ class EngineLoop:
         """Number of requests that have not ended."""
         return len(self._running)
 
-    def add(self, number: int, ids: list[int], params: Any) -> None:
+    def add(self, number: Hashable, ids: list[int], params: Any) -> None:
         """Begin to sample what follows `ids`, by vllm.SamplingParams, for the request of this number."""
         from vllm.sampling_params import RequestOutputKind
 
@@ -43,7 +43,7 @@ class EngineLoop:
         prompt = {"type": "token", "prompt_token_ids": ids}  # vLLM renders nothing
         self._running[name] = self.engine.add_request(name, prompt, params), number
 
-    def step(self) -> dict[int, Piece]:
+    def step(self) -> dict[Any, Piece]:
         """Decode one token of each running request, or prefill. Returns what was sampled for those that have ended.
 
         Raises RuntimeError for one that ended by an error of vLLM's: it is neither complete nor cut off at a limit.
@@ -65,15 +65,19 @@ class EngineLoop:
             ended[number] = piece
         return ended
 
-    def end(self) -> dict[int, Piece]:
-        """End all requests that run or wait. Returns what they have so far, maybe nothing, in the order of `add`.
+    def end(self, numbers: Collection[Hashable] | None = None) -> dict[Any, Piece]:
+        """End all requests that run or wait, or those of these numbers. Returns what they have, in the order of `add`.
 
         On GPUs vLLM schedules ahead; tokens of the step in flight are lost.
         """
-        self.engine.abort_request([vllms_name for vllms_name, _ in self._running.values()], internal=True)
-        begun = {number: self.sampled_tokens.take(name, self.version) for name, number in self._running.values()}
-        self._running.clear()
-        return begun
+        ended = {}
+        for name, (vllms_name, number) in self._running.items():
+            if numbers is None or number in numbers:
+                ended[name] = vllms_name, number
+        self.engine.abort_request([vllms_name for vllms_name, _ in ended.values()], internal=True)
+        for name in ended:
+            del self._running[name]
+        return {number: self.sampled_tokens.take(name, self.version) for name, number in ended.values()}
 
 
 @contextlib.contextmanager

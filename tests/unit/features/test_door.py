@@ -12,6 +12,7 @@ from grpo.config.checks import validate
 ROOM = "room.py:Room"
 FOLDER = pathlib.Path(features.__file__).parent
 TURNED_ON = {
+    "agents": [{"environment.agent": "my.py:run"}],
     "environments": [{"environment.name": ROOM}, {"algorithm.advantages": "return_to_go"}],
     "programs": [{"reward.functions": {"code_reward": 1.0}}, {"environment.tools": ("python",)}],
     "reward_model": [{"reward.model": "my/judge"}],
