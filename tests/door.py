@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LACKS = "which this checkout lacks"  # how the door refuses a config
 # What goes with each folder besides it and tests/unit/features/NAME
 ALSO = {
+    "agents": ["tests/e2e/tiny_agents.py"],
     "environments": ["tests/e2e/test_environments.py"],
     "programs": [],
     "reward_model": [

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from multiprocessing import forkserver
 from typing import NoReturn
@@ -41,6 +42,9 @@ MODULES = (
 )
 
 
+STARTING = threading.Lock()
+
+
 def can_fork() -> bool:
     return not os.environ.get("COLD_STARTS") and shutil.which("nvidia-smi") is None
 
@@ -53,7 +57,8 @@ class Fork:
         self.output = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        with mock.patch.dict(os.environ, environment | {"IMPORT_FOR_FORKS": "1"}):
+        # by one thread at a time, or the variables of one would stay behind another
+        with STARTING, mock.patch.dict(os.environ, environment | {"IMPORT_FOR_FORKS": "1"}):
             forkserver.ensure_running()
         self.process = context.Process(target=_begin, args=(words, environment, folder, self.output.name, network_of))
         self.process.start()

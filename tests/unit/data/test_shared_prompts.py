@@ -1,8 +1,6 @@
 """Prompts that are laid out once for several sequences change no number of a model."""
 
 import random
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -88,20 +86,15 @@ def test_threads_of_a_cpu_add_the_gradients_of_shared_keys_in_one_order():
     assert all(torch.equal(gradients[0], gradient) for gradient in gradients)
 
 
-def test_flash_attention_is_compiled_once_and_right():
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("shares", [False, True])
+def test_flash_attention_is_compiled_once_and_right(monkeypatch, shares, window):
     """Not the number of documents, prompts or completions is compiled in, nor a length, nor if a row has any to share.
 
-    In a process of its own: in one that had run hundreds of tests, torch once compiled nothing.
+    Its kernels, plain ones here, get documents and give gradients back as plain attention does.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        list(process.map(compile_once, [False, False, True, True], [None, 4, None, 4]))
-
-
-def compile_once(shares, window):
-    """Its kernels, plain ones here, get documents and give gradients back as plain attention does."""
-    torch.manual_seed(0)
     torch.compiler.reset()
-    attention.kernels = lambda: (plain_attention.forward, plain_attention.backward)
+    monkeypatch.setattr(attention, "kernels", lambda: (plain_attention.forward, plain_attention.backward))
     counter = CompileCounterWithBackend("aot_eager")
     plain, flash = DocumentAttention(None), FlashAttention(FlashAttention.Config())
     compiled = torch.compile(flash, backend=counter, fullgraph=True)
