@@ -1,4 +1,4 @@
-"""A TRL script as a recipe. docs/from-trl.md has the script; behind each line is what it was there.
+"""A TRL script as a recipe: behind each line is what it was there. docs/from-trl.md has all settings.
 
 torchrun --nproc_per_node=8 train_grpo.py configs/examples/ports/from_trl.py
 """
