@@ -74,7 +74,10 @@ class ShardedModel:
     name: str
     """The folder's hub name, if it has one, else the folder."""
     holds_copy: bool = False
-    """Whether FSDP keeps its copy of the parameters in the compute dtype from one forward or backward to the next."""
+    """Whether FSDP keeps its copy of the parameters in the compute dtype from one forward or backward to the next.
+
+    So it does where a rank has the whole layers, unless most weights are frozen (LoRA).
+    """
 
     @property
     def data_ranks(self) -> dist.ProcessGroup | None:
@@ -127,7 +130,7 @@ class ShardedModel:
         """Say before a micro-batch whether it is the last one before the gradients are used.
 
         If FSDP holds a copy of the weights, it adds up the copy's gradients in float32 until the last micro-batch.
-        Replicas send each other their sums with the last one.
+        Replicas send each other their sums during the last one's backward.
         """
         if self.holds_copy:
             self.module.set_requires_gradient_sync(is_last)
@@ -274,8 +277,9 @@ def build_model(
     if context_parallel > 1:
         share_rows(module, parallel_dims.get_mesh("cp").get_group())
     # Without other such ranks there is nothing to gather; then FSDP only casts, and what needs no cast needs no FSDP,
-    # which would hold all weights a second time.
+    # which would hold all weights a second time. Replicas of one rank gather nothing either, and add up gradients.
     alone = parallel_dims.get_optional_mesh("loss") is None
+    whole = parallel_dims.dp_shard * parallel_dims.cp == 1
     titan_dims = copy.copy(parallel_dims)
     titan_dims.cp = 1
     casts = model.dtype != training.dtype
@@ -295,8 +299,8 @@ def build_model(
         dump_folder="",
         skip_dp=alone and not casts,
     )
-    holds_copy = alone and casts
-    if holds_copy:  # otherwise each forward and backward would cast all weights again
+    holds_copy = whole and not adapted and (casts or not alone)
+    if holds_copy:  # otherwise each forward and backward would cast, or copy, all weights again
         module.set_reshard_after_forward(False)
         module.set_reshard_after_backward(False)
     if compiles_blocks and attention == "flash":

@@ -207,10 +207,11 @@ class Needs:
         trainer = self.config.trainer
         tensor_parallel = math.gcd(num_ranks, trainer.tensor_parallel)
         row_ranks = trainer.context_parallel if trains else 1
-        # FSDP gathers two blocks, the embeddings and the LM head in the compute dtype. Without other data-parallel
-        # ranks it holds a copy of all weights, or is not used where they are held in that dtype already.
+        # FSDP gathers two blocks, the embeddings and the LM head in the compute dtype. Where a rank has whole layers
+        # it holds a copy of all weights, or is not used where they are held in that dtype already.
         gathered = model.parameters - (hf.num_hidden_layers - 2) * model.block_parameters
-        if num_ranks == tensor_parallel:
+        replicas = trainer.data_replicas if trains else 1
+        if num_ranks == tensor_parallel * replicas:
             gathered = model.parameters if trains and not trainer.lora_rank else 0
 
         tokens = largest_row(self.config) / row_ranks
