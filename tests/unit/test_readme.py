@@ -120,7 +120,8 @@ def python_of(page: str) -> str:
 
 
 def documented_metrics() -> set[str]:
-    return {name for row in table("Metric") for name in re.findall(r"`([^`]+)`", row[0])}
+    rows = table("Metric") + table("Seconds")
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
 
 
 def phases() -> set[str]:
