@@ -378,8 +378,8 @@ class EnvironmentConfig:
     rollout_seconds: Annotated[NotNegative, Below(math.inf)] = 0.0
     """Seconds after which no further turn begins, and what was reached is scored; 0 is no limit."""
     num_processes: Count = 0
-    """Processes of each engine replica for environments and tools; 0: one for each rollout that is decoded at once, at
-    most 256. A rollout of a class keeps its process, so more of them wait."""
+    """Processes of each engine replica for environments, tools and agents; 0: one for each rollout that is decoded at
+    once, at most 256 (agents: 1,024). A rollout of a class or an agent keeps its process, so more of them wait."""
     memory_gib: AboveZero = 1.0
     """Address space of one such process, what your file imports included."""
     calls: Literal["auto", "hermes", "llama3_json", "fence"] = "auto"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.config.fields import MAX_NUM_SEQS
+from grpo.config.fields import MOST_NUM_SEQS
 from grpo.data.chat import load_tokenizer
 from grpo.features.agents.process import load_agent
 from grpo.features.agents.server import MODEL, Endpoint
@@ -30,6 +30,8 @@ from grpo.workers.processes import Call, Workers
 
 # Longest wait for a request, before processes that have ended are looked for
 IDLE_SECONDS = 0.02
+# Between two looks for agents that are late
+LOOK_SECONDS = 0.5
 # The engine's seconds do not count, so deadlines are kept here
 NO_DEADLINE = 1e9
 
@@ -41,6 +43,8 @@ class Episode:
     prompt: Prompt
     index: int
     session: Session
+    process: int = -1
+    """Number of its process, which agents have one after another."""
     reward: float | None = None
     ended_by: str = ""
     failure: str = ""
@@ -83,7 +87,7 @@ class Agents:
         top_p = config.generator.sampling.get("top_p", 1)
         self.allowed = ALLOWED | {"temperature": tuple(config.generator.temperature), "top_p": (top_p,)}
         self.writer = Writer(load_tokenizer(folder, config.data), config.data, stop_token_ids, self.config.calls)
-        self.num_processes = self.config.num_processes or min(config.generator.max_num_seqs, MAX_NUM_SEQS)
+        self.num_processes = self.config.num_processes or min(config.generator.max_num_seqs, MOST_NUM_SEQS)
         self.workers = Workers(
             "agents",
             functools.partial(load_agent, self.config.agent),
@@ -93,7 +97,9 @@ class Agents:
             loads_once=True,
         )
         self.endpoint: Endpoint | None = None
+        self.free = [*range(self.num_processes)]  # numbers of processes
         self.numbers = itertools.count()  # of sessions
+        self.look_at = 0.0  # when late agents are looked for
 
     def complete(
         self,
@@ -120,9 +126,12 @@ class Agents:
         waiting = iter(episodes)
         playing: dict[int, Episode] = {}
         while True:
-            for episode in itertools.islice(waiting, self.num_processes - len(playing)):
+            calls = []
+            for episode in itertools.islice(waiting, len(self.free)):
                 playing[episode.session.number] = episode
-                self._begin(episode)
+                calls.append(self._begin(episode))
+            if calls:
+                self.workers.submit(calls)
             if not playing:
                 break
             for number, outcome in self._outcomes(playing):
@@ -138,37 +147,44 @@ class Agents:
         self.endpoint.sessions.clear()
         return [episode.rollout(version) for episode in episodes]
 
-    def _begin(self, episode: Episode) -> None:
-        """Start an agent."""
+    def _begin(self, episode: Episode) -> Call:
+        """Open the endpoint for an agent. Returns the call that starts it."""
         session = episode.session
         session.idle_since = time.monotonic()
+        episode.process = self.free.pop()
         self.endpoint.sessions[session.key] = session
         arguments = [episode.prompt.columns, self.endpoint.url, session.key, MODEL]
         data = json.dumps(arguments).encode()
-        self.workers.submit([Call(session.number, data, NO_DEADLINE, conversation=session.number)])
+        return Call(session.number, data, NO_DEADLINE, conversation=episode.process)
 
     def _outcomes(self, playing: dict[int, Episode]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield how agents have ended, with the numbers of their sessions: by themselves, or too late."""
         for outcome in self.workers.poll():
             if outcome["call"] in playing:  # not one that came after its deadline
                 yield outcome["call"], outcome
+        if time.monotonic() < self.look_at:
+            return
+        self.look_at = time.monotonic() + LOOK_SECONDS
         for number, episode in [*playing.items()]:
             seconds = self.config.call_seconds if episode.session.turns else self.config.reset_seconds
             if episode.session.idle_seconds > seconds:
                 yield number, {"failed": f"took longer than {seconds:g} s without a request", "cause": "late"}
 
     def _end(self, episode: Episode, outcome: dict[str, Any], loop: EngineLoop) -> None:
-        """Close an episode, with the process of its agent and what it has in the engine.
+        """Close an episode, with what its agent left and what it has in the engine.
 
         What the policy may have caused, which has answered before it happened, is scored. The rest is lost.
         """
         session = episode.session
-        self.workers.drop(session.number)
+        reward, has_left_something = outcome.get("value", (None, True))
+        if has_left_something:
+            self.workers.drop(episode.process)
+        self.free.append(episode.process)
         for turn in loop.end(session.close()):
             session.settle(turn, None)
         episode.ended_by = session.ended_by or "done"
         if "value" in outcome:
-            episode.reward = outcome["value"]
+            episode.reward = reward
             return
         reason = outcome["failed"]
         was_killed = reason.endswith(f"killed by signal {signal.SIGKILL:d}")  # the machine had no more memory

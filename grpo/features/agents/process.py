@@ -6,16 +6,20 @@ import inspect
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo.config.user_files import load_function
 from grpo.config.values import names_function
+from grpo.workers import kernel, processes
 from grpo.workers.worker import plain_values
 
 
-def load_agent(agent: str) -> Callable[..., float | None]:
-    """Return what plays an episode with (row, base_url, api_key, model) and returns its reward or None.
+def load_agent(agent: str) -> Callable[..., tuple[float | None, bool]]:
+    """Return what plays an episode with (row, base_url, api_key, model).
+
+    It returns the reward or None, and whether the agent has left a thread or a process.
 
     agent: `path/file.py:function`, or a command line.
     """
@@ -23,11 +27,13 @@ def load_agent(agent: str) -> Callable[..., float | None]:
     if names_function(agent):
         function = load_function(agent, "environment.agent")
 
-    def play(row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> float | None:
+    def play(row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> tuple[float | None, bool]:
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent is a child of this process
         reward = function(row, base_url=base_url, api_key=api_key, model=model)
         if inspect.isawaitable(reward):
             reward = asyncio.run(reward)
-        return plain_values([reward], 1)[0]
+        (value,) = plain_values([reward], 1)
+        return value, threading.active_count() > 1 or bool(processes.children())
 
     return play
 

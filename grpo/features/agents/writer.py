@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # For private use, so that no template writes it
 MARK = "\ue000{}\ue000"
 ANY_MARK = re.compile("\ue000[0-9]+\ue000")
+# Texts that are kept with what becomes of them, and characters of the longest such text
+KEPT_TEXTS = 1024
+KEPT_CHARACTERS = 10_000
 
 
 class Writer:
@@ -37,6 +40,10 @@ class Writer:
         self.added = set(tokenizer.added_tokens_decoder)
         self.special = set(tokenizer.all_special_ids)  # and added tokens that the template has written
         self.lock = threading.Lock()  # a fast tokenizer is not to be configured by two threads
+        # episodes share the template's words, the tools, the system message and, in a group, the question
+        self.render = keep(self._render)
+        self.encode = keep(self._encode)
+        self.plain_ids = keep(self._plain_ids)
 
     def ids(self, messages: Messages, tools: Tools | None, last: int) -> list[int]:
         """Return the ids of what follows the answer `messages[last]`, or of a whole prompt if that is -1.
@@ -51,8 +58,8 @@ class Writer:
                 message = message | {"content": MARK.format(place)}
             marked.append(message)
         with self.lock:
-            text = self._render(marked, tools)
-            self._encode(ANY_MARK.sub("", text))  # finds out what the template writes
+            text = self.render(json.dumps([marked, tools]))
+            self.encode(ANY_MARK.sub("", text))  # finds out what the template writes
             ids = []
             position = 0
             for place in range(max(last, 0), len(messages)):
@@ -64,15 +71,15 @@ class Writer:
                     raise ValueError(f"the chat template does not write message {place}")
                 end = begin + len(mark)
                 if place != last:
-                    ids += self._encode(text[position:begin])
+                    ids += self.encode(text[position:begin])
                     unmarked = [*marked[:place], messages[place], *marked[place + 1 :]]
-                    written = self._render(unmarked, tools)
+                    written = self.render(json.dumps([unmarked, tools]))
                     content = messages[place]["content"]
                     if written.startswith(text[:begin]) and written.endswith(text[end:]):
                         content = written[begin : len(written) - len(text[end:])]  # it may trim or quote it
-                    ids += self._plain_ids(content)
+                    ids += self.plain_ids(content, len(self.special))
                 position = end
-            return ids + self._encode(text[position:])
+            return ids + self.encode(text[position:])
 
     def message_of(self, ids: Sequence[int], tools: Collection[str], name: str) -> Message:
         """Return the message for the agent, with its calls of `tools` as data. name: begins the ids of calls."""
@@ -100,7 +107,9 @@ class Writer:
         """Return the ids of a turn without the token that ended it."""
         return ids[:-1] if self.stop_ids.intersection(ids[-1:]) else ids
 
-    def _render(self, messages: Messages, tools: Tools | None) -> str:
+    def _render(self, messages_and_tools: str) -> str:
+        """Return what the template makes of messages and tools, which come as JSON."""
+        messages, tools = json.loads(messages_and_tools)
         text, _ = render(self.tokenizer, self.data, messages, True, tools)
         return text
 
@@ -110,11 +119,26 @@ class Writer:
         self.special |= self.added.intersection(ids)
         return ids
 
-    def _plain_ids(self, text: str) -> list[int]:
-        """Return the ids of a text without special tokens. Where it would become one, it is split into pieces."""
+    def _plain_ids(self, text: str, num_special: int) -> list[int]:
+        """Return the ids of a text without special tokens. Where it would become one, it is split into pieces.
+
+        num_special: how many are known, because with more of them the same text has other ids.
+        """
         text = without_surrogates(text)
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if not self.special.intersection(ids) or len(text) < 2:
             return [token for token in ids if token not in self.special]
         half = len(text) // 2
-        return self._plain_ids(text[:half]) + self._plain_ids(text[half:])
+        return self._plain_ids(text[:half], num_special) + self._plain_ids(text[half:], num_special)
+
+
+def keep(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a text that keeps its latest results, except those of long texts."""
+    kept = functools.lru_cache(KEPT_TEXTS)(function)
+
+    def call(text: str, *arguments: Any) -> Any:
+        if len(text) > KEPT_CHARACTERS:
+            return function(text, *arguments)
+        return kept(text, *arguments)
+
+    return call

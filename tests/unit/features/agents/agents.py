@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import subprocess
 import threading
 import time
 import urllib.error
@@ -141,3 +142,16 @@ def fails(row: dict, base_url: str, api_key: str, model: str) -> float:
         threading.Thread(target=request, args=(base_url, api_key, body), daemon=True).start()
         time.sleep(0.5)
     return 0.5
+
+
+def leaves(row: dict, base_url: str, api_key: str, model: str) -> float:
+    """Leave a thread, a process or a process without a parent, as the row says. Returns the number of this process."""
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+    request(base_url, api_key, body)
+    if row["what"] == "thread":
+        threading.Thread(target=time.sleep, args=(10_000,), daemon=True).start()
+    if row["what"] == "process":
+        subprocess.Popen(["sleep", "10000"])
+    if row["what"] == "orphan":
+        subprocess.run("setsid sleep 10000 & echo $! > orphan", shell=True, check=True)
+    return float(os.getpid())

@@ -163,6 +163,14 @@ def test_a_shell_script(plays):
         assert rollout.episode["reward"] == 1.0 and rollout.episode["turns"][0]["tokens"] <= 2
 
 
+def test_an_agent_that_leaves_something_ends_with_its_process_and_others_share_one(plays):
+    whats = ["nothing", "thread", "nothing", "process", "nothing", "orphan", "nothing", "nothing"]
+    rollouts, _ = plays(f"{AGENTS}:leaves", *({"what": what} for what in whats), num_processes=1)
+    pids = [int(rollout.episode["reward"]) for rollout in rollouts]
+    assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4] == pids[5] != pids[6] == pids[7]
+    assert not pathlib.Path(f"/proc/{pathlib.Path('orphan').read_text().strip()}").exists()
+
+
 def test_causes_are_told_apart(plays):
     kinds = ["raises first", "raises", "dies", "sleeps", "leaves", "never stops"]
     rows = [{"kind": kind} for kind in kinds]
