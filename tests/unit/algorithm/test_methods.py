@@ -253,9 +253,9 @@ def test_every_method_is_listed_with_what_follows_from_its_flags():
     losses, advantages = set(), set()
     for algorithm, cells in methods().values():
         resolved = algorithm.resolved
-        slots = resolved.loss, resolved.advantages, resolved.aggregation
-        assert ["path/file.py:function" if ":" in name else name for name in slots] == cells[:3]
-        assert cells[3] in ("-", f"{resolved.clip_low} / {resolved.clip_high}"), cells
+        slots = resolved.advantages, resolved.aggregation
+        assert ["path/file.py:function" if ":" in name else name for name in slots] == cells[:2]
+        assert cells[2] in ("-", f"{resolved.clip_low} / {resolved.clip_high}"), cells
         losses.add(resolved.loss)
         advantages.add(resolved.advantages)
     assert losses > set(PAPER_DEFAULTS) and advantages > set(ADVANTAGES) - {"none"}  # and those of one's own
