@@ -1,10 +1,10 @@
 """What a run achieved, on one screen, and the rollouts of one of its steps: `python -m grpo.look RUN_DIR`.
 
-    python -m grpo.look RUN_DIR [RUN_DIR ...]                accuracy, reward or losses, a curve, answers
+    python -m grpo.look RUN_DIR [RUN_DIR ...]                accuracy, reward or losses, answers
     python -m grpo.look RUN_DIR --step 40 [--worst]          that step's completions, sorted by reward
     python -m grpo.look RUN_DIR --turns                      conversations turn by turn
     python -m grpo.look RUN_DIR --evaluation                 held-out ones, of the latest step
-    python -m grpo.look RUN_DIR [RUN_DIR ...] --html         all of it as a page, RUN_DIR/look.html
+    python -m grpo.look RUN_DIR [RUN_DIR ...] --html         all of it with curves as a page, RUN_DIR/look.html
 
 A folder of `grpo.replay --methods` shows its methods side by side, as if each were a run.
 
@@ -18,12 +18,10 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import tyro
 from tyro.conf import Positional
 
@@ -53,9 +51,15 @@ ROLLOUT_FIELDS = {
     "num_tokens": object,
     "failures": dict,
 }
-Curve = list[tuple[int, float]]  # steps and values, at least one
-MARKS = "•×+o#*@%&="  # of the runs' curves, or the methods'
 OF_METHOD = "/grad_norm"  # ends a metric of each method that was compared
+# What a run is judged by: endings of metrics' names, and which value is the best
+JUDGED = {
+    "accuracy": max,
+    "reward_mean": max,
+    "reward/mean": max,
+    "loss": min,
+    "distill/reverse_kl": min,
+}
 # The table has the mean of these metrics, and of the reward's parts, over the last LATE_STEPS steps that have them.
 LATE_METRICS = [
     "kl",
@@ -117,25 +121,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def summarize(run_dirs: Sequence[Path]) -> str:
-    """Return what runs achieved: a table with the config fields that differ, a plot, answers, and their files.
+    """Return what runs achieved: a table with the config fields that differ, answers, and their files.
 
-    Raises ValueError if a run has no metrics.jsonl, or there are more runs than MARKS.
+    Raises ValueError if a run has no metrics.jsonl.
     """
-    if len(run_dirs) > len(MARKS):
-        raise ValueError(f"{len(run_dirs)} runs are too many for one plot; name up to {len(MARKS)}")
     methods = lines_of(run_dirs[0])
     if len(methods) > len(run_dirs):
         return compare_methods(methods)
-    runs = [read_metrics(run_dir) for run_dir in run_dirs]
-    curves = [curves_of(records) for records in runs]
-    lines = aligned(table_of(run_dirs, runs, curves))
-    for label in curves[0]:
-        shared = [of_run[label] for of_run in curves if label in of_run]
-        if len(shared) == len(curves):
-            lines += ["", f"{label}:"]
-            lines += map("{} {}".format, MARKS, run_dirs)
-            lines += ["", terminal_curves(shared)]
-            break
+    lines = aligned(table_of(run_dirs, [read_metrics(run_dir) for run_dir in run_dirs]))
     if len(run_dirs) == 1:
         lines += answers_before_and_after(run_dirs[0])
 
@@ -149,15 +142,18 @@ def summarize(run_dirs: Sequence[Path]) -> str:
 
 
 def compare_methods(methods: dict[str, list[Record]]) -> str:
-    """Return a table of each metric's mean over the steps, and a chart of it with the marks of the table's head."""
-    rows = [["mean", *map("{} {}".format, MARKS, methods)]]
-    charts = []
-    for name in dict.fromkeys(itertools.chain(*itertools.chain(*methods.values()))):
-        curves = [curve_of(records, name) for records in methods.values()]
-        if name != "step" and any(curves):
-            rows.append([name, *(mean_text([value for _, value in curve]) for curve in curves)])
-            charts += ["", f"{name}:", terminal_curves(curves)]
-    return "\n".join(aligned(rows) + charts)
+    """Return a table of each metric's mean over the steps."""
+    rows = [["mean", *methods]]
+    for name in names_in(methods.values()):
+        means = [mean_text(values_of(records, name)) for records in methods.values()]
+        if name != "step" and set(means) != {"-"}:
+            rows.append([name, *means])
+    return "\n".join(aligned(rows))
+
+
+def names_in(runs: Iterable[list[Record]]) -> list[str]:
+    """List the names in all records of runs, in the order in which they come."""
+    return list(dict.fromkeys(itertools.chain(*itertools.chain(*runs))))
 
 
 def mean_text(values: list[float]) -> str:
@@ -165,16 +161,14 @@ def mean_text(values: list[float]) -> str:
     return compact_number(statistics.fmean(values)) if values else "-"
 
 
-def table_of(
-    run_dirs: Sequence[Path],
-    runs: list[list[Record]],
-    curves: list[dict[str, Curve]],
-) -> list[list[str]]:
+def table_of(run_dirs: Sequence[Path], runs: list[list[Record]]) -> list[list[str]]:
     """Return the rows of the summary's table. A row is a name and a text for each run."""
     rows = [["", *map(str, run_dirs)]]
-    for label in dict.fromkeys(itertools.chain(*curves)):
-        cells = [first_to_last(of_run.get(label, [])) for of_run in curves]
-        rows.append([label, *cells])
+    names = names_in(runs)
+    for name in names:
+        for ending, best in JUDGED.items():
+            if name.endswith(ending):
+                rows.append([name, *(first_to_last(values_of(records, name), best) for records in runs)])
     num_steps = []
     minutes = []
     for records in runs:
@@ -183,7 +177,7 @@ def table_of(
         minutes.append(f"{sum(seconds) / 60:.1f}")
     rows.append(["steps", *num_steps])
     rows.append(["minutes, start-up not counted", *minutes])
-    parts = reward_parts(dict.fromkeys(itertools.chain(*itertools.chain(*runs))))
+    parts = reward_parts(dict.fromkeys(names))
     of_parts = [f"reward/{part}" for part in parts] if len(parts) > 1 else []
     for name in of_parts + LATE_METRICS:
         means = [mean_text(values_of(records, name)[-LATE_STEPS:]) for records in runs]
@@ -192,62 +186,17 @@ def table_of(
     return rows + differing_fields(run_dirs)
 
 
-def curves_of(records: list[Record]) -> dict[str, Curve]:
-    """Return what a run is judged by: held-out accuracy, reward and a teacher's KL, or losses without rewards (SFT).
-
-    Curves with more than one value come first, the most important of them at the front.
-    """
-    names = dict.fromkeys(itertools.chain(*records))
-    accuracies = [name for name in names if name.startswith("eval/") and name.endswith("accuracy")]
-    accuracy = "eval/accuracy"
-    held_out = "held-out prompts"
-    if accuracies:
-        accuracy = accuracies[0]  # of several held-out sets (`eval/SET/accuracy`) the first
-        for held_out_set in accuracy.split("/")[1:-1]:
-            held_out += f" of {held_out_set}"
-    labels = {}
-    if any(values_of(records, accuracy)):
-        labels[accuracy] = f"accuracy on {held_out} (greedy)"
-    else:  # no graded reward reached `reward.pass_value`
-        mean_reward = accuracy.removesuffix("accuracy") + "reward_mean"
-        labels[mean_reward] = f"mean reward on {held_out}"
-    if "reward/mean" in names:
-        labels["reward/mean"] = "mean reward of the sampled completions"
-    else:
-        labels["validation/loss"] = "loss on held-out examples"
-        labels["loss"] = "loss on training examples"
-    if "distill/reverse_kl" in names:
-        labels["distill/reverse_kl"] = "KL from the policy to its teacher"
-        if not any(values_of(records, "reward/mean")):  # reward functions of weight 0 only measure
-            del labels["reward/mean"]
-
-    long_curves = {}
-    short_curves = {}
-    for name, label in labels.items():
-        curve = curve_of(records, name)
-        if len(curve) > 1:
-            long_curves[label] = curve
-        elif curve:
-            short_curves[label] = curve
-    return long_curves | short_curves
-
-
-def curve_of(records: list[Record], name: str) -> Curve:
-    """Return a metric's steps and values, without records that lack it or have no number."""
-    return [(record["step"], record[name]) for record in records if is_number(record.get(name))]
-
-
 def values_of(records: list[Record], name: str) -> list[float]:
-    """Return a metric's values."""
-    return [value for _, value in curve_of(records, name)]
+    """Return a metric's values, without records that lack it or have no number."""
+    return [record[name] for record in records if is_number(record.get(name))]
 
 
-def first_to_last(curve: Curve) -> str:
-    """Return `0.25 to 0.75`, a single number if both are equal, or `-` for no curve."""
-    if not curve:
+def first_to_last(values: list[float], best: Callable[[list[float]], float]) -> str:
+    """Return `0.25 to 0.75, best 0.8`, or `-` without values."""
+    if not values:
         return "-"
-    ends = dict.fromkeys(compact_number(value) for _, value in (curve[0], curve[-1]))
-    return " to ".join(ends)
+    ends = map(compact_number, (values[0], values[-1], best(values)))
+    return "{} to {}, best {}".format(*ends)
 
 
 def differing_fields(run_dirs: Sequence[Path]) -> list[list[str]]:
@@ -270,53 +219,6 @@ def differing_fields(run_dirs: Sequence[Path]) -> list[list[str]]:
     return rows
 
 
-def terminal_curves(
-    curves: list[Curve],
-    width: int = 60,
-    height: int = 8,
-) -> str:
-    """Draw curves over their steps as a chart of `height` text lines and `width` columns, with values at the left.
-
-    Each curve has its own mark, see MARKS; one without values is not drawn. Values that share a column are averaged,
-    and between columns with values a curve is straight. If all values are equal, the chart has one line.
-    """
-    steps = [step for curve in curves for step, _ in curve]
-    first_to_last_step = (min(steps), max(steps))
-    columns = []
-    for curve in curves:
-        if not curve:
-            columns.append([math.nan] * width)
-            continue
-        steps, values = np.transpose(curve)
-        counts, _ = np.histogram(steps, width, first_to_last_step)
-        sums, _ = np.histogram(steps, width, first_to_last_step, weights=values)
-        (filled,) = counts.nonzero()
-        means = sums[filled] / counts[filled]
-        column = np.interp(range(width), filled, means, left=math.nan, right=math.nan)
-        columns.append(column)
-
-    lowest = np.nanmin(columns)
-    highest = np.nanmax(columns)
-    if lowest == highest:
-        height = 1
-    unit = (highest - lowest) / max(1, height - 1) or 1.0
-    grid = [[" "] * width for _ in range(height)]  # from the lowest line up
-    for values, mark in zip(columns, MARKS, strict=False):
-        for x in np.flatnonzero(np.isfinite(values)):
-            y = round((values[x] - lowest) / unit)
-            grid[y][x] = mark
-
-    # Rounded, because a sum like -0.3 + 3 * 0.1 is not quite 0.
-    values = [round(lowest / unit + y, 6) * unit for y in range(height)]
-    labels = list(map(compact_number, values))
-    margin = max(map(len, labels))
-    lines = []
-    for label, row in zip(labels, grid, strict=True):
-        line = f"{label:>{margin}} ┤" + "".join(row)
-        lines.append(line.rstrip())
-    return "\n".join(reversed(lines))
-
-
 def answers_before_and_after(run_dir: Path) -> list[str]:
     """Show the first held-out questions with the model's greedy answers in the first and the last evaluation.
 
@@ -335,31 +237,12 @@ def answers_before_and_after(run_dir: Path) -> list[str]:
     lines = []
     answered_twice = [row for row in first if last[row]["step"] > first[row]["step"]]
     for row in answered_twice[:NUM_ANSWERS]:
-        question = shorten(one_line(question_of(first[row])), ANSWER_CHARACTERS)
-        lines += ["", f"held out   {question}"]
+        prompt = shorten(one_line(first[row]["prompt"]), ANSWER_CHARACTERS)
+        lines += ["", f"held out   {prompt}"]
         for name, record in {"before": first[row], "after": last[row]}.items():
             answer = shorten(one_line(record["completion"]), ANSWER_CHARACTERS)
             lines.append(f"  {name:<8} {answer}   (reward {number_text(record['reward'])})")
     return lines
-
-
-def question_of(record: Record) -> str:
-    """Return the text in the columns that stands last in the prompt, such as a question or the last message.
-
-    If there is none, it is the prompt.
-    """
-    prompt = record["prompt"]
-    in_prompt = [text for text in texts_in(record["columns"]) if text and text in prompt]
-    return max(in_prompt, key=lambda text: (prompt.rfind(text) + len(text), len(text)), default=prompt)
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts of a JSON value, however deep."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from texts_in(entry)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,10 @@ class PageRun:
 
 
 def write_page(runs: list[PageRun]) -> Path:
-    """Write the page into the first run's folder, return its path. Raises ValueError if a batch cannot be read."""
+    """Write the page into the first run's folder, return its path. Its name has the other runs'.
+
+    Raises ValueError if a batch cannot be read.
+    """
     steps = []
     pieces = []
     for run in runs:
@@ -89,7 +92,8 @@ def write_page(runs: list[PageRun]) -> Path:
     template = TEMPLATE.read_text(encoding="utf-8")
     page = template.replace(DATA, data, 1)
 
-    path = runs[0].folder / "look.html"
+    others = "".join(f"-{run.folder.name}" for run in runs[1:])
+    path = runs[0].folder / f"look{others}.html"
     replace_file(path, page)
     return path
 

@@ -16,8 +16,8 @@ method's own. Shown are
     masked     share that the importance correction cuts off or masks (`mismatch/corrected_frac`)
     entropy    of the policy in the step's updates, nats, at the recorded tokens
     kl         KL(generator || policy at the start of the step), k3 over these tokens: how far it is from their sampler
-RUN-compare gets them in metrics.jsonl and TensorBoard as METHOD/NAME, and METHOD/model. `grpo.look RUN-compare` draws
-them.
+RUN-compare gets them in metrics.jsonl and TensorBoard as METHOD/NAME, and METHOD/model. `grpo.look RUN-compare` shows
+their means.
 
 Left out: rollouts as text, which the recorded run's folder has, and held-out accuracy, which takes an engine
 (`python -m grpo.evaluate RUN-compare/METHOD/model RUN/config.py`).

@@ -90,67 +90,50 @@ def write_run(run_dir: pathlib.Path, rewards: list[float], more: dict[str, float
     return str(run_dir)
 
 
-def test_runs_are_compared_in_one_table_and_one_plot(tmp_path, capsys):
-    """Over steps, in the same places, also if one run is shorter; fields of the configs that differ are named.
-
-    What others wrote into a run.json acts on no terminal.
-    """
+def test_runs_are_compared_in_one_table(tmp_path, capsys):
+    """Fields of the configs that differ are named. What others wrote into a run.json acts on no terminal."""
     hostile = {"algorithm.loss": "'dapo'\x1b]0;owned\x07\nsteps  9", "data.system_prompt": "a" * 50 + "1" + "b" * 50}
     parts = {"reward/right": 0.25, "reward/brief": 0.75}
     first = write_run(tmp_path / "long", [step / 10 for step in range(11)], {"kl": 0.5, **parts})
     second = write_run(tmp_path / "short", [1 - step / 10 for step in range(6)], {}, **hostile)
     main([first, second])
-    table, plot = capsys.readouterr().out.split("\n\nmean reward of the sampled completions:\n")
+    table = capsys.readouterr().out
     rows = {row[0]: row[1:] for row in (re.split(r"  +", line) for line in table.splitlines()[1:])}
-    assert rows["mean reward of the sampled completions"] == ["0 to 1", "1 to 0.5"]
+    assert rows["reward/mean"] == ["0 to 1, best 1", "1 to 0.5, best 1"]
     assert (rows["steps"], rows["minutes, start-up not counted"]) == (["11", "6"], ["5.5", "3.0"])
     assert rows["kl, mean of the last 10 steps"] == ["0.5", "-"]
     assert rows["reward/right, mean of the last 10 steps"] == ["0.25", "-"]
     assert rows["algorithm.loss"] == ["'grpo'", r"'dapo'\x1b]0;owned\x07 steps 9"]
     assert "data.system_prompt" in rows and "run_dir" not in rows and "seed" not in rows
-    chart = [line.partition("┤")[2].ljust(60) for line in plot.splitlines() if "┤" in line]
-    assert chart[0].startswith("×") and chart[0].endswith("•") and "•" in chart[-1]
-    assert max(line.rfind("×") for line in chart) < 33  # the shorter run ends in the middle
 
 
 def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_after(run_dir, shown):
-    """The question is what the prompt has last of the columns, also as the last of messages, and in a nested column."""
-    asked = [{"role": "system", "content": "<user>"}, {"role": "user", "content": "What is 2+1?"}]
     held_out = [
         record(step, float(step > 0), f"<user> What is 2+{row}? <bot>", answer, row=row, kind=kind)
-        | {
-            "columns": {
-                "prompt": {0: f"What is 2+{row}?", 1: asked}.get(row, {"a": {"b": "What is 2+2?"}}),
-                "answer": "2",
-            }
-        }
         for step, answer in ((0, "We add\nthem."), (20, "4"))
         for kind in ("greedy", "sample")
         for row in range(5)
     ]
     write_lines(run_dir / "evaluation.jsonl", held_out)
     out = shown()
-    assert re.findall("^held out +(.*)", out, re.MULTILINE) == ["What is 2+0?", "What is 2+1?", "What is 2+2?"]
+    assert re.findall("^held out +(.*)", out, re.MULTILINE) == [f"<user> What is 2+{row}? <bot>" for row in range(3)]
     for name, answer, reward in ("before", "We add them.", 0), ("after", "4", 1):
         texts = re.findall(f"^  {name} +(.*)", out, re.MULTILINE)
         assert len(texts) == 3 and all(text.startswith(answer) and f"reward {reward}" in text for text in texts)
 
 
-def test_methods_are_compared_by_their_means_and_a_chart_for_each_metric(tmp_path, capsys):
+def test_methods_are_compared_by_their_means(tmp_path, capsys):
     """A loss may know no clip, and a step without a gradient has no cosine."""
     records = [{"step": 1, "grpo/grad_norm": 2.0, "grpo/clipped": 0.25, "a+b/grad_norm": 1.0, "a+b/cosine": 0.5}]
     records.append({"step": 2, "grpo/grad_norm": 4.0, "a+b/grad_norm": 0.0, "time/step": 3.0})
     write_lines(tmp_path / "metrics.jsonl", records)
     main([str(tmp_path)])
-    table, *charts = capsys.readouterr().out.split("\n\n")
-    assert [re.split("  +", line) for line in table.splitlines()] == [
-        ["mean", "• grpo", "× a+b"],
+    assert [re.split("  +", line) for line in capsys.readouterr().out.splitlines()] == [
+        ["mean", "grpo", "a+b"],
         ["grad_norm", "3", "0.5"],
         ["clipped", "0.25", "-"],
         ["cosine", "-", "0.5"],
     ]
-    drawn = {chart.partition(":")[0]: set(chart) & {"•", "×"} for chart in charts}
-    assert drawn == {"grad_norm": {"•", "×"}, "clipped": {"•"}, "cosine": {"×"}}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +152,7 @@ def test_what_is_no_number_is_shown_as_it_is(run_dir, shown):
     write_lines(run_dir / "completions.jsonl", [record(12, reward) for reward in (math.nan, "high", 0.5)])
     write_lines(run_dir / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": math.nan}])
     assert re.findall(r"^--- reward (\S+)", shown("--step", "12"), re.MULTILINE) == ["0.5", "NaN", "high"]
-    assert re.search("mean reward .* 0.5\n", shown())
+    assert re.search("reward/mean +0.5 to 0.5", shown())
 
 
 def test_a_page_is_not_written_through_a_link(run_dir, tmp_path_factory):

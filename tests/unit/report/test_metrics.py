@@ -24,7 +24,6 @@ from grpo.rewards.builtin import math_reward
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
 from grpo.tools import look
-from grpo.tools.look import terminal_curves
 from grpo.types import Prompt
 from tests.rollouts import completion
 
@@ -341,47 +340,35 @@ def test_samples_cannot_act_on_a_terminal_and_completions_are_strict_json(tmp_pa
     assert b"\x1b" not in line and record["episode"]["info"] == {"all": [None, 0.5]}
 
 
-# --- curves and the summary
-
-
-def test_curve_of_a_straight_line():
-    chart = terminal_curves([list(enumerate([0, 1, 2, 3]))], width=4, height=4)
-    assert chart.splitlines() == ["3 ┤   •", "2 ┤  •", "1 ┤ •", "0 ┤•"]
+# --- the summary
 
 
 def table(run_dir, *more) -> dict[str, list[str]]:
-    """Label -> cells of what look.py shows of runs; the chart's lines are under an empty label."""
-    rows = {"": []}
-    for line in look.summarize([run_dir, *more]).splitlines():
-        label, *cells = re.split(r"  +", line)
-        rows[""] += [line] if "┤" in line else []
-        rows |= {label: cells} if label else {}
-    return rows
+    """Label -> cells of what look.py shows of runs."""
+    lines = look.summarize([run_dir, *more]).splitlines()
+    return {label: cells for label, *cells in (re.split(r"  +", line) for line in lines) if label}
 
 
 def test_summary_of_a_run_and_of_a_supervised_one(tmp_path):
-    """What has one value makes no curve. Accuracy comes before rewards, a held-out loss before one of training."""
+    """Of what a run is judged by, the first value, the last and the best: the highest, and of losses the lowest."""
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=2)
     log.log_held_out(0, {"eval/accuracy": 0.25})
     log.log(1, {"reward/mean": 0.5, "time/step": 40.0})
     log.log_held_out(2, {"eval/accuracy": 0.75})
     log.close()
     rows = table(tmp_path)
-    assert rows["accuracy on held-out prompts (greedy)"] == ["0.25 to 0.75"]
-    assert rows["mean reward of the sampled completions"] == ["0.5"]
-    assert rows[""][0].startswith(" 0.75 ┤") and list(rows)[-1] == f"{tmp_path}/tensorboard"  # no samples, no model
+    assert rows["eval/accuracy"] == ["0.25 to 0.75, best 0.75"]
+    assert rows["reward/mean"] == ["0.5 to 0.5, best 0.5"]
+    assert list(rows)[-1] == f"{tmp_path}/tensorboard"  # no samples, no model
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path / "sft"), num_steps=3)
-    for step, loss in ((1, 2.0), (2, 1.25)):
+    for step, loss in ((1, 2.0), (2, 1.25), (3, 1.5)):
         log.log(step, {"loss": loss, "time/step": 1.0})
     log.log_held_out(3, {"validation/loss": 1.75})
     rows = table(tmp_path / "sft")
-    assert rows["loss on training examples"] == ["2 to 1.25"] and rows["loss on held-out examples"] == ["1.75"]
-    assert rows[""][0].strip().startswith("2 ┤")
-    log.log_held_out(4, {"validation/loss": 1.5})
-    assert table(tmp_path / "sft")[""][0].strip().startswith("1.75 ┤")
+    assert rows["loss"] == ["2 to 1.5, best 1.25"] and rows["validation/loss"] == ["1.75 to 1.75, best 1.75"]
 
 
-def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):
+def test_held_out_sets_have_a_line_each(tmp_path, capsys):
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=4)
     log.log(1, {"time/step": 1.0, "reward/mean": 0.0})
     for step, accuracy in ((0, 0.25), (4, 0.5)):
@@ -394,7 +381,9 @@ def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path
         "validation 4/4 100%  a  loss 2",
         "validation 4/4 100%  loss 1.5",
     ]
-    assert table(tmp_path)["accuracy on held-out prompts of math (greedy)"] == ["0.25 to 0.5"]
+    rows = table(tmp_path)
+    assert rows["eval/math/accuracy"] == ["0.25 to 0.5, best 0.5"]
+    assert rows["eval/code/accuracy"] == ["0.75 to 0.75, best 0.75"]
 
 
 def test_equal_rewards_are_said_once(tmp_path, capsys):
