@@ -100,12 +100,9 @@ def train(config: GRPOConfig, session: Session) -> None:
         rollouts = sample(plan, generator, driver, roles)  # generators -> driver; scoring begins
         ahead = comm.start_sampling_ahead(driver.request_ahead(), generator)  # with overlap_steps
         batch = comm.send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
-        teacher_batch = batch
-        if config.algorithm.teacher_template:  # the same completions behind other prompts
-            teacher_batch = comm.send_batch(driver.make_teacher_batch(rollouts), roles)
 
         timer.enter("reference")  # meanwhile worker processes of the driver score
-        batch = comm.add_ref_logprobs(batch, reference, roles, teacher_batch)  # references -> trainers
+        batch = comm.add_ref_logprobs(batch, reference, roles)  # references -> trainers
 
         timer.enter("reward")
         rollouts = driver.collect_rewards()

@@ -38,8 +38,6 @@ class Prompt:
     """Name of its source or held-out set; empty if there is only one."""
     content: str | list[dict[str, Any]] = ""
     """The prompt as the data has it: a text, or a list of messages."""
-    teacher_ids: list[int] = field(default_factory=list)
-    """Token ids of the teacher's own prompt (`algorithm.teacher_template`); empty if it reads the same one."""
 
 
 @dataclass(frozen=True)

@@ -177,12 +177,6 @@ def teacher_advantages(batch: TrainBatch) -> Tensor:
     arXiv:2306.08543): over tokens drawn from the policy this is minus the reverse KL(policy || teacher) of the next
     token, and its policy gradient is the gradient of that KL. What a token does to the KL of later ones is left out.
     Values are clamped to +-20.
-
-    In self-distillation the reference is the policy, or its start, behind a prompt with a hint. The papers differ:
-    OPSD (Zhao et al. 2026, arXiv:2601.18734) has the start as teacher and a divergence over the whole vocabulary, with
-    a gradient, in place of the sampled token; SDFT (Shenfeld et al. 2026, arXiv:2601.19897) an average over the
-    policy's past weights and the reverse KL over the vocabulary; SDPO (Hübotter et al. 2026, arXiv:2601.20802) the
-    current policy, held near its past, and the divergence over its likeliest tokens.
     """
     log_ratio_N = (batch.generator_logprobs_N - batch.ref_logprobs_N).where(batch.loss_mask_N, 0)
     return -clamped(log_ratio_N)

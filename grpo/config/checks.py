@@ -162,10 +162,8 @@ def check_replicas(num_generators: int, tensor_parallel: int) -> None:
 def _feature_problems(config: GRPOConfig) -> Iterator[str]:
     """Yield features that exclude each other, and a feature without another that it needs."""
     algorithm = config.algorithm
-    environment = config.environment
     roles = config.roles
     sampling = config.sampling
-    by_policy = algorithm.teacher == "policy"
     # options for which vLLM reads more of a completion than its next token
     reads_text = needs_texts(config.generator)
     text_options = "generator.stop, or generator.sampling other than top_p, top_k and min_p,"
@@ -180,7 +178,7 @@ def _feature_problems(config: GRPOConfig) -> Iterator[str]:
     if config.generator.sleep and not roles.colocated:
         yield "generator.sleep needs roles.colocated: it leaves the memory to a trainer on the same GPU"
     idle = roles.num_references and not (config.needs_reference or config.reward.model)
-    if idle or by_policy and (roles.num_references or config.model.reference_path):
+    if idle:
         yield (
             "nobody would read what roles.num_references and model.reference_path give; set --roles.num-references 0 "
             "and drop the other, or set algorithm.kl_coef, distill_coef or reward.model"
@@ -192,10 +190,10 @@ def _feature_problems(config: GRPOConfig) -> Iterator[str]:
         )
 
     if config.reference_moves:
-        if config.trainer.lora_rank or config.model.reference_path or by_policy:
+        if config.trainer.lora_rank or config.model.reference_path:
             yield (
-                "algorithm.reference_interval does not go with trainer.lora_rank, model.reference_path or "
-                "algorithm.teacher=policy: what moves is a copy of the policy's start; drop one"
+                "algorithm.reference_interval does not go with trainer.lora_rank or model.reference_path: what moves "
+                "is a copy of the policy's start; drop one"
             )
         if roles.num_reference_ranks or config.trainer.data_replicas > 1:
             yield (
@@ -203,23 +201,8 @@ def _feature_problems(config: GRPOConfig) -> Iterator[str]:
                 "--roles.num-references 0 and --trainer.data-replicas 1"
             )
 
-    if algorithm.teacher_template:
-        if algorithm.kl_coef:
-            yield (
-                "algorithm.teacher_template does not go with algorithm.kl_coef: the reference would read two prompts; "
-                "set kl_coef to 0"
-            )
-        if environment.all_classes:
-            yield (
-                "algorithm.teacher_template does not go with environment.name: reset writes other prompts; use tools "
-                "without it"
-            )
-        if not algorithm.distill_coef:
-            yield "algorithm.teacher_template needs algorithm.distill_coef: it weighs what the teacher says; set 1, say"
-    elif by_policy:
-        yield "algorithm.teacher=policy needs algorithm.teacher_template: else the policy agrees with itself"
-    elif algorithm.distill_coef and not config.model.reference_path:
-        yield "algorithm.distill_coef needs model.reference_path or algorithm.teacher_template: name a teacher"
+    if algorithm.distill_coef and not config.model.reference_path:
+        yield "algorithm.distill_coef needs model.reference_path: name a teacher"
 
 
 def _group_problems(algorithm: AlgorithmConfig, config: GRPOConfig) -> Iterator[str]:

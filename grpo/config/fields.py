@@ -487,12 +487,6 @@ class AlgorithmConfig:
     distill_coef: NotNegative = 0.0
     """On-policy distillation: weight of log teacher - log policy in each token's advantage; 0 is none.
     Rewards may be left out (`--reward.functions` with nothing)."""
-    teacher: Literal["reference", "policy"] = "reference"
-    """Who the teacher is. reference: `model.reference_path`, or with `teacher_template` the policy's start;
-    policy: the policy itself at the start of the step, which must read another prompt."""
-    teacher_template: str = ""
-    """Self-distillation: the user's message as the teacher reads it, such as '{question} Solution: {answer}';
-    {question} is the message itself, another {name} a column that rewards get. Empty: what the policy reads."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
     mask_truncated: bool = False
@@ -716,8 +710,8 @@ class GRPOConfig(RunConfig):
 
     @property
     def reference_has_model(self) -> bool:
-        """True if the reference has its own weights. False if it is the policy, or the policy with its adapters off."""
-        return self.needs_reference and not self.reference_is_base and self.algorithm.teacher == "reference"
+        """True if the reference has its own weights. False if it is the policy with its adapters off."""
+        return self.needs_reference and not self.reference_is_base
 
     @property
     def reference_moves(self) -> bool:

@@ -8,25 +8,19 @@ from dataclasses import fields
 
 import torch
 
-from grpo.types import Piece, Rollout, TrainBatch
+from grpo.types import Rollout, TrainBatch
 
 
-def make_batch(
-    rollouts: Sequence[Rollout],
-    turn_weight: float | None = None,
-    teacher: bool = False,
-) -> TrainBatch:
+def make_batch(rollouts: Sequence[Rollout], turn_weight: float | None = None) -> TrainBatch:
     """Lay all sequences of a step end to end.
 
-    turn_weight: weight of the environment's reward, if turns have credit of their own. teacher: lay each behind the
-    prompt that a teacher reads. Without log-probs if a token counts that nobody sampled, as in SFT.
+    turn_weight: weight of the environment's reward, if turns have credit of their own. Without log-probs if a token
+    counts that nobody sampled, as in SFT.
     """
     by_token = {name: [] for name in ("ids", "loss_mask", "logprobs", "kept", "turn", "earned")}
     by_sequence = {name: [] for name in ("lengths", "rollout", "temperatures", "versions", "truncated", "prompts")}
     for number, rollout in enumerate(rollouts):
         for prompt, *behind in rollout.sequences:
-            if teacher:
-                prompt = Piece.written(rollout.prompt.teacher_ids)
             turn = 0
             length = 0
             for piece in (prompt, *behind):

@@ -29,10 +29,9 @@ from grpo.data.rows import (
     RowReader,
     Tools,
     environment_of,
-    teacher_prompt,
 )
 from grpo.data.sources import Rows
-from grpo.data.turns import Tokens, Written, longest_token, tokenize, write_example, write_prompt
+from grpo.data.turns import Written, longest_token, tokenize, write_example, write_prompt
 from grpo.text import printable
 from grpo.types import Prompt
 
@@ -76,11 +75,8 @@ class Encoded:
     reason: str = ""
     """Why it is BAD."""
     num_tokens: int = 0
-    """Tokens of the whole row, even if it is cut off; a lower bound if it is very long. If a teacher reads another
-    prompt, those of the longer one."""
+    """Tokens of the whole row, even if it is cut off; a lower bound if it is very long."""
     ids: list[int] = field(default_factory=list)
-    teacher_ids: list[int] = field(default_factory=list)
-    """The prompt that a teacher reads in place of it (`algorithm.teacher_template`), or empty."""
     mask: list[bool] = field(default_factory=list)
     """For each token whether it is a label; empty for prompts."""
     values: str = ""
@@ -102,7 +98,6 @@ def features() -> "datasets.Features":
         reason=text,
         num_tokens=Value("int64"),
         ids=List(Value("int32")),
-        teacher_ids=List(Value("int32")),
         mask=List(Value("bool")),
         values=text,
     )
@@ -124,8 +119,6 @@ class Encoder:
     completion_column: str = ""
     tools: Mapping[str, Tools] | None = None
     """JSON schemas of each environment by its name, for prompts whose rows bring none."""
-    teacher_template: str = ""
-    """The text that a teacher reads in place of the user's message; empty: the same message."""
     vocab_size: int | None = None
     """Tokens that the model has; None: those of the tokenizer."""
 
@@ -138,66 +131,52 @@ class Encoder:
     def encode(self, rows: Sequence[Row], read: RowReader) -> list[Encoded]:
         """Read each row with `read`, write it with the template and tokenize it."""
         results = []
-        texts_by_row = []
+        texts = []
         for row in rows:
             encoded = Encoded()
-            texts = []
             try:
                 example = read(row)
                 if example is None:
                     encoded.status = RowStatus.DROPPED
                 else:
-                    texts = self._write(example, encoded)
+                    texts.append((encoded, self._write(example, encoded)))
             except BadRow as error:
                 encoded.status = RowStatus.BAD
                 encoded.reason = str(error)
             results.append(encoded)
-            texts_by_row.append(texts)
 
-        tokens = tokenize(self.tokenizer, list(itertools.chain(*texts_by_row)))
-        for encoded, texts in zip(results, texts_by_row, strict=True):
-            if texts:
-                self._keep(encoded, [next(tokens) for _ in texts])
+        tokens = tokenize(self.tokenizer, [text for _, text in texts])
+        for (encoded, _), (ids, mask) in zip(texts, tokens, strict=True):
+            self._keep(encoded, ids, mask)
         return results
 
-    def _write(self, example: Example, encoded: Encoded) -> list[Written]:
-        """Write the text to be tokenized, then the one that a teacher reads, if that is another one.
+    def _write(self, example: Example, encoded: Encoded) -> Written:
+        """Write the text to be tokenized, and keep a prompt's columns in `encoded`.
 
-        A very long text is cut where more tokens than are used or counted lie behind it. A prompt's columns are kept in
-        `encoded`. Raises BadRow.
+        A very long text is cut where more tokens than are used or counted lie behind it. Raises BadRow.
         """
         if self.train_on:
-            texts = [write_example(self.tokenizer, self.data, example, self.train_on)]
+            text = write_example(self.tokenizer, self.data, example, self.train_on)
         else:
-            texts = self._write_prompts(example, encoded)
+            encoded.values = as_json([example.prompt, example.columns])
+            tools = None
+            if self.tools:
+                tools = self.tools[environment_of(example.columns, self.tools)]
+            text = write_prompt(self.tokenizer, self.data, example.prompt, example.tools, tools)
         max_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
         max_characters = max_tokens * longest_token(self.tokenizer)
-        return [text._replace(text=text.text[:max_characters]) for text in texts]
+        return text._replace(text=text.text[:max_characters])
 
-    def _write_prompts(self, example: Example, encoded: Encoded) -> list[Written]:
-        encoded.values = as_json([example.prompt, example.columns])
-        tools = None
-        if self.tools:
-            tools = self.tools[environment_of(example.columns, self.tools)]
-        prompts = [example.prompt]
-        if self.teacher_template:
-            prompts.append(teacher_prompt(example, self.teacher_template))
-        return [write_prompt(self.tokenizer, self.data, prompt, example.tools, tools) for prompt in prompts]
-
-    def _keep(self, encoded: Encoded, tokens: list[Tokens]) -> None:
-        """Fill `encoded` with the tokens of a row, and of its teacher's prompt, or with why they cannot be used."""
-        ids, mask = tokens[0]
-        teacher_ids = []
-        if self.teacher_template:
-            teacher_ids, _ = tokens[1]
-        encoded.num_tokens = max(len(ids), len(teacher_ids))
+    def _keep(self, encoded: Encoded, ids: list[int], mask: list[bool]) -> None:
+        """Fill `encoded` with the tokens of a row, or with why they cannot be used."""
+        encoded.num_tokens = len(ids)
         if self.truncates:
             ids = ids[: self.max_tokens]
             mask = mask[: self.max_tokens]
         elif encoded.num_tokens > self.max_tokens:  # before labels are looked for: a huge text's may be cut off
             encoded.status = RowStatus.TOO_LONG
             return
-        largest = max(ids + teacher_ids, default=0)
+        largest = max(ids, default=0)
         if self.vocab_size and largest >= self.vocab_size:
             encoded.status = RowStatus.BAD
             encoded.reason = (
@@ -209,7 +188,6 @@ class Encoder:
             encoded.status = RowStatus.UNLABELLED
         else:
             encoded.ids = ids
-            encoded.teacher_ids = teacher_ids
             encoded.mask = mask if self.train_on else []
 
 
@@ -355,4 +333,4 @@ class EncodedRows:
         """Return the row with this index in the table as the prompt that GRPO samples. index: its place in the run."""
         encoded = self.get(row)
         content, columns = json.loads(encoded.values)
-        return Prompt(index, encoded.ids, columns, row, self.source.label, content, encoded.teacher_ids)
+        return Prompt(index, encoded.ids, columns, row, self.source.label, content)

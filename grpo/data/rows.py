@@ -67,8 +67,6 @@ MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']
 # Roles, in small letters, and what chat templates call them. A role that is not here may be a template's own.
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
 ROLES |= {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")
-# A name in braces, in a template that is a text
-PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,30 +117,6 @@ def _check_end(prompt: Messages, path: str) -> None:
         raise BadRow(
             f"column {path!r} ends with the assistant's answer, which is not a part of the prompt; take {path}.:-1"
         )
-
-
-def teacher_prompt(example: Example, template: str) -> Messages:
-    """Return the prompt that the teacher reads: `template` replaces the last message of the user.
-
-    {question} in it is that message, and another {name} is the column that rewards get by this name. Raises BadRow for
-    a name that there is not.
-    """
-    messages = as_messages(example.prompt)
-    indices = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    if not indices:
-        raise BadRow("algorithm.teacher_template replaces a user's message, and the prompt has none")
-    last = indices[-1]
-    values = example.columns | {"question": messages[last]["content"]}
-    for name in PLACEHOLDER.findall(template):
-        if name not in values:
-            raise BadRow(
-                f"algorithm.teacher_template has {{{name}}}, which is none of {', '.join(values)}; name the column in "
-                "data.columns"
-            )
-    # in one pass, so that nothing within a value is taken for a placeholder
-    text = PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
-    replaced = messages[last] | {"content": text}
-    return [*messages[:last], replaced, *messages[last + 1 :]]
 
 
 def environment_of(

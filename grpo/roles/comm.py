@@ -157,29 +157,18 @@ def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
     return TrainBatch(*tensors) if tensors else None
 
 
-def add_ref_logprobs(
-    batch: TrainBatch | None,
-    reference: "Reference | None",
-    roles: Roles,
-    teacher_batch: TrainBatch | None = None,
-) -> TrainBatch | None:
+def add_ref_logprobs(batch: TrainBatch | None, reference: "Reference | None", roles: Roles) -> TrainBatch | None:
     """Compute the reference's log-probs and join them into every learner's batch, if there is a reference.
 
-    teacher_batch: what a teacher reads instead of `batch`: the same completions after other prompts, so the tokens that
-    count in the loss are the same, in the same order. Collective over `roles.learners`: reference ranks pass their
-    reference, the others None. Each rank computes its part of those tokens and has 0 elsewhere, so the sum over ranks
-    is the whole and exact.
+    Collective over `roles.learners`: reference ranks pass their reference, the others None. Each rank computes its part
+    of the tokens that count and has 0 elsewhere, so the sum over ranks is the whole and exact.
     """
     if not roles.has_reference or not roles.learns:
         return batch
-    teacher_batch = teacher_batch or batch
-    total_N = torch.zeros(teacher_batch.num_tokens)
+    total_N = torch.zeros(batch.num_tokens)
     if reference:
-        total_N = reference.logprobs(teacher_batch)
+        total_N = reference.logprobs(batch)
     dist.all_reduce(total_N, group=roles.learners)
-    if teacher_batch is not batch:
-        known_N = total_N[teacher_batch.loss_mask_N]
-        total_N = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask_N, known_N)
     return replace(batch, ref_logprobs_N=total_N)
 
 

@@ -1,7 +1,5 @@
 """The reference or teacher: log-probs only, without gradients or optimizer memory."""
 
-import contextlib
-
 import torch
 
 from grpo.config import ModelConfig, TrainerConfig
@@ -12,7 +10,7 @@ from grpo.types import TrainBatch
 
 
 class Reference:
-    """A frozen model, one that follows the policy, or the policy itself; on ranks of its own, else on the trainers'."""
+    """A frozen model, or one that follows the policy; on ranks of its own, else on the trainers'."""
 
     def __init__(
         self,
@@ -22,17 +20,14 @@ class Reference:
         tensor_parallel: int,
         roles: Roles,
         policy: ShardedModel | None = None,
-        as_trained: bool = False,
         moves: bool = False,
     ):
         """Load `folder`, or take the `policy` in place of a model of its own. Collective over the reference's ranks.
 
         policy: the reference is this model with its adapters off, because LoRA leaves the weights below them as they
-        were. With `as_trained` it is this model as it is, so the policy teaches itself. moves: the trainer moves the
-        weights (`Trainer.lead`), so they are held in float32 and not in the compute dtype. trainer: its fields say how
-        rows are packed and computed, which is as for the policy.
+        were. moves: the trainer moves the weights (`Trainer.lead`), so they are held in float32 and not in the compute
+        dtype. trainer: its fields say how rows are packed and computed, which is as for the policy.
         """
-        self.as_trained = as_trained
         self.model = policy or build_model(
             model,
             trainer,
@@ -48,5 +43,5 @@ class Reference:
 
         They are at the sampling temperatures. Collective over the reference's ranks.
         """
-        with contextlib.nullcontext() if self.as_trained else adapters_off(self.model.module):
+        with adapters_off(self.model.module):
             return self.model.token_logprobs(batch)

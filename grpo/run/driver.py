@@ -175,11 +175,6 @@ class Driver(Steps):
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         return batch
 
-    @on_driver_for_learners
-    def make_teacher_batch(self, rollouts: list[Rollout]) -> TrainBatch:
-        """Lay the same completions end to end, each after the prompt that the teacher reads."""
-        return make_batch(rollouts, teacher=True)
-
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:
         """Wait for the rewards that workers compute, ask the reward model, and return the step's rollouts with them."""

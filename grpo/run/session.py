@@ -325,7 +325,6 @@ class Session:
                     config.reference_tensor_parallel,
                     roles,
                     policy=None if config.reference_has_model else trainer.model,
-                    as_trained=config.algorithm.teacher == "policy",
                     moves=config.reference_moves,
                 )
             if reference and config.reference_moves:

@@ -82,7 +82,7 @@ def read_grpo(
     saved = find_saved(config, script, paths, names=("data", "flight"))
     policy = read_policy(config, prepare.texts_of(sources), build_dir)
     reference = read_reference(config, policy)
-    encoder = prompt_encoder(config, policy, config.algorithm.teacher_template)
+    encoder = prompt_encoder(config, policy)
     rows = prepare.encode_sources(sources, encoder)
     stream = PromptStream(rows, config.data, config.seed)
     groups = resume_data(saved, stream)
@@ -184,14 +184,13 @@ def read_held_out(config: RunConfig, policy: PolicyFiles) -> list[Prompt]:
     return prompts
 
 
-def prompt_encoder(config: RunConfig, policy: PolicyFiles, teacher_template: str = "") -> Encoder:
-    """Return what makes tokens of prompts, and with a template also of those that a teacher reads."""
+def prompt_encoder(config: RunConfig, policy: PolicyFiles) -> Encoder:
+    """Return what makes tokens of prompts."""
     return Encoder(
         policy.tokenizer,
         config.data,
         config.data.max_prompt_tokens,
         tools=tool_schemas(config),
-        teacher_template=teacher_template,
         vocab_size=policy.hf.vocab_size,
     )
 

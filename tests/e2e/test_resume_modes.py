@@ -29,7 +29,6 @@ EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)
 LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
 TEACHER = ("--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5)
 OWN_FAMILY = ("--model.reference-path", "{gemma3}", "--algorithm.distill-coef", 0.5)
-HINT = ("--algorithm.distill-coef", 0.5, "--algorithm.teacher-template", "{{answer}};{{question}}")
 NO_KL = ("--algorithm.kl-coef", 0)
 MOVING = ("--algorithm.reference-interval", 2, "--algorithm.reference-mixture")
 OVERLAP = ("--overlap-steps", 1)
@@ -82,7 +81,7 @@ MODES = {
         3, (*split(1, 0, 2), *MIXED, *CARRIED, *DYNAMIC, *CURRICULUM, *NO_KL), rank=2
     ),
     "a moving reference, FSDP 2, dynamic sampling": Mode(3, (*split(2, 0, 1), *MOVING, 0.3, *DYNAMIC, *SAVED), rank=1),
-    "self-distillation by an averaged policy": Mode(2, (*split(1, 0, 1), *HINT, *NO_KL, *MOVING, 0.1)),
+    "an averaged reference": Mode(2, (*split(1, 0, 1), *MOVING, 0.1)),
     "overlap, dynamic sampling, several updates, further checkpoints": Mode(
         2, (*split(1, 0, 1), *OVERLAP, *DYNAMIC, *UPDATES, *SAVED)
     ),
@@ -117,9 +116,7 @@ MODES = {
         3, (*split(1, 1, 1), *DYNAMIC, *OVERLAP, *JUDGE, *NO_KL, *EVALUATION), rank=1
     ),
     "a teacher, groups carried over": Mode(3, (*split(1, 1, 1), *TEACHER, *MIXED, *CARRIED, *NO_KL)),
-    "self-distillation by the policy, overlap": Mode(
-        3, (*split(2, 0, 1), *HINT, "--algorithm.teacher", "policy", *OVERLAP, *NO_KL), phase="reference"
-    ),
+    "a teacher, overlap": Mode(3, (*split(2, 0, 1), *TEACHER, *OVERLAP, *NO_KL), phase="reference"),
     "SFT, mixed, packed, validation": Mode(2, (*MIXED, *PACKED, *VALIDATION, *SCHEDULE), rank=1, recipe=SFT),
     "SFT, mixed, packed, further checkpoints": Mode(2, (*MIXED, *PACKED, *SAVED, *VALIDATION), recipe=SFT),
     "SFT, two ranks a row": Mode(2, (*PACKED, "--trainer.context-parallel", 2), rank=1, recipe=SFT),

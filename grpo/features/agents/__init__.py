@@ -15,7 +15,6 @@ def problems(config: Any) -> Iterator[str]:
             environment.answer_steps or environment.rounds
         ),
         "algorithm.advantages=return_to_go: it gives one reward, at its end": config.turns_earn,
-        "algorithm.teacher_template: it writes its own prompts": config.algorithm.teacher_template,
         "sampling.carry_over: it does not outlive its step": config.sampling.carry_over,
         "a text as data.prompt_template: it has no turns; give a .jinja file": config.data.is_text_template,
         "generator.stop, or generator.sampling other than top_p, top_k and min_p: a request has its own `stop`": (

@@ -38,8 +38,6 @@ def read(path: pathlib.Path) -> GRPOConfig | SFTConfig:
 
 # ---- Checks
 
-HINT = "--algorithm.teacher-template '{question} {answer}' --algorithm.distill-coef 1"
-SELF = "--algorithm.teacher policy"
 TEACHER = "--model.reference-path teacher"
 ONLY_TEACHER = f"{TEACHER} --reward.functions --algorithm.distill-coef 1"
 MOVES = "--algorithm.kl-coef 0.1 --algorithm.reference-interval"
@@ -64,16 +62,10 @@ REFUSED_IN_GRPO = {
     "--algorithm.num-mini-batches 33": "num_mini_batches=33 .* raise prompts_per_step=32",
     f"--algorithm.old-logprobs generator {CORRECTION} truncate": "importance_correction=truncate .* twice",
     f"{CORRECTION} mask_tokens {CORRECTION}-low 1.5": "1 must lie between .*low=1.5 and .*high=2.0",
-    "--algorithm.distill-coef 1": "distill_coef needs model.reference_path or algorithm.teacher_template",
-    f"{SELF} --algorithm.distill-coef 1": "teacher=policy needs algorithm.teacher_template",
-    f"{HINT} --algorithm.distill-coef 0": "teacher_template needs algorithm.distill_coef: it weighs",
-    f"{HINT} --algorithm.kl-coef 0.1": "teacher_template does not go with algorithm.kl_coef: .* set kl_coef to 0",
-    f"{HINT} --environment.name x.py:A": "teacher_template does not go with environment.name: reset",
+    "--algorithm.distill-coef 1": "distill_coef needs model.reference_path: name a teacher",
     f"{MOVES} 5 {TEACHER}": "reference_interval does not go with .* model.reference_path",
     f"{MOVES} 5 --roles.num-references 1": "reference_interval needs .* --roles.num-references 0",
     f"{MOVES} 5 --trainer.data-replicas 2": "reference_interval needs .* --trainer.data-replicas 1",
-    f"{HINT} {SELF} {TEACHER}": "nobody would read .* model.reference_path",
-    f"{HINT} {SELF} --roles.num-references 1": "nobody would read .* --roles.num-references 0",
     "--group-size 1 --algorithm.advantages rloo": "advantages=rloo makes",
     "--sampling.dynamic --group-size 1 --algorithm.advantages none": "dynamic needs a group_size of at",
     "--overlap-steps 1 --roles.colocated": "overlap_steps .* with roles.colocated: .* set --overlap-steps 0",
@@ -193,16 +185,10 @@ def test_the_first_rank_alone_prints_it(monkeypatch, capsys):
 
 
 ON_TRAINERS = "--roles.num-trainers 2 --prompts-per-step 4 --algorithm.kl-coef 0.1 --trainer.lora-rank 8"
-DISTILLED = f"{HINT} --roles.num-trainers 2 --prompts-per-step 4"
 # Flags that are taken, and what follows from them
 FOLLOWS = {
     f"{ONLY_TEACHER} --group-size 1": {"needs_reference": True},
     f"{ONLY_TEACHER} --group-size 1 --reward.functions math_reward 0 --evaluation.interval 1": {},
-    # self-distillation holds the policy's start, except with LoRA on the trainers; the policy itself is no second model
-    DISTILLED: {"needs_reference": True, "reference_has_model": True},
-    f"{DISTILLED} --trainer.lora-rank 8": {"reference_has_model": False},
-    f"{DISTILLED} --trainer.lora-rank 8 --roles.num-references 1": {"reference_has_model": True},
-    f"{DISTILLED} {SELF}": {"needs_reference": True, "reference_has_model": False},
     # with LoRA the reference is the policy without adapters
     ON_TRAINERS: {"reference_is_base": True},
     f"{ON_TRAINERS} --trainer.lora-rank 0": {"reference_is_base": False},

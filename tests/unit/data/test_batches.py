@@ -13,7 +13,7 @@ from tests.rows import one_row
 
 
 def test_a_batch_is_its_rollouts_laid_end_to_end():
-    prompt = Prompt(index=0, ids=[5, 6], teacher_ids=[3])
+    prompt = Prompt(index=0, ids=[5, 6])
     facts = {"version": 4, "temperature": 0.7, "ended_by": "tokens"}
     sampled = completion([7, 8, 9], [-1.0, -torch.inf, -3.0], prompt, **facts)
     alone = sequence(torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2))
@@ -31,9 +31,6 @@ def test_a_batch_is_its_rollouts_laid_end_to_end():
     # a label, and no token has a sampling log-prob
     label = Rollout.alone(Piece.written([0, 1], [False, True]))
     assert make_batch([label, sampled]).generator_logprobs_N is None
-    # a teacher reads the same completion behind its own prompt
-    taught = make_batch([sampled], teacher=True)
-    assert taught.ids_N.tolist() == [3, 7, 8, 9] and taught.loss_mask_N.tolist() == [False, True, False, True]
 
 
 def test_an_episode_with_several_sequences_is_one_rollout():

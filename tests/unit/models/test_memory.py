@@ -142,15 +142,14 @@ def test_every_role_on_one_gpu_is_within_20_percent_of_what_was_measured(name):
     assert decided(CODER_0_5B, recipe, gpu_gib).peak(gpu_gib) == pytest.approx(peak, rel=0.2)
 
 
-KL, HINT = ("--algorithm.kl-coef", 0.1), ("--algorithm.distill-coef", 1, "--algorithm.teacher-template", "{answer}")
+KL = ("--algorithm.kl-coef", 0.1)
 LORA = (*KL, "--roles.colocated", "--roles.num-trainers", 1, "--trainer.lora-rank", 16)
 # Model, flags, other models, part of what stays between two steps, bytes; Qwen3-1.7B has 2 trainers. LoRA of 8B: of
 # each of 36 blocks q and o 4096 + 4096, k and v 4096 + 1024, three of 4096 + 12288
 AT_REST = {
     "moments": (QWEN3_1_7B, ("--trainer.moments", "bfloat16"), {}, "weights and moments", 1_720_574_976 * 8 / 2),
     "reference": (QWEN3_1_7B, KL, {}, "reference", 1_720_574_976),
-    "teacher": (QWEN3_1_7B, HINT, {"reference": QWEN3_8B}, "reference", 8_190_735_360),
-    "own teacher": (QWEN3_1_7B, (*HINT, "--algorithm.teacher", "policy"), {}, "reference", 0),
+    "teacher": (QWEN3_1_7B, KL, {"reference": QWEN3_8B}, "reference", 8_190_735_360),
     "ranks of its own": (QWEN3_1_7B, (*KL, "--roles.num-references", 1), {}, "reference", 0),
     "judge": (QWEN3_1_7B, (), {"reward_model": QWEN3_8B}, "reward model", 8_190_735_360),
     "LoRA's base": (QWEN3_8B, LORA, {}, "frozen weights", 8_190_735_360 * 2),

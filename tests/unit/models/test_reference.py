@@ -1,4 +1,4 @@
-"""Self-distillation: the prompt that a teacher reads, its log-probs behind that prompt, and the gradient they give."""
+"""The reference: a teacher's log-probs and the gradient they give, one that moves, and the policy's start with LoRA."""
 
 from types import SimpleNamespace
 
@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from grpo.config import AlgorithmConfig, EvaluationConfig, GRPOConfig, ModelConfig, RewardConfig, TrainerConfig
+from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, RewardConfig, TrainerConfig
 from grpo.data.batches import make_batch
-from grpo.data.prepare import load_eval_prompts
 from grpo.metrics import StepMetrics
 from grpo.roles.comm import add_ref_logprobs
 from grpo.roles.reference import Reference
@@ -18,53 +17,12 @@ from grpo.roles.trainer import Trainer
 from grpo.types import Piece, Prompt
 from tests.rollouts import conversation, rewarded
 from tests.tiny_models import make_tiny
-from tests.unit.data.test_data import config_of, encoder_of, ids_of, prompts_of, word_tokenizer, write_rows
 from train_grpo import add_advantages, grpo_objective
 
-# ---- The prompt
-
-
-def rows_of(tmp_path, *rows: dict) -> str:
-    return write_rows(tmp_path / "rows.jsonl", [{"question": "add n1", "answer": "n2"} | row for row in rows])
-
-
-def test_it_goes_the_way_of_the_prompt_with_columns_of_the_row(tmp_path):
-    """Of a chat it replaces the last message of the user; nothing within a value is taken for a placeholder."""
-    tokenizer, template = word_tokenizer(), "{hint} {question} {answer}"
-    fields = {"system_prompt": "Be brief", "shuffle": False, "columns": {"hint": "extra"}}
-    path = rows_of(tmp_path, {"extra": "n7"}, {"question": "{hint}", "extra": "{answer} {question}"})
-    data = config_of(path, **fields)
-    first, second = prompts_of(data, tokenizer, teacher_template=template).draw(2)
-    assert first.ids == ids_of("<system> Be brief <user> add n1 <assistant>")
-    assert first.teacher_ids == ids_of("<system> Be brief <user> n7 add n1 n2 <assistant>")
-    assert second.teacher_ids == ids_of("<system> Be brief <user> <unk> <unk> <unk> n2 <assistant>")
-    (plain,) = load_eval_prompts(EvaluationConfig(path=path, num_prompts=1), encoder_of(data, tokenizer))
-    assert plain.ids == first.ids and not plain.teacher_ids
-    assert not prompts_of(data, tokenizer).draw(1)[0].teacher_ids
-
-    turns = [("user", "add n1"), ("assistant", "n3"), ("user", "add n4")]
-    chat = [{"role": role, "content": content} for role, content in turns]
-    path = rows_of(tmp_path, {"question": chat, "extra": "n7"})
-    (prompt,) = prompts_of(config_of(path, **fields), tokenizer, teacher_template=template).draw(1)
-    text = "<system> Be brief <user> add n1 <assistant> n3 <user> n7 add n4 n2 <assistant>"
-    assert prompt.teacher_ids == ids_of(text)
-
-
-def test_one_that_is_too_long_leaves_its_row_out_and_an_unknown_column_is_refused(tmp_path):
-    data = config_of(
-        rows_of(tmp_path, {}, {"answer": "n2 n2 n2"}, {"answer": "n3"}), max_prompt_tokens=5, shuffle=False
-    )
-    prompts = prompts_of(data, word_tokenizer(), teacher_template="{question} {answer}").draw(2)
-    assert [prompt.row for prompt in prompts] == [0, 2]
-    with pytest.raises(ValueError, match=r"teacher_template .*\{solution\}.* data.columns"):
-        prompts_of(data, word_tokenizer(), teacher_template="{question} {solution}")
-
-
-# ---- Its log-probs and their gradient, of three sequences by hand
+# ---- Log-probs and their gradient, of three sequences by hand
 
 TEMPERATURES = (1.0, 0.7, 1.0)
 PROMPTS = ([5, 6, 7], [5, 6, 7], [9, 8])
-TEACHER_PROMPTS = ([11, 12, 5, 6, 7], [11, 12, 5, 6, 7], [13, 9, 14, 8, 15, 16])
 COMPLETIONS = ([8, 9, 10, 1], [10, 8], [7, 7, 6])
 # of the last one, an environment wrote the second token
 WRITTEN = 1
@@ -77,18 +35,18 @@ def folders(tmp_path_factory) -> tuple[str, str]:
     return tuple(make_tiny(tmp_path_factory.mktemp("tiny"), kind) for kind in ("qwen3-tied", "llama3"))
 
 
-def scored(model, prompts: tuple[list[int], ...]) -> list[torch.Tensor]:
+def scored(model) -> list[torch.Tensor]:
     """Log-probs of each completion's tokens behind its prompt, by transformers, one sequence after the other."""
     found = []
-    for prompt, completion, temperature in zip(prompts, COMPLETIONS, TEMPERATURES, strict=True):
+    for prompt, completion, temperature in zip(PROMPTS, COMPLETIONS, TEMPERATURES, strict=True):
         ids = torch.tensor([prompt + completion])
         log_p_TV = (model(ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
         found.append(log_p_TV[range(len(completion)), completion])
     return found
 
 
-def batches():
-    """The three sequences behind the policy's prompts, and behind the teacher's."""
+def three_sequences():
+    """The batch of the three sequences."""
     behind = []
     for number, (tokens, temperature) in enumerate(zip(COMPLETIONS, TEMPERATURES, strict=True)):
         ids_T, logprobs_T = torch.tensor(tokens), torch.linspace(-2.5, -1.5, len(tokens))
@@ -98,30 +56,26 @@ def batches():
             pieces = (Piece.sampled(*first, 0), Piece.written(written[0]), Piece.sampled(*last, 0))
         behind.append((pieces, temperature))
     rollouts = []
-    for ids, teacher_ids, (pieces, temperature) in zip(PROMPTS, TEACHER_PROMPTS, behind, strict=True):
-        prompt = Prompt(0, ids, teacher_ids=teacher_ids)
-        rollouts.append(conversation(pieces, prompt, temperature=temperature))
-    return make_batch(rollouts), make_batch(rollouts, teacher=True)
+    for ids, (pieces, temperature) in zip(PROMPTS, behind, strict=True):
+        rollouts.append(conversation(pieces, Prompt(0, ids), temperature=temperature))
+    return make_batch(rollouts)
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("teacher", ["reference", "policy"])
-def test_log_probs_and_gradient_of_three_sequences(folders, teacher):
+def test_log_probs_and_gradient_of_three_sequences(folders):
     """Against transformers and autograd; packed into one row, and into rows of at most 16 tokens."""
     roles = SimpleNamespace(
         device=torch.device("cpu"), is_driver=False, has_reference=True, learns=True, learners=dist.group.WORLD
     )
-    algorithm = AlgorithmConfig(
-        loss="reinforce", distill_coef=COEF, teacher=teacher, teacher_template="-", importance_correction="none"
-    )
+    algorithm = AlgorithmConfig(loss="reinforce", distill_coef=COEF, importance_correction="none")
     model = ModelConfig(dtype="float32")
     policy = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
-    other = policy if teacher == "policy" else AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    teacher = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
     with torch.no_grad():
-        expected = scored(other, TEACHER_PROMPTS)
+        expected = scored(teacher)
     # minus the mean over the 8 sampled tokens of COEF * (log teacher - log generator) * log policy
     total = 0.0
-    for number, (logprobs_T, teacher_T) in enumerate(zip(scored(policy, PROMPTS), expected, strict=True)):
+    for number, (logprobs_T, teacher_T) in enumerate(zip(scored(policy), expected, strict=True)):
         generator_T = torch.linspace(-2.5, -1.5, len(logprobs_T))
         terms_T = COEF * (teacher_T - generator_T) * logprobs_T
         total = total + sum(terms_T[t] for t in range(len(terms_T)) if (number, t) != (2, WRITTEN))
@@ -132,10 +86,8 @@ def test_log_probs_and_gradient_of_three_sequences(folders, teacher):
     for most_tokens in (64, 16):
         options = TrainerConfig(compile=False, activation_checkpointing="none", micro_batch_tokens=most_tokens)
         trainer = Trainer(model, options, folders[0], 1, roles)
-        shared = (trainer.model, True) if teacher == "policy" else (None, False)
-        reference = Reference(model, options, folders[1], 1, roles, *shared)
-        batch, read = batches()
-        batch = add_ref_logprobs(batch, reference, roles, read)
+        reference = Reference(model, options, folders[1], 1, roles)
+        batch = add_ref_logprobs(three_sequences(), reference, roles)
         sampled_N = torch.ones(4 + 2 + 3, dtype=torch.bool)
         sampled_N[4 + 2 + WRITTEN] = False
         torch.testing.assert_close(
@@ -163,7 +115,7 @@ def test_a_reference_that_moves_is_the_average_of_the_policys_weights(folders):
     trainer = Trainer(model, options, folders[0], 10, roles)
     reference = Reference(model, options, folders[0], 1, roles, moves=True)
     trainer.lead(reference.model, interval=2, mixture=0.25)
-    batch, _ = batches()
+    batch = three_sequences()
     before_N = reference.logprobs(batch)
     weights = {name: local(value).clone() for name, value in reference.model.module.named_parameters()}
     for step in range(1, 5):
@@ -186,20 +138,18 @@ def local(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_with_adapters_the_policy_teaches_with_them_and_its_start_without(folders):
+def test_with_adapters_the_reference_is_the_policys_start(folders):
     roles = SimpleNamespace(device=torch.device("cpu"), is_driver=False)
     options = TrainerConfig(compile=False, activation_checkpointing="none", micro_batch_tokens=64, lora_rank=2)
     model = ModelConfig(dtype="float32")
     trainer = Trainer(model, options, folders[0], 1, roles)
-    _, read = batches()
+    batch = three_sequences()
     start = Reference(model, options, "", 1, roles, trainer.model)
-    policy = Reference(model, options, "", 1, roles, trainer.model, as_trained=True)
-    before_N = start.logprobs(read)
-    assert torch.equal(policy.logprobs(read), before_N)  # adapters begin as nothing
+    before_N = start.logprobs(batch)
+    assert torch.equal(trainer.logprobs(batch), before_N)  # adapters begin as nothing
     with torch.no_grad():
         for parameter in trainer.model.module.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1)
-    assert torch.equal(start.logprobs(read), before_N)
-    moved_N = policy.logprobs(read)
-    assert (moved_N - before_N).abs().max() > 0.01 and torch.equal(moved_N, trainer.logprobs(read))
+    assert torch.equal(start.logprobs(batch), before_N)
+    assert (trainer.logprobs(batch) - before_N).abs().max() > 0.01
