@@ -6,7 +6,6 @@ import httpx
 from huggingface_hub import HfApi
 
 from grpo.config.fields import ModelConfig
-from grpo.folder.run_folder import read_metrics
 from grpo.models.hf_folder import name_and_revision
 from grpo.text import reason_of
 
@@ -45,7 +44,7 @@ def push(
     the folder is, or why not and what to do.
     """
     folder = Path(run_dir) / "model"
-    card = model_card(run_dir, repository, model, recipe)
+    card = model_card(repository, model, recipe)
     (folder / "README.md").write_text(card, "utf-8")
     try:
         commit = HfApi().upload_folder(
@@ -60,24 +59,8 @@ def push(
     return f"uploaded {folder}: {commit.repo_url}"
 
 
-def model_card(
-    run_dir: str,
-    repository: str,
-    model: ModelConfig,
-    recipe: str,
-) -> str:
-    """Write a model's card: its base, what was measured first and last, and the recipe."""
-    measured = {}
-    for record in read_metrics(run_dir):
-        for name, value in record.items():
-            is_shown = name in ("loss", "reward/mean") or name.startswith(("eval/", "validation/"))
-            if is_shown and value is not None:
-                cell = f"{value:.4g} (step {record['step']})"
-                measured.setdefault(name, []).append(cell)
-    rows = ["| Metric | First | Last |", "|---|---|---|"]
-    for name, cells in sorted(measured.items()):
-        rows.append(f"| `{name}` | {cells[0]} | {cells[-1]} |")
-
+def model_card(repository: str, model: ModelConfig, recipe: str) -> str:
+    """Write a model's card: its base and the recipe."""
     facts = ["library_name: transformers", "tags: [plainrl]"]
     if not model.is_built and not Path(model.path).exists():  # the hub refuses a base that it does not know
         name, _ = name_and_revision(model.path)
@@ -86,8 +69,6 @@ def model_card(
         [
             "\n".join(["---", *facts, "---"]),
             f"# {repository}",
-            f"Trained from `{model.path}` with PlainRL. What its run measured:",
-            "\n".join(rows),
-            f"The recipe:\n\n```python\n{recipe.strip()}\n```\n",
+            f"Trained from `{model.path}` with PlainRL. The recipe:\n\n```python\n{recipe.strip()}\n```\n",
         ]
     )

@@ -58,7 +58,6 @@ WRITTEN_BEFORE_RUN = (CONFIG, SCRIPT, FILES, "tensorboard", "wandb", "initial_mo
 PARTIAL = ".partial"  # ending of a checkpoint that is being written or deleted
 UNFINISHED = (PARTIAL, ".tmp")  # endings of what is being written, or was when its run died
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
-EARLIER = re.compile(r"(config|script)-step-[0-9]{8,}\.py")  # of the steps up to that one, see `begin_run`
 PACKAGES = ("torch", "torchtitan", "vllm", "transformers")
 ROOT = Path(__file__).parents[2]
 
@@ -136,7 +135,6 @@ def begin_run(
     fields: Mapping[str, str],
     texts: Mapping[str, str],
     *,
-    step: int = 0,
     resume: bool = False,
     overwrite: bool = False,
 ) -> int:
@@ -144,8 +142,7 @@ def begin_run(
 
     Files that an earlier run was writing when it was killed are deleted, and with `overwrite` all that it left.
     fields: those of the config, see `written_fields`. texts: the config, the script and the user's files, by their
-    names in the folder. A resumed run replaces `run.json` and texts, so they describe what ran last. If the config has
-    changed, the one of the steps up to `step` stays as config-step-N.py, and likewise script-step-N.py and the others.
+    names in the folder. A resumed run replaces `run.json` and texts, so they describe what ran last.
     Returns the descriptor of the lock: the folder belongs to this process until it ends or closes the descriptor.
     Raises ValueError if another run holds the lock.
     """
@@ -184,11 +181,6 @@ def begin_run(
     for name, text in texts.items():
         saved = folder / name
         saved.parent.mkdir(exist_ok=True)
-        earlier = saved.with_name(f"{saved.stem}-step-{step:08d}{saved.suffix}")
-        # if `earlier` exists, it has what led up to this step; what came later led to no checkpoint
-        may_differ = resume and step and saved.is_file() and not earlier.exists()
-        if may_differ and saved.read_text("utf-8") != text:
-            saved.rename(earlier)
         replace_file(saved, text)
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     short_commit = commit.replace(commit[10:40], "") if commit else "unknown"
@@ -261,7 +253,6 @@ def _files_of_runs(folder: Path) -> list[Path]:
     for name in RUN_FILES:
         if name != CHECKPOINTS:
             files += [folder / f"{name}{ending}" for ending in ("", *UNFINISHED)]
-    files += [path for path in folder.glob("*-step-*.py") if EARLIER.fullmatch(path.name)]
     for path in (folder / CHECKPOINTS).glob("step-*"):
         if STEP_FOLDER.fullmatch(path.name.removesuffix(PARTIAL)):
             files.append(path)

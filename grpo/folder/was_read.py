@@ -2,7 +2,7 @@
 
 Other rows, other weights, and another value of a field on which the result depends make it another run: they are
 refused, or with `allow_changes` printed. The user's own files (a reward, a loss, the script) may be edited on purpose.
-Such a change is printed, and the folder keeps the text of the steps before (see `begin_run`).
+Such a change is printed.
 """
 
 import zlib

@@ -111,25 +111,6 @@ def episode_metrics(rollouts: list[Rollout]) -> Scalars:
     return metrics
 
 
-def alone_frac(rollouts: list[Rollout], group_size: int) -> float:
-    """Return the share of turns that no other completion of the group reached.
-
-    Completions without a reward are left out.
-    """
-    num_turns = 0
-    num_alone = 0
-    for first in range(0, len(rollouts), group_size):
-        lengths = [0, 0]
-        for rollout in rollouts[first : first + group_size]:
-            if rollout.reward is not None:
-                turns = rollout.episode["turns"]
-                lengths.append(len(turns))
-        second, longest = sorted(lengths)[-2:]
-        num_turns += sum(lengths)
-        num_alone += longest - second
-    return num_alone / max(num_turns, 1)
-
-
 def has_answer_frac(rollouts: list[Rollout], answer_format: str) -> float:
     """Return the share of completions with an answer at all, right or wrong."""
     answers = [extract_answer(r.answer, answer_format) for r in rollouts]

@@ -18,7 +18,6 @@ from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import (
-    alone_frac,
     measured_metrics,
     nonfinite_frac,
     rollout_advantages,
@@ -242,8 +241,6 @@ class Driver(Steps):
         taken = rollouts_of(self.buffer.taken)
         metrics = rollout_metrics(taken, group_size, self.scorer.answer_format)
         metrics["mismatch/nonfinite_frac"] = nonfinite_frac(rollouts)
-        if self.scorer.turn_weight is not None:
-            metrics["environment/alone_frac"] = alone_frac(rollouts, group_size)
         if self.schedule.overlap_steps or self.sampling.carry_over:
             lag_S = (self.step - batch.versions_S).double()
             metrics["lag/mean"] = lag_S.mean().item()

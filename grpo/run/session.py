@@ -245,7 +245,6 @@ class Session:
             self.script,
             written_fields(config),
             texts | {CONFIG: as_recipe(config)},
-            step=saved.step,
             resume=config.resume,
             overwrite=config.overwrite,
         )

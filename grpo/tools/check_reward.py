@@ -100,7 +100,7 @@ def score(pool: RewardPool, example: Example, completions: dict[str, str]) -> li
     prompt = Prompt(0, [], example.columns, content=example.prompt)
     rollouts = []
     for text in completions.values():
-        zeros = [0] * len(text.split())
+        zeros = [0] * max(1, len(text.split()))  # the token that ends it, if there is no other
         pieces = (Piece.written([]), Piece.sampled(zeros, zeros))
         rollouts.append(Rollout(prompt, 0, sequences=(pieces,), text=text))
     pool.submit(rollouts, len(rollouts), step=1)

@@ -130,5 +130,3 @@ constants.HF_HUB_OFFLINE = False
     assert f"uploaded {tmp_path}/run/model: {hub.url}/{OWNER}/sums" in output
     exported = {path.name: path.read_bytes() for path in (tmp_path / "run/model").iterdir()}
     assert hub.files == exported
-    loss = read_metrics(tmp_path / "run")[-1]["loss"]
-    assert f" {loss:.4g} (step 2) |" in exported["README.md"].decode()

@@ -1,7 +1,6 @@
 """`checkpoint.push_to_hub` with the real client of the hub, against a small server of the test's own."""
 
 import contextlib
-import json
 import sys
 from types import SimpleNamespace
 
@@ -40,17 +39,10 @@ def push_run(config: SFTConfig, repository: str) -> str:
 
 @pytest.fixture
 def config(tmp_path) -> SFTConfig:
-    """Of a run that is over: an exported folder, metrics, a recipe."""
+    """Of a run that is over: an exported folder, a recipe."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
-    records = [
-        {"step": 0, "validation/loss": 3.25},
-        {"step": 1, "loss": 3.0, "grad_norm": 1.0},
-        {"step": 2, "loss": None},
-    ]
-    records += [{"step": 3, "loss": 0.5}, {"step": 3, "validation/loss": 0.75}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     options = {"judge.py:Judge": {"x-api-key": "it's ours", "tokens": 256}, "b.py:b": {"url": "http://me:ours@host"}}
     return SFTConfig(
         run_dir=str(tmp_path),
@@ -68,10 +60,7 @@ def test_the_exported_folder_and_a_card_reach_a_private_repository(hub, config, 
     assert hub.files.keys() == {"README.md", "config.json", "model.safetensors"}
     assert hub.files["model.safetensors"] == b"weights"
     card = hub.files["README.md"].decode()
-    assert "| `loss` | 3 (step 1) | 0.5 (step 3) |" in card
-    assert "| `validation/loss` | 3.25 (step 0) | 0.75 (step 3) |" in card
     assert "config = c.SFTConfig(\n" in card and "base_model: someone/base\n" in card
-    assert "`grad_norm`" not in card
     shown = "{'judge.py:Judge': {'x-api-key': '...', 'tokens': 256}, 'b.py:b': {'url': 'http://...@host'}}"
     assert f"options={shown}" in card and "ours" not in card
 

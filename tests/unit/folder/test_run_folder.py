@@ -33,12 +33,11 @@ def begin(
     script: str = GRPO,
     seed: int = 1,
     texts: dict[str, str] | None = None,
-    step: int = 0,
     **flags: bool,
 ) -> None:
     """Begin, as a process does that ends at once."""
     config = {"config.py": as_recipe(GRPOConfig(seed=seed))}
-    os.close(begin_run(str(folder), script, {}, config | (texts or {}), step=step, **flags))
+    os.close(begin_run(str(folder), script, {}, config | (texts or {}), **flags))
 
 
 def seed_of(config: pathlib.Path) -> int:
@@ -56,7 +55,6 @@ def finished_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
     started_run(folder, script)
     for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "metrics.jsonl.tmp"):
         (folder / name).write_text("{}\n")
-    (folder / "config-step-00000002.py").write_text("")
     steps = ("checkpoints/step-00000003", "checkpoints/step-00000004.partial")
     for name in ("tensorboard", "model", "model.partial", "initial_model", *steps):
         (folder / name).mkdir(parents=True)
@@ -125,20 +123,12 @@ def test_what_the_marker_says(tmp_path):
         assert re.fullmatch("[0-9a-f]{40}(-dirty)?", marker["commit"])
 
 
-def test_the_texts_of_the_steps_so_far_are_kept(tmp_path):
-    """Config, script and the user's files. The first ones made steps 1 to 5, the second ones led to no checkpoint, the
-    third ones made steps 6 to 8. A new run leaves none of them.
-    """
-    for seed, step, text in ((1, 0, "a"), (1, 3, "a"), (2, 5, "b"), (3, 5, "c"), (3, 7, "c"), (4, 8, "d")):
-        texts = {"script.py": text, "files/mine.py": f"{text} reward"}
-        begin(tmp_path, seed=seed, texts=texts, step=step, resume=step > 0)
-    configs = {path.name: seed_of(path) for path in tmp_path.glob("config*")}
-    assert configs == {"config.py": 4, "config-step-00000005.py": 1, "config-step-00000008.py": 3}
-    kept = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("[ms]*.py")}
-    for name, suffix in (("script", ""), ("files/mine", " reward")):
-        for file, text in ((name, "d"), (f"{name}-step-00000005", "a"), (f"{name}-step-00000008", "c")):
-            assert kept.pop(f"{file}.py") == text + suffix
-    assert not kept
+def test_the_texts_are_those_of_what_ran_last(tmp_path):
+    for seed, text in ((1, "a"), (2, "b")):
+        begin(tmp_path, seed=seed, texts={"script.py": text, "files/mine.py": f"{text} reward"}, resume=seed > 1)
+    assert seed_of(tmp_path / "config.py") == 2
+    texts = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("[ms]*.py")}
+    assert texts == {"script.py": "b", "files/mine.py": "b reward"}
     begin(tmp_path, overwrite=True)
     assert tree(tmp_path) == {"config.py", "run.json", "run.lock"}
 
