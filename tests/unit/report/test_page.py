@@ -193,7 +193,8 @@ def test_runs_and_methods_share_charts_and_a_long_curve_is_a_band(tmp_path, brow
         (tmp_path / name).mkdir()
         write_run(tmp_path / name, [record], num_steps)
     main([str(tmp_path / "short"), str(tmp_path / "long"), "--html"])
-    browser.open(tmp_path / "short" / "look.html")
+    assert not (tmp_path / "short" / "look.html").exists()  # its own page stays
+    browser.open(tmp_path / "short" / "look-long.html")
     browser.wait_for("document.querySelector('#detail dl') !== null")
     assert (
         texts_of(browser, "h1") == texts_of(browser, "#key span") == [str(tmp_path / "short"), str(tmp_path / "long")]
