@@ -128,24 +128,16 @@ def sapo(
     }
 
 
-def reinforce(x: LossInputs, config: AlgorithmConfig, *, max_importance_weight: float = 0.0) -> tuple[Tensor, Metrics]:
-    """Compute the plain policy gradient: -w * A * logp, w = 1 (Williams 1992, "Simple statistical gradient-following").
+def reinforce(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Compute the plain policy gradient: -A * logp (Williams 1992, "Simple statistical gradient-following").
 
-    With max_importance_weight above 0, w is the ratio policy / old without gradient, at most that weight (truncated
-    importance sampling, Ionides 2008); the gradient of logp is never cut.
+    With a truncated ratio in front of it, it is `cispo`, whose clip_low of 1 leaves the lower bound out.
 
-    Metrics, each of a token: with max_importance_weight `weight_cut_frac` (the ratio was above it), `ratio_mean`,
-    `ratio_max` (before the cut), `active_frac` (A is not 0).
+    Metrics, each of a token: `ratio_mean`, `ratio_max`, `active_frac` (A is not 0).
     """
-    if max_importance_weight < 0:
-        raise ValueError(f"max_importance_weight={max_importance_weight} must not be negative; 0 leaves the weight out")
     ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).detach().exp()
-    weights_BT = torch.ones_like(ratio_BT)
     metrics = {"ratio_mean": ratio_BT, "ratio_max": ratio_BT, "active_frac": x.advantages_BT != 0}
-    if max_importance_weight > 0:
-        weights_BT = ratio_BT.clamp(max=max_importance_weight)
-        metrics["weight_cut_frac"] = ratio_BT > max_importance_weight
-    return -weights_BT * x.advantages_BT * x.logprobs_BT, metrics
+    return -x.advantages_BT * x.logprobs_BT, metrics
 
 
 LOSSES = {

@@ -231,8 +231,8 @@ def _correction_problems(algorithm: AlgorithmConfig, config: GRPOConfig) -> Iter
     low = algorithm.importance_correction_low
     high = algorithm.importance_correction_high
     weighs = kind in ("truncate", "mask_tokens")
-    has_ratio = algorithm.loss != "reinforce" or algorithm.loss_options.get("max_importance_weight")
-    if weighs and from_generator and has_ratio and algorithm.loss in PAPER_DEFAULTS:
+    has_ratio = algorithm.loss in PAPER_DEFAULTS and algorithm.loss != "reinforce"
+    if weighs and from_generator and has_ratio:
         yield (
             f"algorithm.importance_correction={kind} would count the generator twice, which is in the ratio already "
             "with old_logprobs=generator; use none or mask_sequences"

@@ -469,8 +469,8 @@ class AlgorithmConfig:
     clip_high: NotNegative | None = None
     """The ratio is clipped from above at 1 + clip_high."""
     loss_options: Table[Json] = field(default_factory=dict)
-    """Keyword arguments of the loss. reinforce: `max_importance_weight 2`;
-    sapo: `temperature_positive 1 temperature_negative 1.05`; your own function: what it takes."""
+    """Keyword arguments of the loss. sapo: `temperature_positive 1 temperature_negative 1.05`;
+    your own function: what it takes."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL to the reference; 0 leaves it out."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient", "k3_weighted"] = "k3"

@@ -27,6 +27,8 @@ class Seen:
     """Step in which it was seen last, counted as in the log."""
 
 
+# Epochs without a prompt that is kept, after which none is expected. A row may have a small chance by the curriculum.
+MAX_EPOCHS = 100
 # A place in the data, fit for JSON
 State = dict[str, Any]
 Curriculum = Callable[[Seen, int], float]
@@ -69,12 +71,6 @@ class Order:
             largest = 1.0
         self.chances = {row: weight / largest for row, weight in weights.items()}
         self.unseen_chance = unseen_weight / largest
-
-    @property
-    def num_drawable(self) -> int:
-        """Number of rows with a chance above 0."""
-        num_unseen = self.num_rows - len(self.chances)
-        return sum(chance > 0 for chance in self.chances.values()) + num_unseen * (self.unseen_chance > 0)
 
     def draw(self) -> int:
         """Return the place of the next row in the source."""
@@ -216,10 +212,10 @@ class PromptStream(Stream):
     def draw(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, across epochs where needed. Prompt.index counts on through the whole run.
 
-        Raises ValueError if `keep_prompt` refuses all rows that can be drawn.
+        Raises ValueError if all prompts of MAX_EPOCHS epochs are refused.
         """
         prompts = []
-        refused = set()  # rows since the last prompt
+        last_index = self.num_drawn
         while len(prompts) < count:
             index = self.num_drawn
             order = self.next_order()
@@ -227,16 +223,11 @@ class PromptStream(Stream):
             prompt = order.rows.prompt(row, index)
             if self.keep_prompt is None or self.keep_prompt(prompt):
                 prompts.append(prompt)
-                refused.clear()
+                last_index = index
                 continue
-            refused.add((order.label, row))
-            drawn_from = [self.orders[name] for name in self.sources_drawn]
-            if len(refused) >= sum(order.num_drawable for order in drawn_from):
-                num_rows = sum(order.num_rows for order in drawn_from)
-                message = f"keep_prompt refuses {len(refused)} of {num_rows} rows"
-                if len(refused) < num_rows:
-                    message += f", and data.curriculum gives the other {num_rows - len(refused)} the weight 0"
-                raise ValueError(f"{message}; leave some")
+            num_rows = sum(self.orders[name].num_rows for name in self.sources_drawn)
+            if index - last_index > MAX_EPOCHS * num_rows:
+                raise ValueError(f"keep_prompt and data.curriculum leave none of {num_rows} rows; leave some")
         return prompts
 
 

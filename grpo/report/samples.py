@@ -122,9 +122,9 @@ def describe(record: Record, turns: bool = False) -> str:
         lines.append(f"{name} failed: {_one_line(reason)}")
     lines.append(f"prompt: {prompt}")
     for name, value in record["columns"].items():
-        if name == "answer" or not _is_in(value, prompt):
-            text = shorten(str(value), COLUMN_CHARACTERS)
-            lines.append(f"{name}: {text}")
+        text = str(value)
+        if name == "answer" or without_surrogates(text.strip()) not in prompt:
+            lines.append(f"{name}: {shorten(text, COLUMN_CHARACTERS)}")
 
     if turns and episode:
         lines += turn_lines(episode["turns"])
@@ -256,18 +256,6 @@ def _strict_json(value: Any) -> Any:
     """Return a JSON value with None in place of NaN and infinities, which Python allows in it."""
     text = json.dumps(value)
     return json.loads(text, parse_constant=lambda _: None)
-
-
-def _is_in(value: Any, prompt: str) -> bool:
-    """Return whether the prompt shows this value of a column, a text or messages, anyway."""
-    if isinstance(value, list):
-        messages = [message for message in value if isinstance(message, dict)]
-        contents = [message.get("content") for message in messages]
-        are_shown = [_is_in(content, prompt) for content in contents]
-        return bool(value) and are_shown.count(True) == len(value)
-    if not isinstance(value, str):
-        return False
-    return without_surrogates(value.strip()) in prompt
 
 
 def _one_line(text: str) -> str:

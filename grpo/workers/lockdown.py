@@ -144,21 +144,12 @@ def interpreter_paths(executable: str = sys.executable) -> tuple[str, ...]:
 
 @functools.cache
 def package_paths() -> tuple[str, ...]:
-    """Return where this process finds packages: entries of `sys.path`, links in them, and editable installs.
+    """Return where this process finds packages, the entries of `sys.path`.
 
-    PYTHONPATH, the user's site and .pth files are in `sys.path`. What holds more than packages is left out
+    PYTHONPATH, the user's site and .pth files are in it. What holds more than packages is left out
     (`is_private`). The first call decides, so make it before the folders of a run's own files are in `sys.path`.
     """
     found = {path for path in sys.path if not is_private(path)}
-    children = {child for path in found for child in glob.glob(f"{glob.escape(path)}/*")}
-    for link in filter(os.path.islink, children):
-        signs = (f"{link}/__init__.py", f"{link}/METADATA")
-        if link.endswith(".py") or any(map(os.path.exists, signs)):
-            found.add(link)
-    for finder in sys.meta_path:  # those of setuptools' editable installs map names to packages and modules
-        module = sys.modules.get(getattr(finder, "__module__", ""))
-        for path in getattr(module, "MAPPING", {}).values():
-            found |= {path, f"{path}.py"}
     existing = filter(os.path.exists, found)
     return tuple(sorted(itertools.filterfalse(is_private, existing)))
 

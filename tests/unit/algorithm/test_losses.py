@@ -111,8 +111,6 @@ def test_metrics_of_one_loss_alone_by_hand():
     # the gate's weight 4 p (1 - p) at ratio 1 and, with tau = 2, at 1 + log(3) / 2, where p = 3/4
     _, _, metrics = run("sapo", inputs_of([1.0, 1 + LOG3 / 2], [1.0, 1.0]), temperature_positive=2.0)
     assert metrics["gate_mean"] == approx([1.0, 0.75])
-    _, _, metrics = run("reinforce", inputs_of([5.0, 0.5], [1.0, 1.0]), max_importance_weight=4.0)
-    assert metrics["weight_cut_frac"] == [True, False] and metrics["ratio_max"] == approx([5.0, 0.5])
     _, _, metrics = run(DUAL_CLIP, inputs_of([5.0, 2.5, 5.0], [-2.0, -2.0, 2.0]), bound=3.0)
     assert metrics["dual_clip_frac"] == [True, False, False]
     inputs = inputs_of([1.6, 0.4], [1.0, -1.0], logprob=math.log(0.8))  # 0.5 -> 0.8, and 2 -> 0.8, which counts as 1
@@ -128,7 +126,7 @@ def test_options_by_default_are_the_papers():
 
 # --- what holds for every loss ---------------------------------------------------------------------------------------
 
-EVERYTHING_ON = {name: {} for name in LOSSES} | {"reinforce": {"max_importance_weight": 2.0}}
+EVERYTHING_ON = {name: {} for name in LOSSES}
 CLIPPING = ("grpo", "dr_grpo", "dapo", "gspo", DPPO)
 EVERYTHING_ON |= {DPPO: {"divergence": "kl"}}
 
@@ -461,7 +459,6 @@ def complete_of(**fields):
         (DUAL_CLIP, {"bound": 0.5}, "bound=0.5 must be above 1"),
         ("sapo", {"temperature_negative": 0}, "temperature_negative=0 must be above 0"),
         (DPPO, {"divergence": "js"}, "divergence='js' is unknown; use tv or kl"),
-        ("reinforce", {"max_importance_weight": -1}, "max_importance_weight=-1 must not be negative"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_at_the_start(loss, options, message):

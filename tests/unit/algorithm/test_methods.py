@@ -88,7 +88,7 @@ def sapo(ratio, advantage, policy):
 
 
 def reinforce(ratio, advantage, policy):
-    return -ratio.detach().clamp(max=2.0) * advantage * policy
+    return -advantage * policy
 
 
 def dual_clip(ratio, advantage, policy):
@@ -107,7 +107,7 @@ LOSSES = {  # the fields of the algorithm, the loss of a token, and how tokens a
     "dapo": ({"clip_high": 0.2}, clipped, by_token),
     "cispo": ({"clip_low": 0.5, "clip_high": 1.0}, cispo, by_token),
     "sapo": ({"loss_options": SAPO}, sapo, by_sequence),
-    "reinforce": ({"loss_options": {"max_importance_weight": 2}}, reinforce, by_token),
+    "reinforce": ({}, reinforce, by_token),
     "configs/examples/dual_clip.py:dual_clip": ({"loss_options": {"bound": 2}}, dual_clip, by_sequence),
 }
 

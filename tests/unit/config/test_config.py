@@ -282,7 +282,7 @@ SURPRISING = GRPOConfig(
     reward=RewardConfig(functions={"dir/file.py:f": 1e-30, "math_reward": 2}),
     trainer=TrainerConfig(max_grad_norm=math.inf),
     generator=GeneratorConfig(engine={"speculative_config": {"method": "ngram"}}, sampling={"n": [1, None]}),
-    algorithm=AlgorithmConfig(loss_options={"max_importance_weight": math.inf, "deep": {"a": [None, True]}}),
+    algorithm=AlgorithmConfig(loss_options={"temperature_positive": math.inf, "deep": {"a": [None, True]}}),
 )
 
 

@@ -126,13 +126,13 @@ def test_a_filter_passes_over_prompts_and_others_come_in_their_place(tokenizer, 
     stream.keep_prompt = lambda prompt: prompt.columns["answer"] in ("3", "8")
     assert [(prompt.row, prompt.index) for prompt in stream.draw(3)] == [(3, 3), (8, 8), (3, 13)]
     stream.keep_prompt = lambda prompt: False
-    with pytest.raises(ValueError, match="keep_prompt refuses 10 of 10 rows;"):
+    with pytest.raises(ValueError, match="keep_prompt .* none of 10 rows"):
         stream.draw(1)
     stream = prompts_of(config_of(ten_rows), tokenizer)
     stream.keep_prompt = lambda prompt: prompt.row == 3  # between two draws up to 18 other rows, nearly two epochs
     assert rows_of(stream.draw(50)) == [3] * 50
     stream.orders[""].chances = {3: 0.0}  # as a curriculum does
-    with pytest.raises(ValueError, match="keep_prompt refuses 9 of 10 rows, and data.curriculum gives the other 1 "):
+    with pytest.raises(ValueError, match="keep_prompt and data.curriculum leave none of 10 rows"):
         stream.draw(1)
 
 

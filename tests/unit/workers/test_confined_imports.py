@@ -16,16 +16,6 @@ from tests.unit.workers.lockdown_attacks import MODES, ROOT, USER
 
 pytestmark = pytest.mark.skipif(bool(missing_measures()), reason=f"this kernel has no {missing_measures()}")
 
-FINDER = """
-import importlib.util, sys
-MAPPING = {"far_away": %r}
-class Finder:
-    def find_spec(name, path=None, target=None):
-        if name in MAPPING:
-            return importlib.util.spec_from_file_location(name, MAPPING[name] + "/__init__.py")
-sys.meta_path.append(Finder)
-"""
-
 
 def put_package(folder: pathlib.Path) -> pathlib.Path:
     """Make the package, closed to others. A part of it is imported when it is called."""
@@ -76,20 +66,8 @@ def behind_a_pth_file(home: pathlib.Path, packages: pathlib.Path) -> dict[str, s
     return {}
 
 
-def behind_an_editable_finder(home: pathlib.Path, packages: pathlib.Path) -> dict[str, str]:
-    package = put_package(home / "project" / "src")
-    (packages / "__editable___far_away_finder.py").write_text(FINDER % str(package))
-    (packages / "far_away.pth").write_text("import __editable___far_away_finder\n")
-    return {}
-
-
-def behind_a_link(home: pathlib.Path, packages: pathlib.Path) -> dict[str, str]:
-    (packages / "far_away").symlink_to(put_package(home / "store"))
-    return {}
-
-
 PLACES = (in_the_environment, on_pythonpath, on_a_relative_pythonpath, in_an_archive, in_the_users_site)
-PLACES += (behind_a_pth_file, behind_an_editable_finder, behind_a_link)
+PLACES += (behind_a_pth_file,)
 
 
 @pytest.fixture
@@ -126,7 +104,7 @@ def tried(home: pathlib.Path, mode: str, variables: dict[str, str]) -> dict:
 
 
 # Every place as one user, and as every user the place that is hardest to find; all of them together are slow
-EVERYDAY = {(place, MODES[-1]) for place in PLACES} | {(behind_an_editable_finder, mode) for mode in MODES}
+EVERYDAY = {(place, MODES[-1]) for place in PLACES} | {(behind_a_pth_file, mode) for mode in MODES}
 CASES = [
     pytest.param(place, mode, marks=() if (place, mode) in EVERYDAY else pytest.mark.slow)
     for place in PLACES
