@@ -12,6 +12,7 @@ from grpo.config import DataConfig, EnvironmentConfig, GeneratorConfig, GRPOConf
 from grpo.features.agents import problems
 from grpo.features.agents.episodes import Agents
 from grpo.features.agents.process import load_agent
+from grpo.features.environments.tools import load_toolboxes
 from grpo.types import Piece, Prompt, Rollout
 from tests.tiny_models import SMALL
 from tests.unit import chat_templates as templates
@@ -169,6 +170,12 @@ def test_an_agent_that_leaves_something_ends_with_its_process_and_others_share_o
     pids = [int(rollout.episode["reward"]) for rollout in rollouts]
     assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4] == pids[5] != pids[6] == pids[7]
     assert not pathlib.Path(f"/proc/{pathlib.Path('orphan').read_text().strip()}").exists()
+
+
+def test_the_examples_agent_offers_its_tool_as_a_run_with_turns_does():
+    example = pytest.importorskip("configs.examples.gsm8k_agent")
+    (toolbox,) = load_toolboxes(EnvironmentConfig(tools=("configs/examples/calculator.py:calculate",))).values()
+    assert toolbox.schemas == [example.TOOL]
 
 
 def test_causes_are_told_apart(plays):

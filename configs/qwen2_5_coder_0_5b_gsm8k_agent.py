@@ -1,0 +1,27 @@
+"""Qwen2.5-Coder-0.5B-Instruct learns GSM8K as an agent of the openai client, with a calculator that it may use.
+
+    torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_gsm8k_agent.py
+
+As qwen2_5_coder_0_5b_gsm8k.py; the agent is examples/gsm8k_agent.py. The same turns without an endpoint, by a tool of
+the run, with the same prompts and rewards:
+
+    torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_gsm8k_agent.py --environment.agent "" \\
+        --environment.tools configs/examples/calculator.py:calculate --run-dir runs/qwen2_5_coder_0_5b_gsm8k_turns
+
+A right answer is rewarded with a call or without. Nothing has been measured with it yet.
+"""
+
+from configs.examples.gsm8k_agent import MAX_TURNS, SYSTEM_PROMPT
+from grpo import config as c
+from grpo.config import change
+
+config = change(
+    "qwen2_5_coder_0_5b_gsm8k.py",
+    {
+        "data.system_prompt": SYSTEM_PROMPT,  # of the run without the endpoint; the agent writes its own messages
+        "environment": c.EnvironmentConfig(
+            agent="configs/examples/gsm8k_agent.py:run", calls="fence", max_turns=MAX_TURNS
+        ),
+        "run_dir": "runs/qwen2_5_coder_0_5b_gsm8k_agent",
+    },
+)
