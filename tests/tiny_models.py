@@ -72,13 +72,6 @@ OLMO3 = WINDOWS | {
         | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.2},
     },
 }
-GRANITE = {
-    "model_type": "granite",
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.1,
-    "logits_scaling": 2.0,
-}
 # Three gated delta nets and an attention of rotary positions over half a head. Two value heads share a key head.
 QWEN3_5 = {
     "model_type": "qwen3_5_text",
@@ -105,7 +98,6 @@ KINDS = {
     "smollm3": {"tie_word_embeddings": True} | SMOLLM3,
     "gemma3": {"tie_word_embeddings": True} | GEMMA3,
     "olmo3": {"tie_word_embeddings": False} | OLMO3,
-    "granite": {"tie_word_embeddings": True} | GRANITE,
     "qwen3_5": {"tie_word_embeddings": False} | QWEN3_5,
     "qwen3_5-tied": {"tie_word_embeddings": True} | QWEN3_5,
     "moe": {"tie_word_embeddings": False} | QWEN3_MOE,

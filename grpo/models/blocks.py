@@ -1,6 +1,6 @@
-"""Parts of blocks that torchtitan does not have, of Gemma 3 (arXiv:2503.19786), OLMo 3 (arXiv:2512.13961) and Granite.
+"""Parts of blocks that torchtitan does not have, of Gemma 3 (arXiv:2503.19786) and OLMo 3 (arXiv:2512.13961).
 
-A block with norms or factors behind attention and feed-forward layer, norms of 1 + w or over all heads, GeGLU, scaled
+A block with norms behind attention and feed-forward layer, norms of 1 + w or over all heads, GeGLU, scaled
 embeddings.
 """
 
@@ -40,22 +40,6 @@ class AllHeadsNorm(RMSNorm):
         return super().forward(input.flatten(2)).view_as(input)
 
 
-class Multiplier(Module):
-    """Multiplies by a number, in place of a norm."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        factor: float
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.factor = config.factor
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return input * factor."""
-        return input * self.factor
-
-
 @own_config
 class GeGLU(FeedForward):
     """A feed-forward layer gated by GELU in its tanh form."""
@@ -84,7 +68,7 @@ class ScaledEmbedding(Embedding):
 
 
 class NormedBlock(Qwen3TransformerBlock):
-    """A block that normalizes or multiplies what attention and feed-forward layer give, before it is added."""
+    """A block that normalizes what attention and feed-forward layer give, before it is added."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3TransformerBlock.Config):

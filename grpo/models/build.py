@@ -286,6 +286,11 @@ def build_model(
     # The loop over chunks of states has another length in each row, and would be compiled each time. Plain attention
     # makes tensors of lengths that are in a tensor, which torch cannot compile.
     compiles_blocks = compiled and not has_states(hf) and attention != "documents"
+    if compiles_blocks and has_experts(hf) and model.dtype == "float32":  # torch 2.13 cannot
+        raise ValueError(
+            "experts are compiled in bfloat16 alone, and model.dtype is float32; take --trainer.no-compile or "
+            "--model.dtype bfloat16"
+        )
     checkpointing = None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing]
     if parallel_dims.ep_enabled and isinstance(checkpointing, SelectiveCheckpointing.Config):
         checkpointing = CheckpointingOfSpreadExperts.Config()
@@ -294,7 +299,7 @@ def build_model(
         parallel_dims=titan_dims,
         training=training,
         parallelism=parallelism,
-        compile_config=_compile_config(compiles_blocks, has_experts(hf), model.dtype),
+        compile_config=CompileConfig(enable=compiles_blocks, components=["model"]),
         ac_config=checkpointing,
         dump_folder="",
         skip_dp=alone and not casts,
@@ -312,16 +317,6 @@ def build_model(
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
     name = folder if model.is_built else model.path
     return ShardedModel(module, names, parallel_dims, trainer, device, folder, name, holds_copy)
-
-
-def _compile_config(compiled: bool, experts: bool, dtype: str) -> CompileConfig:
-    """Return what torchtitan compiles. Raises ValueError for experts in float32, which torch 2.13 cannot compile."""
-    if compiled and dtype == "float32" and experts:
-        raise ValueError(
-            "experts are compiled in bfloat16 alone, and model.dtype is float32; take --trainer.no-compile or "
-            "--model.dtype bfloat16"
-        )
-    return CompileConfig(enable=compiled, components=["model"])
 
 
 def _set_shardings(

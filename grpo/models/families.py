@@ -41,7 +41,7 @@ from grpo.models.attention import (
     shared_prompt_mask,
     window_mask,
 )
-from grpo.models.blocks import AllHeadsNorm, GeGLU, Multiplier, NormedBlock, OffsetNorm, ScaledEmbedding
+from grpo.models.blocks import AllHeadsNorm, GeGLU, NormedBlock, OffsetNorm, ScaledEmbedding
 from grpo.models.context import RowRanks, own_stretch, whole_rows
 from grpo.models.delta_net import GatedAttention, GatedDeltaNet, document_chunks
 from grpo.models.experts import moe_config, settled
@@ -233,17 +233,6 @@ def olmo3_block(hf: PretrainedConfig, dense: Qwen3TransformerBlock.Config) -> No
     )
 
 
-def granite_block(hf: PretrainedConfig, dense: Qwen3TransformerBlock.Config) -> NormedBlock.Config:
-    """Return torchtitan's config of a block of Granite, which multiplies what it adds by a number."""
-    return recast(
-        dense,
-        NormedBlock,
-        attention_post_norm=Multiplier.Config(factor=hf.residual_multiplier),
-        ffn_post_norm=Multiplier.Config(factor=hf.residual_multiplier),
-        scale=hf.attention_multiplier,
-    )
-
-
 class NormedNames(DenseNames):
     """Names for models with norms behind attention and feed-forward layer."""
 
@@ -413,11 +402,6 @@ FAMILIES = {
         embedding_scale=lambda hf: hf.hidden_size**0.5,
     ),
     "olmo3": Family(other_layers=WINDOWED, block=olmo3_block, names=NormedNames),
-    "granite": Family(
-        reads={"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
-        block=granite_block,
-        embedding_scale=lambda hf: hf.embedding_multiplier,
-    ),
     "qwen3_moe": Family(
         qk_norm=True,
         reads=WINDOW
@@ -463,13 +447,6 @@ class Policy(RowRanks, Qwen3Model):
     class Config(Qwen3Model.Config):
         windows: tuple[int | None, ...]
         """Of each layer, see `DocumentMasks.window`; 0 for a layer with states in place of attention."""
-        logits_divisor: float = 1.0
-        """Logits are divided by it, besides the temperature."""
-
-        @property
-        def first_attention(self) -> GQAttention.Config:
-            """The attention of the first layer that has one."""
-            return next(block.attention for block in self.layers if isinstance(block.attention, GQAttention.Config))
 
     def masks(self, micro: MicroBatch) -> dict[int | None, Any]:
         """Return a micro-batch's masks for each window of the layers, as this model's kind of attention takes them."""
@@ -478,7 +455,8 @@ class Policy(RowRanks, Qwen3Model):
         if 0 in windows:
             del windows[0]
             masks[0] = document_chunks(micro)
-        attention = self.config.first_attention
+        # of the first layer that has one
+        attention = next(b.attention for b in self.config.layers if isinstance(b.attention, GQAttention.Config))
         if not isinstance(attention.inner_attention, FlexAttention.Config):
             for window in windows:
                 masks[window] = document_masks(micro, window)
@@ -503,13 +481,10 @@ class Policy(RowRanks, Qwen3Model):
         positions_BT = own(micro.positions_BT)
         for layer, window in zip(self.layers.values(), self.config.windows, strict=True):
             h_BTD = layer(h_BTD, masks[window], positions_BT)
-        temperatures_BT = own(micro.temperatures_BT)
-        if self.config.logits_divisor != 1:
-            temperatures_BT = temperatures_BT * self.config.logits_divisor
         logprobs, entropy = self.lm_head(
             self.norm(h_BTD),
             own(micro.targets_BT),
-            temperatures_BT,
+            own(micro.temperatures_BT),
             micro.scored_M,
             micro.kept,
         )
@@ -595,7 +570,6 @@ def titan_config(
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
         windows=tuple(windows_of(hf)),
-        logits_divisor=getattr(hf, "logits_scaling", 1.0),
         layers=layers,
         enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
         tok_embeddings=embedding,

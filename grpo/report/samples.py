@@ -23,11 +23,12 @@ COLUMN_CHARACTERS = 600  # of a prompt's columns (an answer, test cases, ...)
 QUOTED_CHARACTERS = 200  # of a quotation in one line
 NUM_REASONS = 3  # most frequent ones of a failed reward function
 END_CHARACTERS = 40  # quoted from the end of a completion without an answer
+# How an answer is written, by `reward.answer_format`
 ANSWER_FORMS = {
-    "answer_tag": "<answer>..</answer>",
-    "boxed": "\\boxed{}",
-    "hashes": "a line behind ####",
-    "answer_line": "a line `Answer: ..`",
+    "answer_tag": "<answer>{}</answer>",
+    "boxed": "\\boxed{{{}}}",
+    "hashes": "#### {}",
+    "answer_line": "Answer: {}",
 }
 
 
@@ -163,11 +164,11 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     for text in texts[::distance]:
         end = one_line(text)[-END_CHARACTERS:]
         ends.append(end)
-    line = f"none of {len(texts)} completions has an answer in {ANSWER_FORMS[answer_format]}"
+    line = f"none of {len(texts)} completions has an answer in the form {ANSWER_FORMS[answer_format].format('..')}"
     line += f"; they end like {', '.join(map(repr, ends))}"
     for form, count in counts.items():
         if count:
-            line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})"
+            line += f"; {count} have one in {ANSWER_FORMS[form].format('..')} (--reward.answer-format {form})"
     limits = collections.Counter(r.ended_by for r in rollouts if r.truncated)
     for limit, count in limits.items():
         line += f"; {count} run out of {limit}"

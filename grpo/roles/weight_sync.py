@@ -33,23 +33,16 @@ def sync_weights(trainer: Trainer | None, generator: Generator | None, version: 
 
     Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.
     """
-    tensors = policy_tensors(trainer, roles)
+    tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
+    if roles.weights:
+        tensors = over_bridge(trainer, roles)
+    elif trainer:
+        tensors = hf_tensors(trainer.model, trainer.dtype)
     if generator:
         generator.load_weights(tensors, version)
     for _ in tensors:  # trainers that do not generate must gather every tensor too
         pass
     wait_for_all(roles)  # so that the time of a sync is its own
-
-
-def policy_tensors(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor) of all that a sync moves, on every trainer and generator rank.
-
-    Collective over these ranks. Iterate to the end.
-    """
-    if roles.weights:
-        yield from over_bridge(trainer, roles)
-    elif trainer:
-        yield from hf_tensors(trainer.model, trainer.dtype)
 
 
 def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from grpo import features
 from grpo.config.user_files import optional_arguments
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example, as_messages
+from grpo.report.samples import ANSWER_FORMS
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import group_level
 from grpo.rewards.loading import argument_names, called_with, load_functions
@@ -33,12 +34,6 @@ from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_ROWS = 3
 SHOWN_CHARACTERS = 50  # of a text, in a line
-FORMATS = {
-    "answer_tag": "<answer>{}</answer>",
-    "boxed": "\\boxed{{{}}}",
-    "hashes": "#### {}",
-    "answer_line": "Answer: {}",
-}
 EMPTY = {"empty": ""}
 
 
@@ -123,7 +118,7 @@ def some_completions(example: Example, answer_format: str) -> dict[str, str]:
     answer = extract_answer(answer, "hashes") or answer  # GSM8K's solutions
     number = parse_number(answer)
     wrong = f"not {answer}" if number is None else str(number + 1)  # 0.5 becomes 3/2
-    template = FORMATS[answer_format]
+    template = ANSWER_FORMS[answer_format]
     return {"reference": template.format(answer), "wrong": template.format(wrong)} | EMPTY
 
 

@@ -15,7 +15,6 @@ an escape (`\\x1b`).
 
 import itertools
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,20 +35,20 @@ from grpo.watch.failures import refuse_bad_input, run_rank
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 EVALUATION = "evaluation.jsonl"
-# Fields that each line of the last two must have, and their types; numbers are shown as they are, whatever they are
+# What each line of the last two must have
 ROLLOUT_FIELDS = {
-    "step": int,
-    "row": object,
-    "prompt": str,
-    "columns": dict,
-    "completion": str,
-    "rewards": dict,
-    "reward": object,
-    "advantage": object,
-    "mismatch": object,
-    "finish_reason": object,
-    "num_tokens": object,
-    "failures": dict,
+    "step",
+    "row",
+    "prompt",
+    "columns",
+    "completion",
+    "rewards",
+    "reward",
+    "advantage",
+    "mismatch",
+    "finish_reason",
+    "num_tokens",
+    "failures",
 }
 OF_METHOD = "/grad_norm"  # ends a metric of each method that was compared
 # What a run is judged by: endings of metrics' names, and which value is the best
@@ -237,8 +236,11 @@ def answers_before_and_after(run_dir: Path) -> list[str]:
     lines = []
     answered_twice = [row for row in first if last[row]["step"] > first[row]["step"]]
     for row in answered_twice[:NUM_ANSWERS]:
-        prompt = shorten(one_line(first[row]["prompt"]), ANSWER_CHARACTERS)
-        lines += ["", f"held out   {prompt}"]
+        prompt = first[row]["prompt"]
+        columns = first[row]["columns"].items()
+        texts = [text for name, text in columns if isinstance(text, str) and text in prompt and name != "answer"]
+        question = max(texts, key=len, default=prompt)
+        lines += ["", f"held out   {shorten(one_line(question), ANSWER_CHARACTERS)}"]
         for name, record in {"before": first[row], "after": last[row]}.items():
             answer = shorten(one_line(record["completion"]), ANSWER_CHARACTERS)
             lines.append(f"  {name:<8} {answer}   (reward {number_text(record['reward'])})")
@@ -332,27 +334,19 @@ def read_lines(path: Path, way_out: str) -> Iterator[Record]:
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {way_out}")
-    needed = {"step": int} if path.name == METRICS else ROLLOUT_FIELDS
+    needed = {"step"} if path.name == METRICS else ROLLOUT_FIELDS
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
             try:
-                record = json.loads(line, parse_constant=str, parse_float=finite_or_text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {number}: not an object; remove that line")
-            for name, kind in needed.items():
-                if name not in record or not isinstance(record[name], kind):
-                    raise ValueError(f"{path}, line {number}: no {name}, or of another type; remove that line")
+                record = json.loads(line, parse_constant=str)
+                lacking = needed - record.keys()
+            except (ValueError, RecursionError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: no record ({error}); remove that line") from error
+            if lacking:
+                raise ValueError(f"{path}, line {number}: it lacks {', '.join(lacking)}; remove that line")
             yield record
-
-
-def finite_or_text(text: str) -> float | str:
-    """Read a number of JSON. What is beyond the range of floats stays a text, as NaN does, which strict JSON lacks."""
-    value = float(text)
-    return value if math.isfinite(value) else text
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from speed import ROOT, records, run_limited
 sys.path.insert(0, str(ROOT))
 
 from configs.examples.toys import make_model, trained_tokenizer
-from tests.tiny_models import GEMMA3, GRANITE, MISTRAL, OLMO3, SMOLLM3
+from tests.tiny_models import GEMMA3, MISTRAL, OLMO3, SMOLLM3
 
 # Two heads of keys of width 64, which the kernels take. A block of flash and flex attention is 128 tokens long, so one
 # window is shorter and one longer, and neither is a multiple.
@@ -53,7 +53,6 @@ MODELS = {
     "gemma3": GEMMA3 | THREE_OF_FOUR | {"sliding_window": LONG, "query_pre_attn_scalar": 48, "initializer_range": 0.04},
     "olmo3": OLMO3 | THREE_OF_FOUR | {"sliding_window": SHORT},
     "smollm3": SMOLLM3 | {"no_rope_layers": [1, 1, 1, 0]},
-    "granite": GRANITE,
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
 }
 WORK = ROOT / "runs" / "gpu_checks"

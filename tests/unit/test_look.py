@@ -110,13 +110,18 @@ def test_runs_are_compared_in_one_table(tmp_path, capsys):
 def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_after(run_dir, shown):
     held_out = [
         record(step, float(step > 0), f"<user> What is 2+{row}? <bot>", answer, row=row, kind=kind)
+        | {"columns": {"prompt": ["nested"] if row == 1 else f"What is 2+{row}?", "answer": "2"}}
         for step, answer in ((0, "We add\nthem."), (20, "4"))
         for kind in ("greedy", "sample")
         for row in range(5)
     ]
     write_lines(run_dir / "evaluation.jsonl", held_out)
     out = shown()
-    assert re.findall("^held out +(.*)", out, re.MULTILINE) == [f"<user> What is 2+{row}? <bot>" for row in range(3)]
+    assert re.findall("^held out +(.*)", out, re.MULTILINE) == [
+        "What is 2+0?",
+        "<user> What is 2+1? <bot>",
+        "What is 2+2?",
+    ]
     for name, answer, reward in ("before", "We add them.", 0), ("after", "4", 1):
         texts = re.findall(f"^  {name} +(.*)", out, re.MULTILINE)
         assert len(texts) == 3 and all(text.startswith(answer) and f"reward {reward}" in text for text in texts)

@@ -24,7 +24,7 @@ from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function, near_miss
 from grpo.config.values import fits
 from grpo.features.environments.calls import Arguments, ToolCall
-from grpo.text import one_line
+from grpo.text import one_line, reason_of
 from grpo.workers import worker
 from grpo.workers.worker import Lost
 
@@ -247,8 +247,8 @@ def run_call(
         raise
     except BaseException as error:  # a tool of the user may raise anything, CancelledError too
         if is_outage(error):
-            raise Lost(f"{call.name}: {error_for_model(error)}") from error
-        return error_for_model(error), "error"
+            raise Lost(f"{call.name}: {reason_of(error)}") from error
+        return reason_of(error), "error"
 
 
 @functools.cache
@@ -319,13 +319,6 @@ def is_outage(error: BaseException | None) -> bool:
         else:
             error = error.__cause__ or error.__context__
     return False
-
-
-def error_for_model(error: BaseException) -> str:
-    """Write an error as the model reads it: `KeyError: 'x'`, or the type alone if there is no message."""
-    kind = type(error).__name__
-    message = str(error)
-    return f"{kind}: {message}" if message else kind
 
 
 def _has_type(value: Any, hint: Any) -> bool:

@@ -72,13 +72,6 @@ GEMMA3_1B = model(
     **{"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window_pattern": 6},
     **{"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": True},
 )
-GRANITE3_2B = model(
-    "granite",
-    (2048, 8192, 40, 32, 8, 49155),
-    **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 5000000.0, "rope_scaling": None},
-    **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "attention_multiplier": 0.015625},
-    **{"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
-)
 OLMO3_7B = model(
     "olmo3",
     (4096, 11008, 32, 32, 32, 100278),
@@ -119,7 +112,6 @@ ACCEPTED = {  # config.json, (rope type, rope theta) of layers without a window,
     "Llama-3.1-8B": (LLAMA3_1_8B | HARMLESS_FIELDS, ("llama3", 5e5), [None]),
     "Gemma-3-1B": (GEMMA3_1B, ("default", 1e6), [512, 512, 512, 512, 512, None, 512]),
     "OLMo-3-7B": (OLMO3_7B, ("yarn", 5e5), [4096, 4096, 4096, None, 4096]),
-    "Granite-3.1-2B": (GRANITE3_2B, ("default", 5e6), [None]),
     "SmolLM3-3B": (SMOLLM3_3B, ("default", 5e6), [None]),
     "Mistral-7B-v0.1": (MISTRAL_7B_V0_1, ("default", 1e4), [4096, 4096]),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, ("default", 1e6), [None, None]),

@@ -16,7 +16,6 @@ from grpo.run.command_line import DEFAULT_RECIPES
 from grpo.run.machine import MARGIN_FRAC, PROCESS_GIB, Device, Needs, Sizes, decide, fit_engine, largest_row, sizes_of
 from tests.unit.models.test_hf_folder import (
     GEMMA3_1B,
-    GRANITE3_2B,
     LLAMA3_1_8B,
     MISTRAL_7B_V0_1,
     MISTRAL_7B_V0_3,
@@ -79,7 +78,6 @@ PUBLISHED = {  # number of parameters as the hub counts them
     "SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624),
     "Gemma-3-1B": (GEMMA3_1B, 999_885_952),
     "OLMo-3-7B": (OLMO3_7B, 7_298_011_136),
-    "Granite-3.1-2B": (GRANITE3_2B, 2_533_531_648),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, 7_248_023_552),
 }
 

@@ -163,7 +163,9 @@ def test_failed_reward_functions_are_told_with_counts_reasons_and_a_harmless_com
 def test_completions_without_an_answer_in_the_format_are_told_with_the_format_they_have():
     tagged = [make_rollout(0.0, text=f"<think>1</think><answer>{number}</answer>") for number in range(6)]
     line = no_answer_line([*tagged, make_rollout(0.0, text="so \x1b[2J")], "boxed")
-    assert line.startswith("none of 7 completions has an answer in \\boxed{}; they end like '<think>1</think>")
+    assert line.startswith(
+        "none of 7 completions has an answer in the form \\boxed{..}; they end like '<think>1</think>"
+    )
     assert line.endswith("6 have one in <answer>..</answer> (--reward.answer-format answer_tag)") and line.isprintable()
     assert no_answer_line([*tagged, make_rollout(0.0, text="")], "answer_tag") == ""
 
