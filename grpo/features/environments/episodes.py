@@ -143,16 +143,15 @@ def check_environment(
         print(line)
 
 
-def rollout_of(episode: Episode, temperature: float = 1.0, index: int = 0) -> Rollout:
+def rollout_of(episode: Episode) -> Rollout:
     """Return an episode as a rollout. One that was lost before its first turn has sampled no tokens."""
     pieces = episode.pieces or [Piece.written(episode.prompt.ids)]
     if not episode.turns:
         pieces = [*pieces, Piece.sampled([], [], episode.version)]
     return Rollout(
         episode.prompt,
-        index,
+        0,
         sequences=(tuple(pieces),),
-        temperature=temperature,
         ended_by=episode.ended_by,
         episode=episode.note(),
     )
