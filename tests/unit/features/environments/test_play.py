@@ -144,7 +144,7 @@ def test_ids_only_grow_and_only_what_was_sampled_counts():
         handed = [entry[1] for entry in log if isinstance(entry, tuple) and entry[0] == number]
         for before, after in zip(handed, handed[1:], strict=False):
             assert after[: len(before)] == before
-        (rollout,) = over_the_wire([rollout_of(episode, 1.0, number)])
+        (rollout,) = over_the_wire([dataclasses.replace(rollout_of(episode), index=number)])
         batch = make_batch([rollout])
         assert tuple(batch.ids_N.tolist())[: len(handed[-1])] == handed[-1]  # trained on what the engine was given
         assert batch.ids_N.tolist() == episode.ids
@@ -153,7 +153,7 @@ def test_ids_only_grow_and_only_what_was_sampled_counts():
         opener = tokenizer().convert_tokens_to_ids("<|im_start|>")  # also in the text of each answer, where it is none
         assert (batch.ids_N[~batch.loss_mask_N] == opener).sum() == 2 * len(episode.turns)
         assert rollout.episode["reward"] == float(number) and rollout.version == 3
-    batch = make_batch([rollout_of(episode, 1.0, 0) for episode in episodes])
+    batch = make_batch([rollout_of(episode) for episode in episodes])
     assert batch.versions_S.tolist() == [3] * NUM
 
 
@@ -202,7 +202,7 @@ def test_each_limit_ends_or_cuts_what_it_is_about():
         assert two.ended_by == ("turns" if len(whole.turns) > 2 else whole.ended_by)
     for late, whole in zip(limited(rollout_seconds=1e-9), free, strict=True):
         assert len(late.turns) == 1 and late.ended_by == ("done" if len(whole.turns) == 1 else "seconds")
-        assert late.reward is not None and rollout_of(late, 1.0, 0).truncated == (late.ended_by == "seconds")
+        assert late.reward is not None and rollout_of(late).truncated == (late.ended_by == "seconds")
     for cut in limited(max_answer_tokens=4):
         answers = [answer for turn in cut.turns for answer in turn["answers"]]
         assert cut.counts["cut_answers"] == sum("tokens left out ..]" in answer for answer in answers) == len(answers)
@@ -243,7 +243,7 @@ def test_a_lost_episode_has_no_reward_and_a_hung_one_has_its_own():
 
 def test_an_episode_lost_before_its_first_turn_is_of_the_weights_that_were_there():
     episodes, _ = run(host=MadeHost(fails={2: "lost"}, fails_at="reset"))
-    (rollout,) = over_the_wire([rollout_of(episodes[2], 1.0, 2)])
+    (rollout,) = over_the_wire([dataclasses.replace(rollout_of(episodes[2]), index=2)])
     assert rollout.version == rollout.oldest_version == 3 and not rollout.num_tokens
     batch = make_batch([rollout])
     assert batch.ids_N.tolist() == episodes[2].prompt.ids and not batch.loss_mask_N.any()
