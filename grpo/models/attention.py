@@ -116,7 +116,11 @@ def _as_rows(bounds: Tensor) -> tuple[Tensor, Tensor]:
     return index_ST, offsets_T < lengths_S[:, None]
 
 
-def _seen_keys(masks: "DocumentMasks", num_queries: int, num_keys: int) -> Tensor:
+def _seen_keys(
+    masks: "DocumentMasks",
+    num_queries: int,
+    num_keys: int,
+) -> Tensor:
     """Say which keys each query sees, both laid out as rows: bool [documents, queries, keys].
 
     The last queries and the last keys of a document are those of the same tokens.
@@ -320,7 +324,14 @@ def flash_attention(
     SharedPrompts; None where documents share no keys. window: as in DocumentMasks.
     """
     forward, _ = kernels()
-    options = _options(bounds_S, key_bounds_S, longest, longest_keys, window, scale)
+    options = _options(
+        bounds_S,
+        key_bounds_S,
+        longest,
+        longest_keys,
+        window,
+        scale,
+    )
     k_KKH = _repeated(k_TKH, keys_K)
     v_KKH = _repeated(v_TKH, keys_K)
     out_TNH, logsumexp_NT, *_ = forward(
@@ -359,7 +370,14 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, and of k and v as the documents attend to them, always added in the same order."""
     _, backward = kernels()
-    options = _options(bounds_S, key_bounds_S, longest, longest_keys, window, scale)
+    options = _options(
+        bounds_S,
+        key_bounds_S,
+        longest,
+        longest_keys,
+        window,
+        scale,
+    )
     k_KKH = _repeated(k_TKH, keys_K)
     v_KKH = _repeated(v_TKH, keys_K)
     gradients = backward(

@@ -27,7 +27,12 @@ class OffsetNorm(RMSNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimension."""
         weight = 1 + self.weight.float()
-        normed = F.rms_norm(input.float(), self.normalized_shape, weight, self.eps)
+        normed = F.rms_norm(
+            input.float(),
+            self.normalized_shape,
+            weight,
+            self.eps,
+        )
         return normed.to(input.dtype)
 
 

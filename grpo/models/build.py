@@ -193,7 +193,12 @@ class ShardedModel:
         """
         parameters = list(self.module.parameters())
         ep_enabled = self.parallel_dims.ep_enabled  # then experts' norms are summed over ranks of their own
-        norm = titan_dist.clip_grad_norm_(parameters, max_norm, foreach=True, ep_enabled=ep_enabled)
+        norm = titan_dist.clip_grad_norm_(
+            parameters,
+            max_norm,
+            foreach=True,
+            ep_enabled=ep_enabled,
+        )
         return float(norm)
 
 
@@ -261,7 +266,13 @@ def build_model(
     compiled = compiles(trainer, device)
     keep_logits = trainer.activation_checkpointing == "none" and not frozen
     attention = choose_attention(model, device)
-    config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, keep_logits)
+    config = titan_config(
+        hf,
+        attention,
+        trainer.logprob_chunk_tokens,
+        compiled,
+        keep_logits,
+    )
     if not has_states(hf):  # those are never tensor-parallel
         _set_shardings(config, parallelism, training)
     with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
@@ -316,7 +327,16 @@ def build_model(
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
     name = folder if model.is_built else model.path
-    return ShardedModel(module, names, parallel_dims, trainer, device, folder, name, holds_copy)
+    return ShardedModel(
+        module,
+        names,
+        parallel_dims,
+        trainer,
+        device,
+        folder,
+        name,
+        holds_copy,
+    )
 
 
 def _set_shardings(

@@ -47,7 +47,12 @@ def document_chunks(micro: MicroBatch) -> DocumentChunks:
         raise ValueError("gated delta nets cannot share prompts; set --trainer.no-share-prompts")
     lengths_S = micro.document_starts.diff()
     rank_S = lengths_S.argsort(descending=True, stable=True).argsort()
-    first_offset_C = torch.arange(0, micro.longest_document, CHUNK_TOKENS, device=lengths_S.device)
+    first_offset_C = torch.arange(
+        0,
+        micro.longest_document,
+        CHUNK_TOKENS,
+        device=lengths_S.device,
+    )
     count_C = (lengths_S > first_offset_C[:, None]).sum(1)
     first_chunk_C = count_C.cumsum(0) - count_C
     offset_T = micro.positions_BT.flatten()
@@ -56,7 +61,11 @@ def document_chunks(micro: MicroBatch) -> DocumentChunks:
     return DocumentChunks(place_T, offset_T, count_C.tolist())
 
 
-def causal_convolution(x_TD: Tensor, weight_DW: Tensor, offset_T: Tensor) -> Tensor:
+def causal_convolution(
+    x_TD: Tensor,
+    weight_DW: Tensor,
+    offset_T: Tensor,
+) -> Tensor:
     """Weigh each channel of a token and of the W - 1 tokens before it in its document, and add them up: [T, D]."""
     out_TD = x_TD * weight_DW[:, -1]
     for back in range(1, weight_DW.shape[1]):
@@ -76,7 +85,15 @@ def gated_delta_rule(
 ) -> Tensor:
     """Return what each token reads from its document's states: [T, N, V] for N heads. All inputs are float32."""
     num_places = sum(chunks.counts) * CHUNK_TOKENS
-    of_chunks = within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, chunks.place_T, num_places)
+    of_chunks = within_chunks(
+        q_TNK,
+        k_TNK,
+        v_TNV,
+        g_TN,
+        beta_TN,
+        chunks.place_T,
+        num_places,
+    )
     state = q_TNK.new_zeros(chunks.counts[0], *q_TNK.shape[1:], v_TNV.shape[-1])
     outputs = []
     for q, scores, written, held, k, decay in zip(*(values.split(chunks.counts) for values in of_chunks), strict=True):
@@ -87,7 +104,15 @@ def gated_delta_rule(
     return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, chunks.place_T)
 
 
-def within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, place_T: Tensor, num_places: int) -> list[Tensor]:
+def within_chunks(
+    q_TNK,
+    k_TNK,
+    v_TNV,
+    g_TN,
+    beta_TN,
+    place_T: Tensor,
+    num_places: int,
+) -> list[Tensor]:
     """Compute for all chunks at once what their states need not be known for, each [C, N, ..].
 
     Of the L = CHUNK_TOKENS places of a chunk: queries that read the state before it, what queries read of the chunk's
@@ -109,7 +134,12 @@ def within_chunks(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, place_T: Tensor, num_place
     between_CNLL = between_CNLL.masked_fill(is_later_LL, -torch.inf).exp()
     system_CNLL = (k * beta) @ k.mT * between_CNLL  # its diagonal is taken to be 1
     right = torch.cat([v * beta, k * beta * decay_CNL1], dim=-1)
-    solved = torch.linalg.solve_triangular(system_CNLL, right, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(
+        system_CNLL,
+        right,
+        upper=False,
+        unitriangular=True,
+    )
     written, held = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores_CNLL = q @ k.mT * between_CNLL
     return [q * decay_CNL1, scores_CNLL, written, held, (k * decay_to_end_CNL1).mT, decay_CNL1[..., -1:, :]]
@@ -153,7 +183,12 @@ class GatedDeltaNet(Module):
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
 
-    def forward(self, x_BTD: Tensor, chunks: DocumentChunks, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        chunks: DocumentChunks,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Apply the layer to packed rows. `positions` is what attention gets too.
 
         What lies between its linear layers is computed again in the backward: the float32 values of the rule would take
@@ -161,18 +196,47 @@ class GatedDeltaNet(Module):
         """
         x_TD = x_BTD.flatten(0, 1)
         inputs = [layer(x_TD) for layer in (self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)]
-        read_TD = checkpoint(self._read, *inputs, chunks, use_reentrant=False, preserve_rng_state=False)
+        read_TD = checkpoint(
+            self._read,
+            *inputs,
+            chunks,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
         return self.out_proj(read_TD).view_as(x_BTD)
 
-    def _read(self, qkv_TD, gate_TD, a_TN, b_TN, chunks: DocumentChunks) -> Tensor:
+    def _read(
+        self,
+        qkv_TD,
+        gate_TD,
+        a_TN,
+        b_TN,
+        chunks: DocumentChunks,
+    ) -> Tensor:
         """Read from the states, normalize what each head gives and multiply it by its gate."""
-        q_TNK, k_TNK, v_TNV, g_TN, beta_TN = self.rule_inputs(qkv_TD, a_TN, b_TN, chunks.offset_T)
+        q_TNK, k_TNK, v_TNV, g_TN, beta_TN = self.rule_inputs(
+            qkv_TD,
+            a_TN,
+            b_TN,
+            chunks.offset_T,
+        )
         read_TNV = gated_delta_rule(q_TNK, k_TNK, v_TNV, g_TN, beta_TN, chunks)
         read_TNV = read_TNV.to(qkv_TD.dtype).float()  # rounded where engines round
-        normed_TNV = F.rms_norm(read_TNV, read_TNV.shape[-1:], self.norm.weight.float(), self.norm.eps)
+        normed_TNV = F.rms_norm(
+            read_TNV,
+            read_TNV.shape[-1:],
+            self.norm.weight.float(),
+            self.norm.eps,
+        )
         return (normed_TNV.flatten(1) * F.silu(gate_TD.float())).to(qkv_TD.dtype)
 
-    def rule_inputs(self, qkv_TD, a_TN, b_TN, offset_T: Tensor) -> tuple[Tensor, ...]:
+    def rule_inputs(
+        self,
+        qkv_TD,
+        a_TN,
+        b_TN,
+        offset_T: Tensor,
+    ) -> tuple[Tensor, ...]:
         """Return queries, keys, values, decays as logarithms and betas of all heads, float32 [T, N, ..]."""
         convolved_TD = causal_convolution(qkv_TD.float(), self.conv1d.weight[:, 0].float(), offset_T)
         convolved_TD = F.silu(convolved_TD).to(qkv_TD.dtype).float()  # likewise

@@ -163,7 +163,12 @@ class ExpertsReader(HuggingFaceStorageReader):
             files[MetadataIndex(stacked_name, start)] = file
         return metadata
 
-    def _process_read_request(self, f, req: ReadItem, planner: LoadPlanner) -> None:
+    def _process_read_request(
+        self,
+        f,
+        req: ReadItem,
+        planner: LoadPlanner,
+    ) -> None:
         name = req.storage_index.fqn
         if "*" not in name:
             return super()._process_read_request(f, req, planner)

@@ -89,7 +89,11 @@ _NO_INIT = dict.fromkeys(("weight", "bias", "A_log", "dt_bias"), skip_param_init
 # Dense decoders
 
 
-def dense_block(hf: PretrainedConfig, layer: int, kind: str) -> Qwen3TransformerBlock.Config:
+def dense_block(
+    hf: PretrainedConfig,
+    layer: int,
+    kind: str,
+) -> Qwen3TransformerBlock.Config:
     """Return torchtitan's config of a block of grouped-query attention and SwiGLU. kind: of `ATTENTIONS`."""
     family = family_of(hf)
     attention = make_gqa_config(

@@ -141,7 +141,11 @@ def _download(path: str, files: list[str]) -> str:
         ) from error
 
 
-def fetch_folder(path: str, control: dist.ProcessGroup, scores: bool = False) -> str:
+def fetch_folder(
+    path: str,
+    control: dist.ProcessGroup,
+    scores: bool = False,
+) -> str:
     """Call `resolve_folder` on every rank. A node's first rank downloads before the others. Collective on `control`."""
     if os.environ["LOCAL_RANK"] == "0":
         resolve_folder(path, scores)
@@ -196,7 +200,11 @@ def check_lengths(
         )
 
 
-def check_trainer(folder: str, config: transformers.PretrainedConfig, trainer: TrainerConfig) -> None:
+def check_trainer(
+    folder: str,
+    config: transformers.PretrainedConfig,
+    trainer: TrainerConfig,
+) -> None:
     """Refuse a model that the trainer's ranks cannot share, or its optimizer not update.
 
     Only its config.json is needed. Raises ValueError with the numbers.
@@ -453,7 +461,12 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
                     )
                 if name in missing:
                     found[name] = file
-                    _check_tensor(f"{file}: {name}", name, tensors, missing.pop(name))
+                    _check_tensor(
+                        f"{file}: {name}",
+                        name,
+                        tensors,
+                        missing.pop(name),
+                    )
                 elif name not in expected and not name.endswith(COMPUTED) and not is_unwanted:
                     unread[name] = file
     if missing:
@@ -532,7 +545,12 @@ def _opened(file: pathlib.Path) -> Iterator[safe_open]:
         raise ValueError(f"{file} is not a whole .safetensors file ({error}); {WAY_OUT}") from error
 
 
-def _check_tensor(label: str, name: str, tensors: safe_open, expected: torch.Size) -> None:
+def _check_tensor(
+    label: str,
+    name: str,
+    tensors: safe_open,
+    expected: torch.Size,
+) -> None:
     """Refuse a weight of another shape, of a dtype that is not in FLOATS, or with values that are not finite."""
     lazy = tensors.get_slice(name)
     dtype = lazy.get_dtype()

@@ -141,7 +141,12 @@ class ChunkedLogprobs(torch.autograd.Function):
         """Return (logprobs_N, entropy_N), float32."""
         outputs = []
         kept_products = []
-        chunks = _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N)
+        chunks = _chunks(
+            head.chunk_tokens,
+            hidden_ND,
+            targets_N,
+            temperatures_N,
+        )
         for index, (hidden, targets, temperatures) in enumerate(chunks):
             product_NV = product(index, hidden)
             maximum, total, weighted, target = head.statistics(
@@ -283,7 +288,13 @@ def chunk_gradients(
 def _add_product(sum_VD: Tensor, left_VN: Tensor, right_ND: Tensor) -> None:
     """Add left @ right to sum_VD in float32. On a GPU the product itself adds, without a second [V, D]."""
     if left_VN.is_cuda and left_VN.dtype != sum_VD.dtype:
-        torch.addmm(sum_VD, left_VN, right_ND, out_dtype=sum_VD.dtype, out=sum_VD)
+        torch.addmm(
+            sum_VD,
+            left_VN,
+            right_ND,
+            out_dtype=sum_VD.dtype,
+            out=sum_VD,
+        )
     else:
         sum_VD += left_VN @ right_ND
 

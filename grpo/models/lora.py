@@ -37,7 +37,13 @@ ADAPTERS = ("lora_a", "lora_b")
 class LoRALinear(Linear):
     """A linear layer with its own parameters, which do not learn, and an adapter, which does."""
 
-    def __init__(self, base: Linear, name: str, trainer: TrainerConfig, seed: int):
+    def __init__(
+        self,
+        base: Linear,
+        name: str,
+        trainer: TrainerConfig,
+        seed: int,
+    ):
         """Take over the parameters of `base`, torchtitan's `name` within the model; nothing is sharded yet."""
         nn.Module.__init__(self)
         self.in_features = base.in_features
@@ -228,5 +234,10 @@ def draw_uniform(parameter: Tensor, bound: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     whole = torch.rand(parameter.shape, generator=generator) * (2 * bound) - bound
     if isinstance(parameter, DTensor):  # each rank takes its part of its own copy
-        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        whole = distribute_tensor(
+            whole,
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,
+        )
     parameter.copy_(whole)

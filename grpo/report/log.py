@@ -147,7 +147,12 @@ class RunLog:
         """
         records = completion_records(rollouts, prompts)
         if held_out:
-            self._append_records("evaluation.jsonl", records, step=step, kind=held_out)
+            self._append_records(
+                "evaluation.jsonl",
+                records,
+                step=step,
+                kind=held_out,
+            )
             return
         self._append_records("completions.jsonl", records, step=step)
         if self.wandb:
@@ -174,7 +179,12 @@ class RunLog:
         """Write metrics and flush each file, so that a run that dies loses none; print lines and warnings."""
         values = {name: float(value) for name, value in metrics.items()}
         record = {name: finite_or_none(value) for name, value in values.items()}
-        self._append_records("metrics.jsonl", [record], step=step, time=time.time())
+        self._append_records(
+            "metrics.jsonl",
+            [record],
+            step=step,
+            time=time.time(),
+        )
         if self.tensorboard:
             with naming(self.tensorboard.log_dir):
                 for name, value in values.items():

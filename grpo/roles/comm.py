@@ -36,7 +36,12 @@ PIECE_FACTS = ("num_tokens", "is_sampled", "num_kept", "version", "ended_by")
 def broadcast(value: Any, group: ProcessGroup) -> Any:
     """Give every rank of a bridge the value of its first rank; the others pass anything. Picklable values."""
     values = [value]
-    dist.broadcast_object_list(values, group_src=0, group=group, device=torch.device("cpu"))
+    dist.broadcast_object_list(
+        values,
+        group_src=0,
+        group=group,
+        device=torch.device("cpu"),
+    )
     return values[0]
 
 
@@ -184,7 +189,12 @@ def add_rewards(
     if not roles.learns:
         return batch
     rewards_R, has_reward_R, parts_FR = broadcast_tensors(rewards, roles)
-    return replace(batch, rewards_R=rewards_R, has_reward_R=has_reward_R, parts_FR=parts_FR)
+    return replace(
+        batch,
+        rewards_R=rewards_R,
+        has_reward_R=has_reward_R,
+        parts_FR=parts_FR,
+    )
 
 
 def broadcast_tensors(tensors: Sequence[Tensor | None] | None, roles: Roles) -> Sequence[Tensor | None] | None:

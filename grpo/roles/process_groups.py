@@ -148,7 +148,12 @@ def setup_roles(
         torch.cuda.set_device(device)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # torchrun's own, no further port
     store.set_timeout(timeout)
-    store = meet(store, rank, len(everyone), deadline)  # nobody is watched yet, see grpo/watch
+    store = meet(
+        store,
+        rank,
+        len(everyone),
+        deadline,
+    )  # nobody is watched yet, see grpo/watch
 
     trainer_ranks = learner_ranks = generator_ranks = everyone
     if not layout.colocated:
@@ -164,12 +169,33 @@ def setup_roles(
     if device.type == "cpu":
         _keep_freed_memory()
 
-    control = learners = _make_bridge("control", everyone, "gloo", rank, store, timeout)
+    control = learners = _make_bridge(
+        "control",
+        everyone,
+        "gloo",
+        rank,
+        store,
+        timeout,
+    )
     if learner_ranks != everyone:
-        learners = _make_bridge("learners", learner_ranks, "gloo", rank, store, timeout)
+        learners = _make_bridge(
+            "learners",
+            learner_ranks,
+            "gloo",
+            rank,
+            store,
+            timeout,
+        )
     weights = None
     if generator_ranks and 0 not in generator_ranks:
-        weights = _make_bridge("weights", (0, *generator_ranks), backend, rank, store, timeout)
+        weights = _make_bridge(
+            "weights",
+            (0, *generator_ranks),
+            backend,
+            rank,
+            store,
+            timeout,
+        )
     replicas = []
     for start in range(0, len(generator_ranks), engine_ranks):
         replicas.append(generator_ranks[start : start + engine_ranks])
@@ -277,7 +303,13 @@ def _join_own_world(roles: Roles, backend: str, timeout: datetime.timedelta) -> 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # so that nothing meets on torchrun's own store by env://
     store = PrefixStore(f"world/{roles.world[0]}", roles.store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
     if roles.device.type == "cuda":  # NCCL connects here, before an engine changes its environment
         dist.barrier(device_ids=[roles.device.index])
 

@@ -28,7 +28,12 @@ PROBE_PROMPTS = 8
 PROBE_TOKENS = 16
 
 
-def sync_weights(trainer: Trainer | None, generator: Generator | None, version: int, roles: Roles) -> None:
+def sync_weights(
+    trainer: Trainer | None,
+    generator: Generator | None,
+    version: int,
+    roles: Roles,
+) -> None:
     """Bring the policy's weights into every generator and mark them as `version`.
 
     Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.

@@ -44,7 +44,12 @@ def main(arguments: list[str] | None = None) -> int:
         config = tool_config(flags)
         max_tokens = config.generator.max_completion_tokens
         options = {key: value for key, value in config.reward.options.items() if key == name}
-        reward = dataclasses.replace(config.reward, functions={name: 1.0}, options=options, num_workers=1)
+        reward = dataclasses.replace(
+            config.reward,
+            functions={name: 1.0},
+            options=options,
+            num_workers=1,
+        )
         examples = list(itertools.islice(load_sources(config.data)[0].examples(), NUM_ROWS))
         if not examples:
             raise ValueError("no row of the data can be used; a --dry-run of the recipe says why")
@@ -90,7 +95,11 @@ def show(pool: RewardPool, example: Example) -> int:
     return 0
 
 
-def score(pool: RewardPool, example: Example, completions: dict[str, str]) -> list[Rollout]:
+def score(
+    pool: RewardPool,
+    example: Example,
+    completions: dict[str, str],
+) -> list[Rollout]:
     """Return completions of a row as a run has them, with rewards. Each word counts as a token, whose id is 0."""
     prompt = Prompt(0, [], example.columns, content=example.prompt)
     rollouts = []

@@ -39,7 +39,11 @@ def main() -> None:
     run(config, "grpo.evaluate", read, evaluate, layout)
 
 
-def load_config(model: str, words: list[str], num_ranks: int) -> Config:
+def load_config(
+    model: str,
+    words: list[str],
+    num_ranks: int,
+) -> Config:
     """Return the recipe with this model and nothing to train.
 
     Raises ValueError if the ranks do not make whole engines, or a reward model is to score.
@@ -71,7 +75,12 @@ def load_config(model: str, words: list[str], num_ranks: int) -> Config:
             changes["run_dir"] = new_folder(model)
         return change(config, changes)
 
-    config = load((GRPOConfig, SFTConfig), DEFAULT_RECIPES[GRPOConfig], words, fit)
+    config = load(
+        (GRPOConfig, SFTConfig),
+        DEFAULT_RECIPES[GRPOConfig],
+        words,
+        fit,
+    )
     if config.reward.model:
         raise ValueError(
             f"reward.model={config.reward.model} needs ranks that train, and here all sample; --reward.model '' leaves "

@@ -40,13 +40,26 @@ class Options:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = tyro.cli(Options, prog="python -m grpo.export", description=__doc__, args=arguments)
+    options = tyro.cli(
+        Options,
+        prog="python -m grpo.export",
+        description=__doc__,
+        args=arguments,
+    )
     run_dir = options.run_dir
     with refuse_bad_input():
         if not (run_dir / "config.py").is_file():
             raise ValueError(f"{run_dir} has no config.py; name the folder of a run")
-        config = load_recipe(str(run_dir / "config.py"), GRPOConfig, SFTConfig)
-        checkpoint = find_checkpoint(run_dir, options.step, config.checkpoint.keep_best)
+        config = load_recipe(
+            str(run_dir / "config.py"),
+            GRPOConfig,
+            SFTConfig,
+        )
+        checkpoint = find_checkpoint(
+            run_dir,
+            options.step,
+            config.checkpoint.keep_best,
+        )
         check_checkpoint(checkpoint)
         target = options.to or run_dir / f"model-{checkpoint.name}"
         written = [target]
@@ -65,7 +78,13 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = replace(
         config.trainer, data_replicas=1, context_parallel=1, expert_parallel=1
     )  # however the run was sharded
-    model = build_model(config.model, trainer, folder, device=roles.device, tensor_parallel=1)
+    model = build_model(
+        config.model,
+        trainer,
+        folder,
+        device=roles.device,
+        tensor_parallel=1,
+    )
     load_model(checkpoint, model)
     form = learned_form(config, load_tokenizer(folder, config.data))
     export_hf(model, target, getattr(torch, config.model.dtype), form)

@@ -97,7 +97,12 @@ class Options:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the summary, or the chosen rollouts, or write the page."""
-    options = tyro.cli(Options, prog="python -m grpo.look", description=__doc__, args=arguments)
+    options = tyro.cli(
+        Options,
+        prog="python -m grpo.look",
+        description=__doc__,
+        args=arguments,
+    )
     chooses_rollouts = options.step or options.worst or options.prompt or options.turns or options.evaluation
     with refuse_bad_input():
         if not options.run_dirs:

@@ -109,7 +109,11 @@ def add_tokens(
     what it repeats stands there as not sampled. A record without an advantage is out of the loss; its batch does not
     say so, because it was recorded before the advantages. A log-prob is None where no token was sampled.
     """
-    lengths_R = torch.zeros(batch.num_rollouts, dtype=torch.int64).index_add(0, batch.rollout_S, batch.lengths_S)
+    lengths_R = torch.zeros(batch.num_rollouts, dtype=torch.int64).index_add(
+        0,
+        batch.rollout_S,
+        batch.lengths_S,
+    )
     ends_R = lengths_R.cumsum(0)
     first_S = batch.rollout_S.diff(prepend=torch.tensor([-1])) > 0
     starts_R = ends_R - lengths_R + batch.prompt_lengths_S[first_S]

@@ -76,8 +76,16 @@ def main() -> None:
     num_trainers = num_processes()
     layout = RolesConfig(num_trainers=num_trainers, num_generators=0)
     with refuse_bad_input():
-        parser = argparse.ArgumentParser("python -m grpo.replay RUN", add_help=False, allow_abbrev=False)
-        parser.add_argument("--methods", nargs="+", metavar="LOSS[+ADVANTAGES]")
+        parser = argparse.ArgumentParser(
+            "python -m grpo.replay RUN",
+            add_help=False,
+            allow_abbrev=False,
+        )
+        parser.add_argument(
+            "--methods",
+            nargs="+",
+            metavar="LOSS[+ADVANTAGES]",
+        )
         options, flags = parser.parse_known_args(flags)
         kind = "compare" if options.methods else "replay"
         config = load_config(recorded, flags, num_trainers, kind)
@@ -86,7 +94,11 @@ def main() -> None:
             if num_trainers > 1:
                 raise ValueError(f"--methods takes one process, torchrun started {num_trainers}; start it by python")
             recorded_config = load_recipe(f"{recorded}/config.py", GRPOConfig)
-            configs = configs_of(options.methods, config, recorded_config)
+            configs = configs_of(
+                options.methods,
+                config,
+                recorded_config,
+            )
             config = next(iter(configs.values()))
             train = partial(compare, recorded, configs)
         check_folder_early(config, "grpo.replay")
@@ -139,13 +151,23 @@ def read(
     needs_reference = [f"algorithm.{name}={value}" for name, value in coefs.items() if value]
     steps = range(saved.step + 1, config.num_steps + 1)
     reasons = " and ".join(needs_reference)
-    check_recorded(recorded, steps, config.group_size, reasons, config.turns_earn)
+    check_recorded(
+        recorded,
+        steps,
+        config.group_size,
+        reasons,
+        config.turns_earn,
+    )
     num_trainers = config.roles.num_trainers
     print(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates")
     return Start(saved, policy)
 
 
-def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
+def replay(
+    recorded: str,
+    config: GRPOConfig,
+    session: Session,
+) -> None:
     """Take the recorded run's steps. Every rank calls it, and reads the batches for itself."""
     trainer, _, _ = session.start_up()
     driver = steps_of(session)
@@ -158,8 +180,16 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
         with session.timer.phase("train"):
             measured = train_on(recorded_step, config, trainer)
         times = session.timer.close_step()
-        metrics = measured_metrics(measured, times, recorded_step.batch.num_tokens)
-        session.ask_driver(driver.log_step, step + 1, recorded_step.metrics | metrics)
+        metrics = measured_metrics(
+            measured,
+            times,
+            recorded_step.batch.num_tokens,
+        )
+        session.ask_driver(
+            driver.log_step,
+            step + 1,
+            recorded_step.metrics | metrics,
+        )
         if driver.schedule.is_due(config.checkpoint.interval, step + 1):
             session.save(step + 1, trainer)
     else:  # not stopped
@@ -171,7 +201,12 @@ def steps_of(session: Session) -> Steps:
     """Return what rank 0 decides and logs."""
     config = session.config
     schedule = Schedule(num_steps=config.num_steps, checkpoint_every=config.checkpoint.interval)
-    return Steps(schedule, session.roles, session.timer, session.run_log)
+    return Steps(
+        schedule,
+        session.roles,
+        session.timer,
+        session.run_log,
+    )
 
 
 def train_on(
@@ -273,7 +308,11 @@ def compare(
         metrics = {}
         with session.timer.phase("train"):
             for name, trainer in trainers.items():
-                measured, gradient = take_step(recorded_step, configs[name], trainer)
+                measured, gradient = take_step(
+                    recorded_step,
+                    configs[name],
+                    trainer,
+                )
                 if trainer is first:
                     first_gradient = gradient
                 norms = gradient.norm() * first_gradient.norm()
@@ -291,7 +330,12 @@ def compare(
     if config.checkpoint.export:
         for name, trainer in trainers.items():
             model_dir = pathlib.Path(config.run_dir, name, "model")
-            export_hf(trainer.model, model_dir, first.dtype, session.shared.form)
+            export_hf(
+                trainer.model,
+                model_dir,
+                first.dtype,
+                session.shared.form,
+            )
     session.end()
 
 
@@ -322,7 +366,11 @@ def take_step(
     return measured, gradient
 
 
-def table_line(step: int | str, name: str, cells: Iterable[str]) -> str:
+def table_line(
+    step: int | str,
+    name: str,
+    cells: Iterable[str],
+) -> str:
     """Return a line of the table from the texts in it."""
     return f"{step!s:>5}  {name:<14}" + "".join(f"{cell:>11}" for cell in cells)
 

@@ -62,13 +62,31 @@ class Generator:
         self.asleep = False
         vllm_engine.import_vllm(roles)
         sampling = vllm_engine.in_vllms_types(config.sampling)
-        self._parameters = partial(vllm_engine.sampling_params, config, list(stop_token_ids), sampling)
+        self._parameters = partial(
+            vllm_engine.sampling_params,
+            config,
+            list(stop_token_ids),
+            sampling,
+        )
         self.min_tokens = sampling.get("min_tokens", 0)
         hf = read_hf_config(folder)
         self.has_experts = has_experts(hf)
         self.ties_head = bool(hf.tie_word_embeddings)
-        options = vllm_engine.options_of_model(hf, config.engine, roles.device, config.tensor_parallel)
-        self.llm = vllm_engine.start_engine(config, model, data, seed, folder, roles, options)
+        options = vllm_engine.options_of_model(
+            hf,
+            config.engine,
+            roles.device,
+            config.tensor_parallel,
+        )
+        self.llm = vllm_engine.start_engine(
+            config,
+            model,
+            data,
+            seed,
+            folder,
+            roles,
+            options,
+        )
         self.loop = EngineLoop(self.llm, vllm_engine.needs_texts(config))
         if truncates(config.sampling):
             self.loop.sampled_tokens.sampler = sampler_of(self.llm)
@@ -105,7 +123,13 @@ class Generator:
         def temperature_of(request: Request) -> float:
             return temperatures[request.index % requests.group_size % len(temperatures)]
 
-        def add(number: int, ids: list[int], num_tokens: int, max_tokens: int, name: Hashable = None) -> None:
+        def add(
+            number: int,
+            ids: list[int],
+            num_tokens: int,
+            max_tokens: int,
+            name: Hashable = None,
+        ) -> None:
             """Sample after `ids`, whose last `num_tokens` follow the prompt.
 
             name: of the loop's request, if a rollout has several at once; then `num_tokens` is any number of its own.
@@ -130,7 +154,12 @@ class Generator:
             else:
                 for number, request in enumerate(mine):
                     num_begun = len(request.begun)
-                    add(number, request.prompt.ids + request.begun, num_begun, limit - num_begun)
+                    add(
+                        number,
+                        request.prompt.ids + request.begun,
+                        num_begun,
+                        limit - num_begun,
+                    )
                 for number, piece in self._decode(mine, enough).items():
                     request = mine[number]
                     rollout = Rollout(

@@ -59,7 +59,12 @@ class EngineLoop:
             vllms_name, number = self._running.pop(output.request_id)
             ids = list(sample.token_ids)
             ended_by = "stop" if sample.finish_reason == "stop" else "tokens"
-            piece = self.sampled_tokens.take(vllms_name, self.version, len(ids), ended_by)
+            piece = self.sampled_tokens.take(
+                vllms_name,
+                self.version,
+                len(ids),
+                ended_by,
+            )
             if piece.ids_T.tolist() != ids or len(piece.logprobs_T) != len(ids):
                 raise RuntimeError("log-probs and tokens do not belong together: SampledTokens is wrong")
             ended[number] = piece

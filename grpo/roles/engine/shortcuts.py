@@ -81,7 +81,12 @@ class SampledTokens:
                 self._plain.read_rows()
             else:
                 outputs = update_from_output(scheduled, model_output)
-            self._take(outputs, model_output.req_id_to_index, column, logprobs.cu_num_generated_tokens)
+            self._take(
+                outputs,
+                model_output.req_id_to_index,
+                column,
+                logprobs.cu_num_generated_tokens,
+            )
             if self.sampler and self.sampler.return_sampling_mask:
                 self.write_back()
                 self._take_kept(model_output)
@@ -96,7 +101,13 @@ class SampledTokens:
         if self._plain:
             self._plain.write_back()
 
-    def _take(self, outputs: Any, row_of: dict[str, int], column: np.ndarray, starts: list[int] | None) -> None:
+    def _take(
+        self,
+        outputs: Any,
+        row_of: dict[str, int],
+        column: np.ndarray,
+        starts: list[int] | None,
+    ) -> None:
         """Keep the tokens that the scheduler accepted in this step, which may be fewer than were sampled."""
         for of_client in outputs.values():
             for output in of_client.outputs:
@@ -164,7 +175,13 @@ class SampledTokens:
         tokens = self._by_request.pop(request, _Tokens())
         ids = tokens.ids[:num_tokens]
         logprobs = tokens.logprobs[:num_tokens]
-        return Piece.sampled(ids, logprobs, version, tokens.kept[:num_tokens], ended_by)
+        return Piece.sampled(
+            ids,
+            logprobs,
+            version,
+            tokens.kept[:num_tokens],
+            ended_by,
+        )
 
 
 def model_runner_of(llm: Any) -> Any:
@@ -431,7 +448,12 @@ def widen_attention() -> None:
 
     tile_of = attention._get_tile_size
 
-    def wide_tile(head_size: int, sliding_window: int, element_size: int, is_prefill: bool) -> int:
+    def wide_tile(
+        head_size: int,
+        sliding_window: int,
+        element_size: int,
+        is_prefill: bool,
+    ) -> int:
         # vLLM calls all that is not split a prefill
         if head_size in WIDE_HEAD_DIMS and element_size == 2 and is_prefill:
             return WIDE_TILE
