@@ -8,8 +8,8 @@ import pytest
 
 from grpo import features
 from grpo.watch.failures import BadInput
+from tests import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 LACKS = "which this checkout lacks"  # how the door refuses a config
 # What goes with each folder besides it and tests/unit/features/NAME
 ALSO = {

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from tests import ROOT
 from tests.forks import Fork, can_fork
 
-ROOT = pathlib.Path(__file__).parent.parent
 # Seconds for a program to end. A busy machine takes a tenth of it, and a hang ends long before CI's limit.
 DEADLINE = 600.0
 SETTINGS = {
@@ -46,6 +46,12 @@ def start_torchrun(
     return start_python(*launch, *what, *arguments)
 
 
+def two_nodes(folder: pathlib.Path) -> tuple[str, ...]:
+    """Launcher flags for each of two agents, which meet by a file: a port found free now may be taken by then."""
+    meeting = ("--rdzv_backend=c10d", "--rdzv_conf=store_type=file", f"--rdzv_endpoint={folder / 'meeting'}")
+    return (*meeting, "--rdzv_id=two_nodes", "--nnodes=2")
+
+
 def run_python(*arguments: object) -> str:
     """Run `python arguments...`, one process. Returns its output; a failure raises AssertionError."""
     return output_of(finish(start_python(*arguments)))
@@ -61,7 +67,7 @@ def start_python(*arguments: object, network_of: int = 0, **variables: str) -> s
 
     network_of: the process whose network and hostname it gets.
     """
-    words = [*map(str, arguments)]
+    words = words_of(arguments)
     environment = os.environ | SETTINGS | variables
     if can_fork():
         return Fork(words, environment, ROOT, network_of)
@@ -75,6 +81,15 @@ def start_python(*arguments: object, network_of: int = 0, **variables: str) -> s
         text=True,
         start_new_session=True,
     )
+
+
+def words_of(arguments: Iterable[object]) -> list[str]:
+    """Return a command's words. A text that begins with `--` is flags and their values; all else is one word."""
+    words: list[str] = []
+    for argument in arguments:
+        is_flags = isinstance(argument, str) and argument.startswith("--")
+        words += argument.split() if is_flags else [str(argument)]
+    return words
 
 
 def finish(process: subprocess.Popen | Fork) -> subprocess.CompletedProcess:

@@ -3,7 +3,6 @@
     python tests/bench/peer.py [--shapes qwen3-0.6b] [--methods ours trl/32] [--rounds 2] [--steps 8] [--limit 300]
         [--prompts 16] [--group-size 8] [--prompt-tokens 128] [--tokens 4096] [--median-tokens 700]
         [--trl-steps 4] [-- --trainer.activation-checkpointing none ...]
-    python tests/bench/peer.py --tiny --shapes tiny --methods ours trl/8 --prompts 2 --group-size 4 --tokens 8 --steps 4
 
 Both run tests/bench/colocated.py: the same prompts, no reference, a coin as reward, bfloat16; TRL as trl_grpo.py says,
 with bfloat16 weights, where ours are float32 in the optimizer. Behind `trl/` stand its completions in one forward;
@@ -11,7 +10,7 @@ with bfloat16 weights, where ours are float32 in the optimizer. Behind `trl/` st
 `tokens/step`. With `--median-tokens` completions end at long-tailed lengths, for both the same (lengths.py). What is
 behind `--` goes to ours alone. Figures are over all rounds, median (lowest to highest) of the steps after the first
 `--warm-steps`, one number for ours and one for TRL; `ratio` is TRL's median step over ours. Every step is printed, the
-first ones too. `--tiny` is a look on a CPU: TRL without vLLM, which draws no lengths.
+first ones too.
 """
 
 import argparse
@@ -28,7 +27,6 @@ RUNS = ROOT / "runs" / "peer"
 BENCH = pathlib.Path(__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
 PHASES = ("generate", "train", "sync", "other")
-TINY = ["--model.dtype", "float32", "--trainer.no-compile", "--trainer.micro-batch-tokens", "2048"]
 
 
 def main() -> None:
@@ -45,7 +43,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="most tokens of a completion")
     parser.add_argument("--median-tokens", type=int, help="of long-tailed lengths; default: all as long as they may")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one run")
-    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--name", default="peer", help="of the JSON file")
     parser.add_argument("flags", nargs="*", help="behind --: for ours")
     options = parser.parse_args()
@@ -82,7 +79,7 @@ def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespac
     if not is_ours:
         num_steps = options.trl_steps or options.steps
         num_warm = options.warm_steps[1]
-    recipe += ["--num-steps", num_steps, *(TINY if options.tiny else []), "--run-dir", run_dir]
+    recipe += ["--num-steps", num_steps, "--run-dir", run_dir]
     lengths = []  # a program that runs the rest of the command
     if options.median_tokens:
         lengths = [BENCH / "lengths.py", options.median_tokens, options.tokens]
@@ -93,8 +90,6 @@ def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespac
         command = [sys.executable, *lengths, BENCH / "trl_grpo.py", *recipe, "--rows", rows or "32"]
         if kind == "trl-nogc":
             command += ["--no-gradient-checkpointing"]
-        if options.tiny:
-            command += ["--no-vllm", "--weights", "float32"]
     log = RUNS / f"{name}.log"
     code = run_limited(command, log, options.limit)
     out = os.environ.get("OUT")

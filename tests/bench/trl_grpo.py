@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on a recipe of ours: the same prompts in the same order, rewards, loss, rates and numbers of steps.
 
     python tests/bench/trl_grpo.py [RECIPE.py] [--field value ...] [--rows 16] [--weights bfloat16]
-        [--no-gradient-checkpointing] [--no-vllm] [--out FILE.jsonl] [--limit SECONDS]
+        [--no-gradient-checkpointing] [--out FILE.jsonl] [--limit SECONDS]
 
 A real model beside a run of ours, with the same rows, reward, sizes and rate:
 
@@ -16,8 +16,7 @@ float32 trains float32 weights under bfloat16 autocast, as ours are, bfloat16 th
 
 Writes metrics.jsonl into the run folder, or `--out`, under our names, each line as soon as it is known, with the
 seconds since the launch. A step goes from the end of the one before to its own; evaluations, greedy by the trainer's
-engine, are not in it. After `--limit` seconds no further step begins. `--no-vllm` samples by
-transformers, for a look on a CPU.
+engine, are not in it. After `--limit` seconds no further step begins.
 """
 
 import argparse
@@ -59,7 +58,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="completions in one forward and backward")
     parser.add_argument("--weights", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--vllm", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=pathlib.Path, help="default: metrics.jsonl in the run folder")
     parser.add_argument("--limit", type=float, default=float("inf"))
     options, rest = parser.parse_known_args()
@@ -75,8 +73,8 @@ def main() -> None:
     rows = [as_row(prompt, tokenizer) for prompt in prompts]
     log = Log(config, tokenizer, functions, [row["prompt"] for row in rows], [len(p.ids) for p in prompts], started)
     log.open(options.out, options.limit)
-    if options.vllm:  # TRL leaves the type to vLLM, which makes bfloat16 of float32
-        vllm_generation.LLM = partial(vllm_generation.LLM, dtype=config.model.dtype)
+    # TRL leaves the type to vLLM, which makes bfloat16 of float32
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype=config.model.dtype)
     trainer = GRPOTrainer(
         model=folder,
         reward_funcs=log.reward,
@@ -103,7 +101,7 @@ def trl_config(config: GRPOConfig, options: argparse.Namespace) -> TRLConfig:
         num_generations=config.group_size,
         max_completion_length=config.generator.max_completion_tokens,
         temperature=config.generator.temperature[0],
-        use_vllm=options.vllm,
+        use_vllm=True,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=config.generator.gpu_memory_utilization,
         vllm_max_model_length=config.max_sequence_tokens,
@@ -120,7 +118,6 @@ def trl_config(config: GRPOConfig, options: argparse.Namespace) -> TRLConfig:
         max_grad_norm=trainer.max_grad_norm,
         gradient_checkpointing=options.gradient_checkpointing,
         bf16=config.model.dtype == "bfloat16",
-        use_cpu=not torch.cuda.is_available(),
         shuffle_dataset=False,
         max_steps=config.num_steps,
         seed=config.seed,
@@ -205,8 +202,7 @@ class Log(TrainerCallback):
         self.last_end = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         seconds = time.perf_counter() - self.last_end
         figures = {"time/step": seconds, "tokens_per_second": sum(self.num_tokens) / seconds}
         figures |= {"time/generate": self.generating, "reward/mean": statistics.mean(self.rewards)}
@@ -242,13 +238,6 @@ class Log(TrainerCallback):
     def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
         """Complete prompts greedily by the present weights."""
         limit = self.config.generator.max_completion_tokens
-        if not self.trainer.use_vllm:
-            model = self.trainer.model
-            completions = []
-            for ids in prompts:
-                output = model.generate(torch.tensor([ids]), max_new_tokens=limit, do_sample=False)
-                completions.append(output[0, len(ids) :].tolist())
-            return completions
         from vllm import SamplingParams
 
         self.trainer.vllm_generation.sync_weights()

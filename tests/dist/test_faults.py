@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import os
-import pathlib
 import re
 import shutil
 import subprocess
@@ -103,7 +102,7 @@ run_script(lambda: setup_roles(RolesConfig(num_trainers=3, num_references=0, num
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_starts_is_named(tmp_path: pathlib.Path):
+def test_a_rank_that_never_starts_is_named(tmp_path):
     """Nobody is watched before all ranks have met; that has a deadline too."""
     (tmp_path / "late.py").write_text(LATE)
     result = run_torchrun(str(tmp_path / "late.py"), nproc=3)

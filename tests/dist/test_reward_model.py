@@ -15,7 +15,7 @@ LAYOUTS = {  # (trainers, references, tensor_parallel)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def folders(tmp_path_factory) -> list[str]:
     """One of each family, and one whose padding is the token with which every conversation ends."""
     folder, tokenizer = tmp_path_factory.mktemp("reward_models"), trained_tokenizer(["1 + 1 = 2"], 300)
     made = [make_reward_model(folder / kind, kind, tokenizer) for kind in KINDS]
@@ -26,7 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_are_those_of_transformers(layout: str, folders: list[str]):
+def test_scores_are_those_of_transformers(layout, folders):
     num_trainers, num_references, _ = LAYOUTS[layout]
     nproc = num_trainers + num_references
     print(torchrun("tests/dist/programs/reward_model.py", *LAYOUTS[layout], *folders, nproc=nproc))

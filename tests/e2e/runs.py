@@ -1,22 +1,44 @@
 """What the end-to-end tests read out of a run folder."""
 
-import json
 import pathlib
 from types import SimpleNamespace
+
+from tests import read_lines
+from tests.torchrun import torchrun
 
 CLOCKS = ("time", "tokens_per_second", "memory/")
 RANK_0 = SimpleNamespace(is_driver=True)  # the roles of a session that only reads
 TINY = str(pathlib.Path(__file__).parent / "tiny.py")
+COLOCATED = "--roles.colocated --roles.num-references 0"
+ONE_RANK = f"{COLOCATED} --roles.num-trainers 1"
+NO_KL = "--algorithm.kl-coef 0"
+
+
+def split(trainers: int, references: int, generators: int) -> str:
+    """Flags of a layout of so many ranks of each role."""
+    return f"--roles.num-trainers {trainers} --roles.num-references {references} --roles.num-generators {generators}"
+
+
+def run_tiny(
+    model: pathlib.Path | str,
+    run_dir: pathlib.Path,
+    *flags: object,
+    nproc: int = 1,
+    script: pathlib.Path | str = "train_grpo.py",
+    recipe: pathlib.Path | str = TINY,
+) -> str:
+    """Run GRPO with a tiny model to its end. Returns what it printed."""
+    return torchrun(str(script), recipe, "--model.path", model, "--run-dir", run_dir, *flags, nproc=nproc)
 
 
 def read_metrics(run_dir: pathlib.Path) -> list[dict]:
     """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(run_dir / "metrics.jsonl")
 
 
 def read_completions(run_dir: pathlib.Path) -> list[dict]:
     """The lines of completions.jsonl."""
-    return [json.loads(line) for line in (run_dir / "completions.jsonl").read_text().splitlines()]
+    return read_lines(run_dir / "completions.jsonl")
 
 
 def without_clocks(metrics: dict) -> dict:

@@ -7,31 +7,28 @@ from collections import Counter
 import pytest
 
 from grpo.folder.checkpoint import check_checkpoint
-from tests.e2e.runs import TINY, assert_same_run, read_completions, read_metrics
-from tests.torchrun import torchrun
+from tests.e2e.runs import NO_KL, assert_same_run, read_completions, read_metrics, run_tiny, split
 
-SPLIT = ("--roles.num-trainers", 1, "--roles.num-references", 0, "--roles.num-generators", 2, "--algorithm.kl-coef", 0)
-LONG = ("--generator.max-completion-tokens", 40, "--sampling.carry-over", 2, "--num-steps", 6)
+LONG = f"{split(1, 0, 2)} {NO_KL} --generator.max-completion-tokens 40 --sampling.carry-over 2 --num-steps 6"
 # so small that weights of another version give the same log-probs up to 1e-4; no two steps have the same loss
-LEARNING_RATE = ("--trainer.learning-rate", 1e-7, "--algorithm.num-mini-batches", 2)
-KEPT = ("--checkpoint.interval", 3)
+LEARNING_RATE = "--trainer.learning-rate 1e-7 --algorithm.num-mini-batches 2"
+FLAGS = f"{LONG} {LEARNING_RATE} --checkpoint.interval 3 --resume"
 
 
 @pytest.fixture(scope="module")
-def run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[object]]:
-    """Folder and arguments of a run of 6 steps of 4 groups of 4, with 6 groups in flight on two engines."""
+def run(model, tmp_path_factory) -> pathlib.Path:
+    """Folder of a run of 6 steps of 4 groups of 4, with 6 groups in flight on two engines."""
     run_dir = tmp_path_factory.mktemp("carried") / "run"
-    arguments = [TINY, *SPLIT, *LONG, *LEARNING_RATE, *KEPT, "--model.path", model, "--resume"]
-    torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3)
-    return run_dir, arguments
+    run_tiny(model, run_dir, FLAGS, nproc=3)
+    return run_dir
 
 
-def test_every_completion_is_trained_once_with_all_of_its_tokens(run: tuple[pathlib.Path, list[object]]):
+def test_every_completion_is_trained_once_with_all_of_its_tokens(run):
     """26 prompts were drawn (4 a step and 2 ahead): the groups of 24 were trained, 2 are in the last checkpoint."""
-    completions = read_completions(run[0])
+    completions = read_completions(run)
     times = Counter(line["row"] for line in completions)
     assert set(times.values()) == {4} and len(times) == 24 and len(completions) == 6 * 16
-    state = check_checkpoint(run[0] / "checkpoints/step-00000006")
+    state = check_checkpoint(run / "checkpoints/step-00000006")
     assert len(state["flight"]["prompts"]) == 2
     assert sum(source["num_drawn"] for source in state["data"]["sources"].values()) == 26
     went_on = [line for line in completions if "earlier" in line]
@@ -44,13 +41,13 @@ def test_every_completion_is_trained_once_with_all_of_its_tokens(run: tuple[path
         assert sum(count for _, count in line.get("earlier", [])) < line["num_tokens"]
 
 
-def test_log_probs_of_all_pieces_are_the_policys(run: tuple[pathlib.Path, list[object]]):
+def test_log_probs_of_all_pieces_are_the_policys(run):
     """As its weights hardly change; an offset by one token would make differences of nats.
 
     Except behind <pad>, whose embedding is zero, so that the norms make a thousand times more of any change.
     """
-    steps = read_metrics(run[0])
-    compared = [line for line in read_completions(run[0]) if "<pad>" not in line["completion"]]
+    steps = read_metrics(run)
+    compared = [line for line in read_completions(run) if "<pad>" not in line["completion"]]
     assert sum("earlier" in line for line in compared) > 1
     assert max(line["mismatch"] for line in compared) < 1e-4
     for m in steps:
@@ -58,7 +55,7 @@ def test_log_probs_of_all_pieces_are_the_policys(run: tuple[pathlib.Path, list[o
         assert m["sampling/carried"] == 2
         assert (m["lag/stale_frac"] > 0) == (m["step"] > 1) == (m["lag/max"] > 0)
     for m in steps:  # of tokens, against what completions.jsonl says
-        of_step = [line for line in read_completions(run[0]) if line["step"] == m["step"]]
+        of_step = [line for line in read_completions(run) if line["step"] == m["step"]]
         older = sum(
             count
             for line in of_step
@@ -74,15 +71,14 @@ def rest_of(line: dict) -> int:
 
 
 @pytest.mark.slow
-def test_6_steps_equal_3_a_crash_and_3(run: tuple[pathlib.Path, list[object]], tmp_path: pathlib.Path):
+def test_6_steps_equal_3_a_crash_and_3(run, model, tmp_path):
     """What was carried over is in the checkpoint: metrics and completions are the same to the last digit."""
-    run_dir, arguments = run
     crashed = tmp_path / "run"
-    shutil.copytree(run_dir, crashed)
+    shutil.copytree(run, crashed)
     shutil.rmtree(crashed / "checkpoints/step-00000006")
 
-    output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3)
+    output = run_tiny(model, crashed, FLAGS, nproc=3)
 
     assert "starting at step 3" in output
-    assert_same_run(run_dir, crashed)
+    assert_same_run(run, crashed)
     assert any("earlier" in line for line in read_completions(crashed) if line["step"] == 4)

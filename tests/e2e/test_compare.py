@@ -2,6 +2,7 @@
 
 import itertools
 import pathlib
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ SAME_AT_RATIO_1 = {"grpo": 1, "gspo": 1, "sapo": 1, "dapo": 2, "cispo": 2, "dr_g
 
 
 @pytest.fixture(scope="module")
-def recording(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def recording(model, tmp_path_factory) -> pathlib.Path:
     """Folder of a run of DAPO with an upper clip of its own, as a run with `record` leaves it; nobody sampled it."""
     run_dir, draw = tmp_path_factory.mktemp("recorded") / "run", torch.Generator().manual_seed(0)
     algorithm = {"algorithm.loss": "dapo", "algorithm.clip_high": 0.5, "algorithm.kl_coef": 0.0}
@@ -46,26 +47,24 @@ def recording(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return run_dir
 
 
-def weights_of(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
+def weights_of(run_dir: pathlib.Path, methods: Iterable[str]) -> dict[str, torch.Tensor]:
     """All weights of each method, in a row."""
-    files = {
-        name.rpartition(":")[2]: load_file(run_dir / name.rpartition(":")[2] / "model" / "model.safetensors")
-        for name in METHODS
-    }
-    return {name: torch.cat([tensors[key].flatten() for key in sorted(tensors)]) for name, tensors in files.items()}
+    weights = {}
+    for name in (method.rpartition(":")[2] for method in methods):
+        tensors = load_file(run_dir / name / "model" / "model.safetensors")
+        weights[name] = torch.cat([tensors[key].flatten() for key in sorted(tensors)])
+    return weights
 
 
 def test_with_one_update_methods_differ_by_advantages_and_averages_alone(recording, tmp_path):
-    flags = ("--run-dir", tmp_path / "one", "--methods", *METHODS, "--trainer.learning-rate", 1e-3)
-    output = run_python("-m", "grpo.replay", recording, *flags)
+    flags = f"--run-dir {tmp_path}/one --methods {' '.join(METHODS)} --trainer.learning-rate 1e-3"
+    output = run_python("-m", "grpo.replay", recording, flags)
     assert "no clip acts" in output and "nan" not in output
     assert "clip_high=0.28" not in output  # the recorded run's own 0.5 stays with its loss
-    assert (
-        "method dr_grpo\n  from algorithm.loss=dr_grpo follow advantages='group_mean', aggregation='fixed_horizon'"
-        in output
-    )
+    follows = "from algorithm.loss=dr_grpo follow advantages='group_mean', aggregation='fixed_horizon'"
+    assert f"method dr_grpo\n  {follows}" in output
     assert "aggregation='token_mean', clip_low=1.0, clip_high=4.0" in output  # cispo's
-    weights = weights_of(tmp_path / "one")
+    weights = weights_of(tmp_path / "one", METHODS)
     for one, other in itertools.combinations(SAME_AT_RATIO_1, 2):
         difference = (weights[one] - weights[other]).abs().mean()
         if SAME_AT_RATIO_1[one] == SAME_AT_RATIO_1[other]:
@@ -78,25 +77,22 @@ def test_with_one_update_methods_differ_by_advantages_and_averages_alone(recordi
     assert all(first[f"{name}/clipped"] == 0 for name in ("grpo", "dapo", "gspo"))
 
 
-def test_with_several_updates_each_method_is_another(recording, tmp_path):
-    flags = ("--algorithm.num-mini-batches", 2, "--algorithm.num-epochs", 2, "--trainer.learning-rate", 1e-2)
-    output = run_python("-m", "grpo.replay", recording, "--methods", *METHODS, *flags, "--run-dir", tmp_path / "four")
+def test_with_several_updates_each_method_is_another_and_goes_the_way_of_a_replay_with_its_loss(recording, tmp_path):
+    updates = "--algorithm.num-mini-batches 2 --algorithm.num-epochs 2 --trainer.learning-rate 1e-2"
+    methods = f"--methods {' '.join(METHODS)} {OVER_MEDIAN} --run-dir {tmp_path}/all"
+    output = run_python("-m", "grpo.replay", recording, methods, updates)
     assert "no clip acts" not in output
-    weights = weights_of(tmp_path / "four")
+    table = output[output.index("mean ") :].split("\n\n")[0]
+    assert "• grpo  " in table and "× gspo  " in table and "grpo+over_median\n" in table and "\ncosine" in table
+    weights = weights_of(tmp_path / "all", METHODS)
     for one, other in itertools.combinations(weights, 2):
         assert (weights[one] - weights[other]).abs().mean() > 1e-5, (one, other)
-    _, second, _ = read_metrics(tmp_path / "four")
+    of_all = read_metrics(tmp_path / "all")
+    second = of_all[1]
     assert second["grpo/clipped"] > 0 and second["gspo/clipped"] > 0 and second["grpo/cosine"] == pytest.approx(1)
 
-
-def test_a_method_goes_the_way_of_a_replay_with_its_loss(recording, tmp_path):
-    methods = ("grpo", "gspo", OVER_MEDIAN)
-    output = run_python("-m", "grpo.replay", recording, "--methods", *methods, "--run-dir", tmp_path / "both")
-    table = output[output.index("mean ") :].split("\n\n")[0]
-    assert "• grpo  " in table and "× gspo  " in table and "+ grpo+over_median\n" in table and "\ncosine" in table
-    flags = ("--algorithm.loss", "gspo", "--algorithm.clip-high", 4e-4)
-    run_python("-m", "grpo.replay", recording, *flags, "--run-dir", tmp_path / "alone")
-    of_both, alone = read_metrics(tmp_path / "both"), read_metrics(tmp_path / "alone")
-    assert [m["gspo/grad_norm"] for m in of_both] == [m["grad_norm"] for m in alone]
-    models = tmp_path / "both" / "gspo" / "model", tmp_path / "alone" / "model"
+    alone = f"--algorithm.loss gspo --algorithm.clip-high 4e-4 --run-dir {tmp_path}/alone"
+    run_python("-m", "grpo.replay", recording, alone, updates)
+    assert [m["gspo/grad_norm"] for m in of_all] == [m["grad_norm"] for m in read_metrics(tmp_path / "alone")]
+    models = tmp_path / "all" / "gspo" / "model", tmp_path / "alone" / "model"
     assert len({(model / "model.safetensors").read_bytes() for model in models}) == 1

@@ -1,13 +1,12 @@
 """Several sources and held-out sets in one run; the rates at which rows were passed decide what comes next."""
 
-import json
 import pathlib
 
 from configs.examples import toys
 from grpo.folder.checkpoint import check_checkpoint
+from tests import write_lines
 from tests.e2e.conftest import BY_CHANCE
-from tests.e2e.runs import TINY, read_completions, read_metrics
-from tests.torchrun import torchrun
+from tests.e2e.runs import ONE_RANK, read_completions, read_metrics, run_tiny
 
 REWARD = """
 def trl(prompts, completions, answer, *, answer_format, **columns):
@@ -30,23 +29,22 @@ def write_sources(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
         }
         for row in rows[:12]
     ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    write_lines(folder / "chats.jsonl", chats)
     lines = ["prompt,truth.value,kind", *(f"{row['question']},{row['answer']},text" for row in rows[12:18])]
     (folder / "texts.csv").write_text("\n".join(lines))
     (folder / "mine.py").write_text(REWARD)
     return folder / "chats.jsonl", folder / "texts.csv"
 
 
-def test_two_sources_and_two_held_out_sets(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_two_sources_and_two_held_out_sets(model, tmp_path):
     chats, texts = write_sources(tmp_path)
-    output = torchrun(
-        "train_grpo.py",
-        *(TINY, "--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0, "--model.path", model),
-        *("--data.path", "chats", chats, "texts", texts, "--data.weights", "chats", 3),
-        *("--data.prompt-column", "prompt", "--data.answer-column", "truth.value", "--data.columns", "kind", "kind"),
-        *("--evaluation.path", "first", f"{chats}:train[:4]", "texts", f"{texts}:train", "--evaluation.interval", 2),
-        *("--reward.functions", f"{tmp_path}/mine.py:trl", 1, "--run-dir", tmp_path / "run"),
-        nproc=1,
+    output = run_tiny(
+        model,
+        tmp_path / "run",
+        f"{ONE_RANK} --data.path chats {chats} texts {texts} --data.weights chats 3",
+        "--data.prompt-column prompt --data.answer-column truth.value --data.columns kind kind",
+        f"--evaluation.path first {chats}:train[:4] texts {texts}:train --evaluation.interval 2",
+        f"--reward.functions {tmp_path}/mine.py:trl 1",
     )
     assert "data: 12 of 12 rows of chats (" in output and "; tokens " in output
     assert "held out: 4 of 4 rows of first (" in output and "held out: 6 of 6 rows of texts (" in output
@@ -67,17 +65,12 @@ def test_two_sources_and_two_held_out_sets(model: pathlib.Path, tmp_path: pathli
     assert [m["step"] for m in evaluations] == [0, 2]
 
 
-def test_pass_rates_of_rows_are_remembered_and_decide_what_comes_next(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_pass_rates_of_rows_are_remembered_and_decide_what_comes_next(model, tmp_path):
     """6 steps of 4 prompts from 9 rows: those that were not seen, or passed in less than half of the cases."""
     (tmp_path / "mine.py").write_text("def failed_first(seen, step):\n    return float(seen.pass_rate < 0.5)\n")
-    torchrun(
-        "train_grpo.py",
-        *(TINY, "--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0, "--model.path", model),
-        *("--data.path", "configs/examples/toys.py:addition:train[:9]", "--num-steps", 6, "--checkpoint.interval", 6),
-        *("--data.curriculum", f"{tmp_path}/mine.py:failed_first", "--reward.functions", BY_CHANCE, 1),
-        *("--run-dir", tmp_path / "run"),
-        nproc=1,
-    )
+    rows = "--data.path configs/examples/toys.py:addition:train[:9] --num-steps 6 --checkpoint.interval 6"
+    rule = f"--data.curriculum {tmp_path}/mine.py:failed_first --reward.functions {BY_CHANCE} 1"
+    run_tiny(model, tmp_path / "run", ONE_RANK, rows, rule)
     known: dict[int, list] = {}
     records = read_completions(tmp_path / "run")
     for step in range(1, 7):

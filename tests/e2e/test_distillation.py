@@ -5,28 +5,23 @@ import pathlib
 import pytest
 
 from configs.examples import toys
-from tests.e2e.runs import TINY, read_completions, read_metrics
+from tests.e2e.runs import NO_KL, read_completions, read_metrics, run_tiny, split
 from tests.tiny_models import SMALL
-from tests.torchrun import torchrun
-
-ONE_RANK = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0)
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def teacher(tmp_path_factory) -> pathlib.Path:
     """Another random model with the same tokens, of another shape."""
     changes = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
     changes |= {"max_position_embeddings": 128}
     return toys.make_model(tmp_path_factory.mktemp("teacher") / "model", toys.addition_tokenizer(), 7, changes)
 
 
-def test_a_teacher_alone(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_teacher_alone(model, teacher, tmp_path):
     """No reward function, groups of one, a teacher of another shape on ranks of its own."""
-    layout = ("--roles.num-trainers", 1, "--roles.num-references", 2)
-    distill = ("--model.reference-path", teacher, "--algorithm.distill-coef", 1, "--algorithm.kl-coef", 0)
-    alone = ("--reward.functions", "--group-size", 1, "--prompts-per-step", 32, "--algorithm.loss", "reinforce")
-    arguments = (TINY, *layout, "--model.path", model, *distill, *alone, "--num-steps", 6)
-    torchrun("train_grpo.py", *arguments, "--run-dir", tmp_path / "run", nproc=4)
+    distill = f"--model.reference-path {teacher} --algorithm.distill-coef 1 {NO_KL} --algorithm.loss reinforce"
+    alone = "--reward.functions --group-size 1 --prompts-per-step 32 --num-steps 6"
+    run_tiny(model, tmp_path / "run", split(1, 2, 1), distill, alone, nproc=4)
     metrics = read_metrics(tmp_path / "run")
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
     for m in metrics:

@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
-from tests.e2e.runs import TINY, read_completions, read_metrics
-from tests.torchrun import ROOT, torchrun
+from tests.e2e.runs import read_completions, read_metrics, run_tiny, split
+from tests.torchrun import ROOT
 
 ADDITION = f"{pathlib.Path(__file__).parent}/tiny_rows.py:addition"
 
@@ -51,7 +51,7 @@ MOST_LINES = 7
 
 
 @pytest.fixture(scope="module")
-def run_dir(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def run_dir(model, tmp_path_factory) -> pathlib.Path:
     """Folder of a run of two steps with all edits, on two trainers that hold the reference, and a generator."""
     page = (ROOT / "train_grpo.py").read_text()
     for name, (place, edited) in EDITS.items():
@@ -59,11 +59,9 @@ def run_dir(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pa
         page = page.replace(place, edited)
     folder = tmp_path_factory.mktemp("edits")
     (folder / "train_mine.py").write_text(page)
-    layout = ["--roles.num-trainers", 2, "--roles.num-references", 0, "--roles.num-generators", 1]
-    data = ["--data.path", "a", ADDITION, "b", ADDITION, "--data.weights", "a", 1]
-    arguments = [TINY, "--model.path", model, *layout, *data, "b", 0, "--algorithm.aggregation", "token_mean"]
-    arguments += ["--algorithm.kl-coef", 0.1, "--run-dir", folder / "run"]
-    torchrun(str(folder / "train_mine.py"), *arguments, nproc=3)
+    data = f"--data.path a {ADDITION} b {ADDITION} --data.weights a 1 b 0"
+    flags = f"{split(2, 0, 1)} {data} --algorithm.aggregation token_mean --algorithm.kl-coef 0.1"
+    run_tiny(model, folder / "run", flags, nproc=3, script=folder / "train_mine.py")
     return folder / "run"
 
 
@@ -71,30 +69,30 @@ def test_each_edit_is_a_few_lines():
     assert max(edited.count("\n") for _, edited in EDITS.values()) <= MOST_LINES
 
 
-def test_a_filter_on_prompts_decides_what_is_trained_on(run_dir: pathlib.Path):
+def test_a_filter_on_prompts_decides_what_is_trained_on(run_dir):
     """The step is full all the same: 4 prompts of 4 completions."""
     completions = read_completions(run_dir)
     assert {int(line["columns"]["answer"]) % 2 for line in completions} == {0}
     assert [sum(line["step"] == step for line in completions) for step in (1, 2)] == [16, 16]
 
 
-def test_a_curriculum_draws_by_the_step(run_dir: pathlib.Path):
+def test_a_curriculum_draws_by_the_step(run_dir):
     """`--data.weights` gives b no prompt, and the page's weights count in its place."""
     shares = [[m.get(f"prompt/source/{name}", 0) for name in "ab"] for m in read_metrics(run_dir)]
     assert shares == [[1, 0], [0, 1]]
 
 
-def test_a_kl_coefficient_that_decays_is_logged_and_weighs(run_dir: pathlib.Path):
+def test_a_kl_coefficient_that_decays_is_logged_and_weighs(run_dir):
     assert [m["kl_coef"] for m in read_metrics(run_dir)] == pytest.approx([0.1, 0.05])
 
 
-def test_a_second_term_is_in_the_loss_and_metrics_of_tokens_are_means(run_dir: pathlib.Path):
+def test_a_second_term_is_in_the_loss_and_metrics_of_tokens_are_means(run_dir):
     for m in read_metrics(run_dir):
         assert m["mine/nll"] > 0.1
         assert m["loss"] == pytest.approx(m["mine/policy"] + 0.5 * m["mine/nll"], rel=1e-5)
 
 
-def test_a_metric_of_completions_and_a_log_of_ones_own(run_dir: pathlib.Path):
+def test_a_metric_of_completions_and_a_log_of_ones_own(run_dir):
     texts = {
         step: [line["completion"] for line in read_completions(run_dir) if line["step"] == step] for step in (1, 2)
     }

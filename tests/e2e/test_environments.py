@@ -1,41 +1,46 @@
 """Whole runs with turns are trained as sampled, lose no group to a lost episode, and repeat by counts of steps."""
 
-import json
 import pathlib
 
 import pytest
 
 from grpo.data.recorded import read_step
-from tests.e2e.runs import TINY, assert_same_run, read_completions, read_metrics, steps_of
-from tests.e2e.test_layouts import COLOCATED, split
+from tests import write_lines
+from tests.e2e.runs import (
+    COLOCATED,
+    NO_KL,
+    ONE_RANK,
+    TINY,
+    assert_same_run,
+    read_completions,
+    read_metrics,
+    split,
+    steps_of,
+)
 from tests.torchrun import run_torchrun, torchrun
 
 ROOT = pathlib.Path(__file__).parents[2]
 AGENTS = ROOT / "tests" / "e2e" / "tiny_agents.py"
 FILE = ROOT / "tests" / "e2e" / "tiny_environments.py"
-DIGITS = ("--environment.name", f"{FILE}:Digits", "--generator.max-completion-tokens", 48)
-ROOM = ("--environment.max-turn-tokens", 12)
+DIGITS = f"--environment.name {FILE}:Digits --generator.max-completion-tokens 48"
+ROOM = "--environment.max-turn-tokens 12"
 
 
 def run(model: pathlib.Path, run_dir: pathlib.Path, nproc: int, *flags: object, succeeds: bool = True) -> str:
     """One run of the tiny recipe; returns what it printed."""
-    words = TINY, "--model.path", model, "--run-dir", run_dir, *DIGITS, *flags
+    words = TINY, "--model.path", model, "--run-dir", run_dir, DIGITS, *flags
     result = run_torchrun("train_grpo.py", *words, nproc=nproc)
     assert (result.returncode == 0) == succeeds, result.stdout
     return result.stdout
 
 
-TP = ("--trainer.tensor-parallel", 2, "--generator.tensor-parallel", 2)
-LAYOUTS = {
-    "two engines, a step behind": (3, (*split(1, 0, 2), "--overlap-steps", 1, "--evaluation.interval", 2)),
-    "TP 2": (2, (*COLOCATED, "--roles.num-trainers", 2, *TP)),
-}
+TWO_ENGINES = f"{split(1, 0, 2)} --overlap-steps 1 --evaluation.interval 2 --evaluation.num-prompts 4 {NO_KL}"
+TP_2 = f"{COLOCATED} --roles.num-trainers 2 --trainer.tensor-parallel 2 --generator.tensor-parallel 2 {NO_KL}"
 
 
-@pytest.mark.parametrize("layout", ["two engines, a step behind", pytest.param("TP 2", marks=pytest.mark.slow)])
-def test_turns_are_trained_as_they_were_sampled(model, tmp_path, layout):
-    nproc, flags = LAYOUTS[layout]
-    run(model, tmp_path / "run", nproc, *ROOM, "--algorithm.kl-coef", 0, "--evaluation.num-prompts", 4, *flags)
+@pytest.mark.parametrize("nproc, layout", [(3, TWO_ENGINES), pytest.param(2, TP_2, marks=pytest.mark.slow)])
+def test_turns_are_trained_as_they_were_sampled(model, tmp_path, nproc, layout):
+    run(model, tmp_path / "run", nproc, ROOM, layout)
     steps = [record for record in read_metrics(tmp_path / "run") if "time/step" in record]
     assert len(steps) == 2
     for record in steps:
@@ -49,11 +54,11 @@ def test_turns_are_trained_as_they_were_sampled(model, tmp_path, layout):
 
 def test_rows_choose_among_classes_and_answers_by_counts_repeat_a_run(model, tmp_path):
     rows = [{"question": f"{n}+1", "answer": str(n + 1), "kind": ("digits", "echo")[n % 2]} for n in range(16)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    classes = ("--environment.name", "digits", f"{FILE}:Digits", "echo", f"{FILE}:Echo")
-    flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, *classes, "--data.columns", "environment", "kind")
+    write_lines(tmp_path / "rows.jsonl", rows)
+    classes = f"--environment.name digits {FILE}:Digits echo {FILE}:Echo --data.columns environment kind"
+    data = f"--data.path {tmp_path}/rows.jsonl --environment.answer-steps 4"
     for name in ("a", "b"):
-        run(model, tmp_path / name, 1, *flags, "--data.path", tmp_path / "rows.jsonl", "--environment.answer-steps", 4)
+        run(model, tmp_path / name, 1, ROOM, ONE_RANK, classes, data)
     assert_same_run(tmp_path / "a", tmp_path / "b")
     found = read_completions(tmp_path / "a")
     assert {record["columns"]["environment"] for record in found} == {"digits", "echo"}
@@ -67,9 +72,9 @@ def test_an_agent_of_the_openai_client_is_trained_as_it_was_sampled(model, tmp_p
     """Some turns end by themselves, and the agent asks again; others are cut off, which ends it without a reward."""
     pytest.importorskip("openai")  # comes with vLLM
     example = ROOT / "configs" / "examples" / "openai_agent.py"
-    agent = ("--environment.name", f"{example}:Agent", "--data.row", f"{example}:row", "--reward.functions")
+    agent = f"--environment.name {example}:Agent --data.row {example}:row --reward.functions"
     stops = ("--generator.stop-token-ids", *range(2, 32, 3))
-    run(model, tmp_path / "run", 1, *ROOM, *COLOCATED, "--roles.num-trainers", 1, *agent, *stops)
+    run(model, tmp_path / "run", 1, ROOM, ONE_RANK, agent, *stops)
     records = read_completions(tmp_path / "run")
     for record in records:
         turns = record["episode"]["turns"]
@@ -86,13 +91,10 @@ def test_an_agent_of_the_openai_client_is_trained_as_it_was_sampled(model, tmp_p
 def test_an_agent_that_branches_is_trained_as_it_was_sampled(model, tmp_path, engines):
     """Each token once, with the log-prob that it was sampled with; on two engines, a step behind."""
     pytest.importorskip("openai")  # comes with vLLM
-    flags = [*COLOCATED, "--roles.num-trainers", 1]
-    if engines == 2:
-        flags = [*split(1, 0, 2), "--overlap-steps", 1, "--evaluation.interval", 2, "--evaluation.num-prompts", 4]
-    agent = ("--environment.name", "", "--environment.agent", f"{AGENTS}:branches", "--reward.functions", "--record")
+    nproc, layout = {1: (1, f"{ONE_RANK} {NO_KL}"), 2: (3, TWO_ENGINES)}[engines]
+    agent = ("--environment.name", "", f"--environment.agent {AGENTS}:branches --reward.functions --record")
     stops = ("--generator.stop-token-ids", *range(2, 32, 3))
-    nproc = 1 if engines == 1 else 3
-    run(model, tmp_path / "run", nproc, *ROOM, *flags, *agent, *stops, "--algorithm.kl-coef", 0)
+    run(model, tmp_path / "run", nproc, ROOM, layout, *agent, *stops)
     records = read_completions(tmp_path / "run")
     for record in records:
         texts = [turn["text"] for turn in record["episode"]["turns"]]
@@ -111,8 +113,8 @@ def test_an_agent_that_branches_is_trained_as_it_was_sampled(model, tmp_path, en
 def test_credit_for_turns_is_recorded_and_replayed(model, tmp_path):
     """On two engines, a step behind, with LoRA; the replay has one rank and no environment."""
     live, again = tmp_path / "live", tmp_path / "again"
-    flags = (*ROOM, *split(1, 0, 2), "--overlap-steps", 1, "--algorithm.kl-coef", 0, "--trainer.lora-rank", 2)
-    run(model, live, 3, *flags, "--algorithm.advantages", "return_to_go", "--record")
+    layout = f"{split(1, 0, 2)} --overlap-steps 1 {NO_KL} --trainer.lora-rank 2"
+    run(model, live, 3, ROOM, layout, "--algorithm.advantages return_to_go --record")
     for step in (1, 2):
         batch = read_step(str(live), step).batch
         assert batch.turn_N.max() >= 2 and (batch.turn_N > 0).equal(batch.loss_mask_N)
@@ -135,12 +137,11 @@ def test_lost_episodes_are_left_out_and_too_many_end_the_run(model, tmp_path):
         "        if self.rollout == 0: raise ConnectionError('the judge is down')\n"
         "        return 1.0\n"
     )
-    flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--environment.name", f"{tmp_path}/lost.py:Lost")
-    flags += ("--group-size", 8, "--environment.options", "loses")
-    run(model, tmp_path / "some", 1, *flags, 8)
+    flags = f"{ROOM} {ONE_RANK} --environment.name {tmp_path}/lost.py:Lost --group-size 8 --environment.options loses"
+    run(model, tmp_path / "some", 1, f"{flags} 8")
     for record in read_metrics(tmp_path / "some"):
         if "time/step" in record:
             assert record["environment/lost_count"] == record["reward/none_count"] == 2 * 4  # two of each group
-    output = run(model, tmp_path / "all", 1, *flags, 2, succeeds=False)
+    output = run(model, tmp_path / "all", 1, f"{flags} 2", succeeds=False)
     for part in ("episodes were lost", "the judge is down", "seed", "row"):
         assert part in output

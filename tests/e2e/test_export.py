@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from grpo.models.families import family_of, titan_config
 from grpo.models.hf_folder import read_hf_config
-from tests.e2e.runs import TINY, read_metrics
+from tests.e2e.runs import ONE_RANK, read_metrics, run_tiny
 from tests.hub import OWNER, hub_server  # noqa: F401
 from tests.tiny_models import KINDS, WITH_STATES, make_tiny
 from tests.torchrun import run_python, torchrun
@@ -22,11 +22,11 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def exported(finished_run: tuple[pathlib.Path, list[str]]) -> pathlib.Path:
+def exported(finished_run) -> pathlib.Path:
     return finished_run[0] / "model"
 
 
-def test_transformers_loads_the_export(exported: pathlib.Path, model: pathlib.Path):
+def test_transformers_loads_the_export(exported, model):
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(model).chat_template
     assert tokenizer.decode(tokenizer("12+34")["input_ids"]) == "12+34"
@@ -37,9 +37,7 @@ def test_transformers_loads_the_export(exported: pathlib.Path, model: pathlib.Pa
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
-def test_export_is_the_last_checkpoint(
-    exported: pathlib.Path, model: pathlib.Path, finished_run: tuple[pathlib.Path, list[str]]
-):
+def test_export_is_the_last_checkpoint(exported, model, finished_run):
     """The checkpoint's weights in the original architecture give the exported model's logits."""
     checkpoint = finished_run[0] / "checkpoints" / "step-00000006"
     metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -64,14 +62,14 @@ def test_export_is_the_last_checkpoint(
     assert (expected_BTV - before_BTV).abs().max() > 0.1  # training changed them
 
 
-def test_any_checkpoint_is_exported(exported: pathlib.Path, finished_run: tuple[pathlib.Path, list[str]], tmp_path):
+def test_any_checkpoint_is_exported(exported, finished_run, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(finished_run[0], run_dir)
     recipe = run_dir / "config.py"  # as of a run whose trainers hold replicas, which one process cannot
     recipe.write_text(recipe.read_text().replace("data_replicas=1", "data_replicas=2"))
     newest, older = tmp_path / "newest", tmp_path / "older"
     assert f"step-00000006 -> {newest}" in run_python("-m", "grpo.export", run_dir, "--to", newest)
-    torchrun("grpo.export", run_dir, "--step", 3, "--to", older, nproc=2)
+    torchrun("grpo.export", run_dir, "--step 3 --to", older, nproc=2)
     expected, same, other = (load_file(folder / "model.safetensors") for folder in (exported, newest, older))
     assert expected.keys() == same.keys() == other.keys()
     assert all(torch.equal(expected[name], same[name]) for name in expected)
@@ -81,20 +79,19 @@ def test_any_checkpoint_is_exported(exported: pathlib.Path, finished_run: tuple[
 
 def one_step(model: pathlib.Path | str, run_dir: pathlib.Path) -> dict:
     """Metrics of a run of one step on one rank, which exports what it trained."""
-    flags = ("--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--num-steps", "1")
-    torchrun("train_grpo.py", TINY, *flags, "--model.path", model, "--run-dir", run_dir, nproc=1)
+    run_tiny(model, run_dir, ONE_RANK, "--num-steps 1")
     (metrics,) = read_metrics(run_dir)
     return metrics
 
 
-def test_vllm_serves_the_export(exported: pathlib.Path, tmp_path: pathlib.Path):
+def test_vllm_serves_the_export(exported, tmp_path):
     """A run from the exported folder: vLLM loads it by itself, and its log-probs are the trainer's."""
     assert one_step(exported, tmp_path / "run")["mismatch/max"] < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITH_STATES])
-def test_every_family_is_exported_reloaded_and_served(kind: str, tmp_path: pathlib.Path):
+def test_every_family_is_exported_reloaded_and_served(kind, tmp_path):
     """Trained for a step, loaded by transformers with no weight too many or too few, and sampled from by vLLM."""
     start = make_tiny(tmp_path, kind)
     one_step(start, tmp_path / "first")
@@ -108,7 +105,7 @@ def test_every_family_is_exported_reloaded_and_served(kind: str, tmp_path: pathl
     assert one_step(tmp_path / "first" / "model", tmp_path / "second")["mismatch/max"] < 10 * TOLERANCE
 
 
-def test_a_run_uploads_what_it_exported(hub, model: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_run_uploads_what_it_exported(hub, model, tmp_path):
     """Two steps of SFT, with the hub's client in the run's own process."""
     recipe = tmp_path / "recipe.py"
     recipe.write_text(
@@ -124,9 +121,8 @@ constants.ENDPOINT = {hub.url!r}
 constants.HF_HUB_OFFLINE = False
 """
     )
-    flags = ["--model.path", model, "--num-trainers", 1, "--num-steps", 2, "--run-dir", tmp_path / "run"]
-    flags += ["--data.path", "tests/e2e/tiny_rows.py:addition"]
-    output = run_python("train_sft.py", recipe, *flags, "--checkpoint.push-to-hub", "sums")
+    flags = f"--model.path {model} --data.path tests/e2e/tiny_rows.py:addition --num-trainers 1 --num-steps 2"
+    output = run_python("train_sft.py", recipe, flags, f"--run-dir {tmp_path}/run --checkpoint.push-to-hub sums")
     assert f"uploaded {tmp_path}/run/model: {hub.url}/{OWNER}/sums" in output
     exported = {path.name: path.read_bytes() for path in (tmp_path / "run/model").iterdir()}
     assert hub.files == exported

@@ -1,22 +1,15 @@
 """Every layout runs two steps to its end, the sync check on: the generators held the trainer's weights each time."""
 
 import pathlib
-import socket
 
 import pytest
 
-from tests.e2e.runs import TINY, read_completions, read_metrics
-from tests.torchrun import finish, run_python, start_torchrun, torchrun
+from tests.e2e.runs import COLOCATED, NO_KL, TINY, read_completions, read_metrics, run_tiny, split
+from tests.torchrun import finish, run_python, start_torchrun, two_nodes
 
-COLOCATED = ("--roles.colocated", "--roles.num-references", "0")
-NO_KL = ("--algorithm.kl-coef", "0")
-
-
-def split(trainers: int, references: int, generators: int) -> tuple[str, ...]:
-    counts = {"trainers": trainers, "references": references, "generators": generators}
-    return tuple(text for role, count in counts.items() for text in (f"--roles.num-{role}", str(count)))
-
-
+TP = "--trainer.tensor-parallel 2"
+ENGINE_TP = "--generator.tensor-parallel 2"
+TWO = f"{COLOCATED} --roles.num-trainers 2"
 # name: (processes of torchrun, has a reference, flags)
 LAYOUTS = {
     "2 trainers, 1 reference, 1 generator": (4, True, split(2, 1, 1)),
@@ -24,29 +17,26 @@ LAYOUTS = {
     "no reference, 1 replica of 2 ranks": (
         3,
         False,
-        (*split(1, 0, 2), *NO_KL, "--generator.tensor-parallel", "2"),
+        f"{split(1, 0, 2)} {NO_KL} {ENGINE_TP}",
     ),
-    "1 rank, without torchrun": (0, True, ()),  # has every role, whatever the recipe says
-    "colocated, 2 replicas": (2, True, (*COLOCATED, "--roles.num-trainers", "2")),
+    "1 rank, without torchrun": (0, True, ""),  # has every role, whatever the recipe says
+    "colocated, 2 replicas": (2, True, TWO),
     "colocated, 1 replica of 2 ranks, which take each row together": (
         2,
         True,
-        (
-            *(*COLOCATED, "--roles.num-trainers", "2"),
-            *("--generator.tensor-parallel", "2", "--trainer.context-parallel", "2"),
-        ),
+        f"{TWO} {ENGINE_TP} --trainer.context-parallel 2",
     ),
-    "a node: 4 trainers, 4 replicas": (8, False, (*split(4, 0, 4), *NO_KL)),
-    "a node: 1 trainer, 7 replicas": (8, False, (*split(1, 0, 7), *NO_KL)),
+    "a node: 4 trainers, 4 replicas": (8, False, f"{split(4, 0, 4)} {NO_KL}"),
+    "a node: 1 trainer, 7 replicas": (8, False, f"{split(1, 0, 7)} {NO_KL}"),
     "a node: FSDP 2 x TP 2, 2 replicas of 2 ranks": (
         8,
         False,
-        (*split(4, 0, 4), *NO_KL, "--trainer.tensor-parallel", "2", "--generator.tensor-parallel", "2"),
+        f"{split(4, 0, 4)} {NO_KL} {TP} {ENGINE_TP}",
     ),
     "a node: HSDP 2 x 4, 8 replicas": (
         8,
         True,
-        (*COLOCATED, "--roles.num-trainers", "8", "--trainer.data-replicas", "2"),
+        f"{COLOCATED} --roles.num-trainers 8 --trainer.data-replicas 2",
     ),
 }
 # Other tests run the first two too: agreement of the roles, like_gpu
@@ -65,25 +55,23 @@ def first_samples() -> dict[str, list]:
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
 )
-def test_layout_runs_two_steps(
-    layout: str, model: pathlib.Path, tmp_path: pathlib.Path, first_samples: dict[str, list]
-):
+def test_layout_runs_two_steps(layout, model, tmp_path, first_samples):
     nproc, has_reference, flags = LAYOUTS[layout]
-    arguments = (TINY, *flags, "--model.path", model, "--run-dir", tmp_path / "run")
+    run_dir = tmp_path / "run"
     if nproc:
-        output = torchrun("train_grpo.py", *arguments, nproc=nproc)
+        output = run_tiny(model, run_dir, flags, nproc=nproc)
         assert output.splitlines()[-1].startswith("done; ")  # and nothing behind it, of engines of two ranks either
     else:
-        output = run_python("train_grpo.py", *arguments)
+        output = run_python("train_grpo.py", TINY, f"--model.path {model} --run-dir {run_dir}")
         assert "no torchrun: one process has all roles of the 4 ranks configured" in output
         lines = output[output.index("1 colocated ranks") :].splitlines()  # below the config
         assert [line for line in lines if not line.startswith(OURS)] == []  # nothing that libraries print
-    check_two_steps(tmp_path / "run", has_reference)
-    first = [record for record in read_completions(tmp_path / "run") if record["step"] == 1]
+    check_two_steps(run_dir, has_reference)
+    first = [record for record in read_completions(run_dir) if record["step"] == 1]
     first_samples[layout] = [(record["prompt"], record["completion"], record["reward"]) for record in first]
 
 
-def test_samples_do_not_depend_on_the_layout(first_samples: dict[str, list]):
+def test_samples_do_not_depend_on_the_layout(first_samples):
     """Prompts, seeds and order of the completions are the same however many replicas sample them.
 
     Needs the layouts above to have run. Replicas of two ranks are left out: summing in another order, they compute
@@ -96,14 +84,10 @@ def test_samples_do_not_depend_on_the_layout(first_samples: dict[str, list]):
 
 
 @pytest.mark.slow
-def test_two_nodes(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_two_nodes(model, tmp_path):
     """Two torchrun agents on this machine, as two nodes would: the trainer under one, the generator under the other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    rendezvous = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=two_nodes", "--nnodes=2")
-    flags = (*split(1, 0, 1), "--algorithm.kl-coef", "0", "--model.path", model, "--run-dir", tmp_path / "run")
-    nodes = [start_torchrun("train_grpo.py", TINY, *flags, nproc=1, launcher=rendezvous) for _ in range(2)]
+    flags = f"{split(1, 0, 1)} {NO_KL} --model.path {model} --run-dir {tmp_path}/run"
+    nodes = [start_torchrun("train_grpo.py", TINY, flags, nproc=1, launcher=two_nodes(tmp_path)) for _ in range(2)]
     results = [finish(node) for node in nodes]
     for result in results:
         assert result.returncode == 0, result.stdout[-20_000:]

@@ -15,26 +15,24 @@ from grpo.run.session import Session
 from grpo.run.start import read_grpo
 from grpo.tools import export
 from grpo.watch.failures import BadInput
-from tests.e2e.runs import RANK_0, TINY, assert_same_run, read_metrics
-from tests.e2e.test_layouts import COLOCATED, split
-from tests.torchrun import run_python, torchrun
+from tests.e2e.runs import COLOCATED, RANK_0, TINY, assert_same_run, read_metrics, run_tiny, split
+from tests.torchrun import run_python
 
 RANK = 2
-LORA = ("--trainer.lora-rank", RANK, "--trainer.lora-alpha", 8)
+LORA = f"--trainer.lora-rank {RANK} --trainer.lora-alpha 8"
+FLAGS = f"{split(2, 0, 1)} {LORA} --algorithm.num-mini-batches 2 --num-steps 4 --checkpoint.interval 2 --resume"
 
 
 @pytest.fixture(scope="module")
-def run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[str]]:
-    """Folder and arguments of 4 steps of two updates; 2 trainers that are the reference too, 1 generator."""
+def run(model, tmp_path_factory) -> pathlib.Path:
+    """Folder of 4 steps of two updates; 2 trainers that are the reference too, 1 generator."""
     run_dir = tmp_path_factory.mktemp("lora") / "run"
-    arguments = [TINY, "--model.path", model, *split(2, 0, 1), *LORA, "--algorithm.num-mini-batches", 2]
-    arguments += ["--num-steps", 4, "--checkpoint.interval", 2, "--resume"]
-    torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3)
-    return run_dir, [str(argument) for argument in arguments]
+    run_tiny(model, run_dir, FLAGS, nproc=3)
+    return run_dir
 
 
 def test_trainer_and_vllm_agree_after_every_sync(run):
-    metrics = read_metrics(run[0])
+    metrics = read_metrics(run)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     for m in metrics:
         assert m["mismatch/mean"] < 1e-5 and m["grad_norm"] > 1e-3
@@ -42,7 +40,7 @@ def test_trainer_and_vllm_agree_after_every_sync(run):
 
 
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(run):
-    names = SafeReader(run[0] / "checkpoints" / "step-00000004").read_metadata().state_dict_metadata
+    names = SafeReader(run / "checkpoints" / "step-00000004").read_metadata().state_dict_metadata
     weights = [name for name in names if name.startswith("model.")]
     moments = [name for name in names if "exp_avg" in name]
     assert len(weights) == 2 * 7 * 2 and len(moments) == 2 * len(weights)  # A and B of 7 layers in 2 blocks
@@ -51,9 +49,9 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(run):
 
 def test_the_run_leaves_merged_weights_and_adapters(run, model):
     """W + 8 / 2 * B A, and the rest as it was."""
-    base, merged = (load_file(folder / "model.safetensors") for folder in (model, run[0] / "model"))
-    adapters = load_file(run[0] / "model-adapter" / "adapter_model.safetensors")
-    config = json.loads((run[0] / "model-adapter" / "adapter_config.json").read_text())
+    base, merged = (load_file(folder / "model.safetensors") for folder in (model, run / "model"))
+    adapters = load_file(run / "model-adapter" / "adapter_model.safetensors")
+    config = json.loads((run / "model-adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (RANK, 8, 7)
     assert config["base_model_name_or_path"] == str(model)
     for name, weight in base.items():
@@ -67,44 +65,42 @@ def test_the_run_leaves_merged_weights_and_adapters(run, model):
     assert adapters == {}
 
 
-def test_4_steps_equal_2_resume_and_2(run, tmp_path):
+def test_4_steps_equal_2_resume_and_2(run, model, tmp_path):
     """And the older checkpoint, exported on one rank, is the policy of its step."""
-    run_dir, arguments = run
     resumed = tmp_path / "run"
-    shutil.copytree(run_dir, resumed)
+    shutil.copytree(run, resumed)
     for name in ("model", "model-adapter", "checkpoints/step-00000004"):
         shutil.rmtree(resumed / name)
     lines = (resumed / "metrics.jsonl").read_text().splitlines(keepends=True)
     (resumed / "metrics.jsonl").write_text("".join(lines[:2]))
 
-    output = torchrun("train_grpo.py", *arguments, "--run-dir", resumed, nproc=3)
+    output = run_tiny(model, resumed, FLAGS, nproc=3)
 
     assert "starting at step 2" in output
-    assert_same_run(run_dir, resumed)
+    assert_same_run(run, resumed)
     adapters = "model-adapter/adapter_model.safetensors"
-    assert (resumed / adapters).read_bytes() == (run_dir / adapters).read_bytes()
-    assert f"step-00000004 -> {tmp_path / 'newest'}" in run_python(
-        "-m", "grpo.export", run_dir, "--to", tmp_path / "newest"
-    )
+    assert (resumed / adapters).read_bytes() == (run / adapters).read_bytes()
+    newest = tmp_path / "newest"
+    assert f"step-00000004 -> {newest}" in run_python("-m", "grpo.export", run, f"--to {newest}")
     for folder, file in (("newest", "model.safetensors"), ("newest-adapter", "adapter_model.safetensors")):
         same = load_file(tmp_path / folder / file)
-        for name, tensor in load_file(run_dir / folder.replace("newest", "model") / file).items():
+        for name, tensor in load_file(run / folder.replace("newest", "model") / file).items():
             torch.testing.assert_close(same[name], tensor, atol=1e-6, rtol=1e-6)
-    shutil.rmtree(tmp_path / "newest")
+    shutil.rmtree(newest)
     with pytest.raises(BadInput, match="newest-adapter exists"):  # it may be another run's
-        export.main([str(run_dir), "--to", str(tmp_path / "newest")])
+        export.main([str(run), "--to", str(newest)])
 
 
 def test_resume_with_another_base_under_the_adapters_is_refused(run, model, tmp_path):
     """The folder has other weights than when the run began, and the name is the same."""
-    shutil.copytree(run[0], tmp_path / "run")
-    arguments = [*run[1], "--run-dir", str(tmp_path / "run"), "--num-steps", "5"]
+    shutil.copytree(run, tmp_path / "run")
+    flags = f"--model.path {model} {FLAGS} --run-dir {tmp_path}/run --num-steps 5"
     file = model / "model.safetensors"
     kept = file.read_bytes()
     try:
         save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
         with pytest.raises(BadInput, match="since step 4 was saved: the weights of model.path: checksum"):
-            config = load(GRPOConfig, "", arguments)
+            config = load(GRPOConfig, TINY, flags.split())
             Session(config, "train_grpo.py", read_grpo, config.roles, RANK_0, "").read_on_driver()
     finally:
         file.write_bytes(kept)
@@ -113,8 +109,8 @@ def test_resume_with_another_base_under_the_adapters_is_refused(run, model, tmp_
 @pytest.mark.slow
 def test_bfloat16_with_lora(model, tmp_path):
     """The base is held in bfloat16. vLLM has W + alpha / rank * B A rounded to it; the trainer adds in its forward."""
-    flags = (*COLOCATED, "--roles.num-trainers", "2", "--model.dtype", "bfloat16")
-    torchrun("train_grpo.py", TINY, *flags, *LORA, "--model.path", model, "--run-dir", tmp_path / "run", nproc=2)
+    flags = f"{COLOCATED} --roles.num-trainers 2 --model.dtype bfloat16 {LORA}"
+    run_tiny(model, tmp_path / "run", flags, nproc=2)
     metrics = read_metrics(tmp_path / "run")
     assert len(metrics) == 2 and metrics[0]["kl"] == 0 < metrics[1]["kl"]
     assert all(m["mismatch/mean"] < 0.05 for m in metrics)  # half of what the sync check allows

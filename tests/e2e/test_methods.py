@@ -6,10 +6,9 @@ import math
 import pytest
 
 from grpo.data.recorded import read_step
-from tests.e2e.runs import TINY, read_metrics
-from tests.e2e.test_layouts import split
+from tests.e2e.runs import NO_KL, read_metrics, run_tiny, split
 from tests.methods import methods
-from tests.torchrun import run_python, torchrun
+from tests.torchrun import run_python
 
 DPPO = "configs/examples/methods/dppo.py:dppo"
 # Rows that at the weights of the sampler have one gradient: clips cannot act, so advantages and averages say all. No
@@ -20,29 +19,9 @@ ALIKE = [{"GRPO", "GSPO", "SAPO", "GMPO"}, {"DAPO", "CISPO", "Dual clip", "VESPO
 def test_every_method_takes_two_steps(model, tmp_path):
     """On two steps of episodes that DPPO sampled ahead, without a correction, and whose turns have rewards."""
     episodes = pytest.importorskip("tests.e2e.test_environments", reason="return_to_go needs environments")
-    words = (
-        TINY,
-        "--model.path",
-        model,
-        "--run-dir",
-        tmp_path / "live",
-        *episodes.DIGITS,
-        *episodes.ROOM,
-        *split(1, 0, 1),
-        "--record",
-    )
-    words += "--seed", 1  # with others Clip-Cov and DAPO can differ at once
-    method = (
-        "--algorithm.loss",
-        DPPO,
-        "--algorithm.old-logprobs",
-        "generator",
-        "--algorithm.advantages",
-        "return_to_go",
-        "--algorithm.kl-coef",
-        0,
-    )
-    torchrun("train_grpo.py", *words, *method, "--overlap-steps", 1, nproc=2)
+    method = f"--algorithm.loss {DPPO} --algorithm.old-logprobs generator --algorithm.advantages return_to_go {NO_KL}"
+    flags = f"{episodes.DIGITS} {episodes.ROOM} {split(1, 0, 1)} {method} --overlap-steps 1 --record"
+    run_tiny(model, tmp_path / "live", flags, "--seed 1", nproc=2)  # with others Clip-Cov and DAPO can differ at once
     parts_FR = read_step(str(tmp_path / "live"), 1).batch.parts_FR
     assert parts_FR.shape == (2, 16) and (parts_FR > 0).any(1).all()  # the environment's, and a reward function's
 

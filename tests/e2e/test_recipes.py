@@ -4,7 +4,6 @@ What is replaced is what a machine of two cores without a network cannot have: m
 leaves the layout, the roles, loss, sampling, rewards and schedules of the recipe. The largest has 16 ranks, 9 GiB.
 """
 
-import json
 import pathlib
 import re
 
@@ -13,6 +12,7 @@ import pytest
 from configs.examples import toys, word_problem_rows
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
+from tests import write_lines
 from tests.e2e.runs import read_metrics
 from tests.tiny_models import LLAMA3, QWEN2, QWEN3_MOE, SMALL
 from tests.torchrun import ROOT, torchrun
@@ -34,25 +34,25 @@ FAMILIES = {
 OTHERS = {"tests": "assert False", "entry": '{"answer": "85", "metadata": {"source_dataset": "chain_sum"}}'}
 WORDS = "Mia has 37 pens. She buys 4 boxes with 12 pens each. How many pens does Mia have now?"
 
-SMALLER = ("--model.dtype", "float32", "--trainer.no-compile", "--trainer.micro-batch-tokens", 1024, "--num-steps", 2)
-SAVED = ("--checkpoint.interval", 2, "--checkpoint.no-export")
+SMALLER = "--model.dtype float32 --trainer.no-compile --trainer.micro-batch-tokens 1024 --num-steps 2"
+SAVED = "--checkpoint.interval 2 --checkpoint.no-export"
 GRPO = (
-    *("--prompts-per-step", 8, "--generator.max-completion-tokens", 16, "--sync-check-interval", 1),
-    *("--evaluation.interval", 2, "--evaluation.num-prompts", 4),
+    "--prompts-per-step 8 --generator.max-completion-tokens 16 --sync-check-interval 1 "
+    "--evaluation.interval 2 --evaluation.num-prompts 4"
 )
-SFT = ("--sequences-per-step", 8, "--max-sequence-tokens", 256, "--validation.interval", 2)
+SFT = "--sequences-per-step 8 --max-sequence-tokens 256 --validation.interval 2"
 
 
-def rewards_of(recipe: str) -> list[object]:
+def rewards_of(recipe: str) -> str:
     """The recipe's and one that tells random completions apart, or nothing would be learned and no group kept."""
     functions = load(GRPOConfig, f"{ROOT}/configs/{recipe}.py", []).reward.functions
     weight = 1.0 if any(functions.values()) else 0.0
     pairs = {**functions, f"{pathlib.Path(__file__).parent}/tiny_rewards.py:digit_share": weight}.items()
-    return ["--reward.functions", *(word for pair in pairs for word in pair)]
+    return " ".join(["--reward.functions", *(f"{name} {weight}" for name, weight in pairs)])
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+def models(tmp_path_factory) -> dict[str, pathlib.Path]:
     """A folder for each family, with heads for tensor parallelism of four."""
     folder, tokenizer = tmp_path_factory.mktemp("recipes"), word_problem_rows.tokenizer()
     changes = SMALL | {"max_position_embeddings": 2048, "num_key_value_heads": 4}
@@ -60,16 +60,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+def data(tmp_path_factory) -> dict[str, pathlib.Path]:
     """Rows as the recipes expect them: of GSM8K, and chats."""
     folder = tmp_path_factory.mktemp("rows")
     answers = [f"4*12=48. 37+48=85.\n#### {i}" for i in range(40)]
     problems = [{"question": f"{i}. {WORDS}", "answer": text, **OTHERS} for i, text in enumerate(answers)]
     turns = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "85"}]
     chats = [{"messages": [*turns, {"role": "user", "content": f"And {i}?"}, turns[1]]} for i in range(40)]
-    for name, rows in {"grpo": problems, "sft": chats}.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return {name: folder / f"{name}.jsonl" for name in ("grpo", "sft")}
+    return {name: write_lines(folder / f"{name}.jsonl", rows) for name, rows in (("grpo", problems), ("sft", chats))}
 
 
 def test_the_table_is_read():
@@ -77,22 +75,23 @@ def test_the_table_is_read():
 
 
 @pytest.mark.parametrize(("recipe", "ranks", "started"), RECIPES, ids=[name for name, *_ in RECIPES])
-def test_a_recipe_in_small(recipe: str, ranks: str, started: str, models, data, tmp_path: pathlib.Path):
+def test_a_recipe_in_small(recipe, ranks, started, models, data, tmp_path):
     script = "train_sft.py" if started == "train_sft.py" else "train_grpo.py"
     family = [name for name in FAMILIES if name in recipe][-1]
-    task, own = ("grpo", (*GRPO, *rewards_of(recipe))) if script == "train_grpo.py" else ("sft", SFT)
-    flags = ["--model.path", models[family], *SMALLER, *own, "--run-dir", tmp_path / "run", *SAVED]
+    task, own = ("grpo", f"{GRPO} {rewards_of(recipe)}") if script == "train_grpo.py" else ("sft", SFT)
+    flags = [f"--model.path {models[family]} {SMALLER} {own} --run-dir {tmp_path}/run {SAVED}"]
+    rows, problems = data[task], data["grpo"]
     if recipe.endswith("reasoning_gym"):
         pytest.importorskip("reasoning_gym")
-        flags += ["--data.path", "a", data[task], "b", data[task], "--evaluation.path", "a", data[task]]
+        flags += [f"--data.path a {rows} b {rows} --evaluation.path a {rows}"]
     elif recipe.endswith("sft_gsm8k"):
-        flags += ["--data.path", data["grpo"], "--validation.path", data["grpo"], "--evaluation.path", data["grpo"]]
-        flags += ["--evaluation.num-prompts", 4, "--generator.max-completion-tokens", 16]
+        flags += [f"--data.path {problems} --validation.path {problems} --evaluation.path {problems}"]
+        flags += ["--evaluation.num-prompts 4 --generator.max-completion-tokens 16"]
     elif family != "word":
         held_out = "--evaluation.path" if task == "grpo" else "--validation.path"
-        flags += ["--data.path", data[task], held_out, data[task]]
+        flags += [f"--data.path {rows} {held_out} {rows}"]
     if recipe.endswith("distill"):
-        flags += ["--model.reference-path", models[family]]
+        flags += [f"--model.reference-path {models[family]}"]
 
     output = torchrun(script, f"configs/{recipe}.py", *flags, nproc=int(ranks))
 

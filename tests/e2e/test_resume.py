@@ -1,18 +1,16 @@
 """Exact resume: 6 steps equal 3 steps, a crash, and 3 more."""
 
-import pathlib
 import shutil
 
-from tests.e2e.runs import assert_same_run, read_metrics
-from tests.torchrun import torchrun
+from tests.e2e.runs import assert_same_run, read_metrics, run_tiny
 
 
-def test_6_steps_equal_3_resume_and_3(finished_run: tuple[pathlib.Path, list[str]], tmp_path: pathlib.Path):
+def test_6_steps_equal_3_resume_and_3(finished_run, model, tmp_path):
     """Every metric except the clocks is equal to the last digit, and so is every sampled completion.
 
     The resumed folder is the finished one as a crash in step 6, while its checkpoint was written, would have left it.
     """
-    run_dir, arguments = finished_run
+    run_dir, flags = finished_run
     crashed = tmp_path / "run"
     shutil.copytree(run_dir, crashed)
     shutil.rmtree(crashed / "model")
@@ -21,7 +19,7 @@ def test_6_steps_equal_3_resume_and_3(finished_run: tuple[pathlib.Path, list[str
     lines = (crashed / "metrics.jsonl").read_text().splitlines(keepends=True)
     (crashed / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
 
-    output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3)
+    output = run_tiny(model, crashed, flags, nproc=3)
 
     assert "starting at step 3" in output
     assert_same_run(run_dir, crashed)

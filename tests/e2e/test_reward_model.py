@@ -1,23 +1,22 @@
 """A reward model in whole runs: its scores are those of transformers, in steps and evaluations."""
 
-import json
 import pathlib
 
 import pytest
 
 from configs.examples.toys import trained_tokenizer
-from tests.e2e.runs import TINY, read_completions, read_metrics
-from tests.e2e.test_layouts import split
+from tests import read_lines
+from tests.e2e.runs import TINY, read_completions, read_metrics, run_tiny, split
 from tests.reward_scores import scores_by_transformers
 from tests.tiny_models import make_reward_model
-from tests.torchrun import run_torchrun, torchrun
+from tests.torchrun import run_torchrun
 
 # Beside a reference, a step ahead
-LAYOUT = (*split(1, 1, 1), "--overlap-steps", 1, "--algorithm.advantages", "configs/examples/methods/gdpo.py:gdpo")
+LAYOUT = f"{split(1, 1, 1)} --overlap-steps 1 --algorithm.advantages configs/examples/methods/gdpo.py:gdpo"
 
 
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def reward_model(tmp_path_factory) -> str:
     """One with so long a preamble that some completions do not fit."""
     return with_preamble(tmp_path_factory.mktemp("reward_model"), 85)
 
@@ -29,15 +28,14 @@ def with_preamble(folder: pathlib.Path, num_tokens: int) -> str:
     return make_reward_model(folder, "qwen2-untied", tokenizer)
 
 
-def test_scores_of_a_run(model: pathlib.Path, reward_model: str, tmp_path: pathlib.Path):
+def test_scores_of_a_run(model, reward_model, tmp_path):
     run = tmp_path / "run"
-    evaluation = ("--evaluation.interval", 2, "--evaluation.num-prompts", 4, "--evaluation.num-samples", 2)
-    weights = ("--reward.model", reward_model, "--reward.model-weight", 0.5)
-    arguments = (TINY, "--model.path", model, *LAYOUT, *weights, *evaluation, "--run-dir", run)
-    output = torchrun("train_grpo.py", *arguments, nproc=3)
+    evaluation = "--evaluation.interval 2 --evaluation.num-prompts 4 --evaluation.num-samples 2"
+    judge = f"--reward.model {reward_model} --reward.model-weight 0.5"
+    output = run_tiny(model, run, LAYOUT, judge, evaluation, nproc=3)
 
     trained = read_completions(run)
-    held_out = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    held_out = read_lines(run / "evaluation.jsonl")
     assert len(trained) == 2 * 16 and len(held_out) == 2 * 4 * 3
     assert 0 < check_scores([*trained, *held_out], reward_model) < 20  # of 56
     for step, metrics in enumerate([m for m in read_metrics(run) if "loss" in m], start=1):
@@ -50,11 +48,11 @@ def test_scores_of_a_run(model: pathlib.Path, reward_model: str, tmp_path: pathl
     assert "reward function reward_model failed for" in output and "not 1 to 127 tokens" in output
 
 
-def test_a_model_that_can_read_nothing_ends_the_run_on_every_rank(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_model_that_can_read_nothing_ends_the_run_on_every_rank(model, tmp_path):
     """The others are told, although they wait for what the driver asks."""
-    judge = ("--reward.model", with_preamble(tmp_path / "judge", 120))
-    arguments = (TINY, "--model.path", model, *split(1, 1, 1), *judge, "--run-dir", tmp_path / "run")
-    result = run_torchrun("train_grpo.py", *arguments, nproc=3)
+    judge = f"--reward.model {with_preamble(tmp_path / 'judge', 120)}"
+    own = f"--model.path {model} --run-dir {tmp_path}/run"
+    result = run_torchrun("train_grpo.py", TINY, own, split(1, 1, 1), judge, nproc=3)
     assert result.returncode
     assert "reward function reward_model failed for all 16 completions: not 1 to 127 tokens" in result.stdout
 

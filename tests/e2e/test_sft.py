@@ -13,6 +13,7 @@ import train_sft
 from configs.examples import toys
 from grpo.config import SFTConfig
 from grpo.config.recipes import load
+from tests import read_lines, write_lines
 from tests.e2e.runs import assert_same_run, read_metrics, without_clocks
 from tests.tiny_models import KINDS, SMALL, make_image_model
 from tests.torchrun import run_python, torchrun
@@ -22,7 +23,7 @@ ROWS = f"{pathlib.Path(__file__).parent}/tiny_rows.py:addition"
 
 
 @pytest.fixture(scope="module")
-def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def flags(model, tmp_path_factory) -> str:
     """4 steps of two sources, chats and texts, shuffled, mixed and packed; so few that epochs end."""
     folder = tmp_path_factory.mktemp("rows")
     rows = toys.addition("train")[:14]
@@ -34,23 +35,25 @@ def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     chats = [{"messages": messages} for messages in turns]
     files = {"chats": chats, "texts": [{"text": row["question"]} for row in rows[9:]]}
     for name, part in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    sources = [word for name in files for word in (name, folder / f"{name}.jsonl")]
-    flags = ["configs/toy_sft.py", "--model.path", model, "--data.path", *sources]
-    flags += ["--data.weights", "chats", 2, "--sequences-per-step", 5, "--num-steps", 4, "--num-trainers", 2]
-    flags += ["--trainer.micro-batch-tokens", 64, "--trainer.schedule", "linear", "--trainer.warmup-steps", 2]
-    flags += ["--validation.interval", 2, "--validation.path", *sources]
-    flags += ["--validation.num-examples", 4, "--checkpoint.interval", 2, "--metrics.no-tensorboard"]
-    # read only where a test evaluates by generating
-    flags += ["--reward.functions", f"{REWARDS}:passes_by_chance", 1]
-    flags += ["--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 12]
-    return [str(flag) for flag in flags]
+        write_lines(folder / f"{name}.jsonl", part)
+    sources = f"chats {folder}/chats.jsonl texts {folder}/texts.jsonl"
+    # the last ones are read only where a test evaluates by generating
+    return f"""--model.path {model} --data.path {sources} --data.weights chats 2 --sequences-per-step 5 --num-steps 4
+        --num-trainers 2 --trainer.micro-batch-tokens 64 --trainer.schedule linear --trainer.warmup-steps 2
+        --validation.interval 2 --validation.path {sources} --validation.num-examples 4
+        --checkpoint.interval 2 --metrics.no-tensorboard
+        --reward.functions {REWARDS}:passes_by_chance 1
+        --data.max-prompt-tokens 16 --generator.max-completion-tokens 12"""
+
+
+def run_sft(run_dir: pathlib.Path, *flags: str, nproc: int) -> str:
+    return torchrun("train_sft.py", "configs/toy_sft.py", f"--run-dir {run_dir}", *flags, nproc=nproc)
 
 
 @pytest.fixture(scope="module")
-def finished(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def finished(flags, tmp_path_factory) -> pathlib.Path:
     run_dir = tmp_path_factory.mktemp("sft") / "run"
-    output = torchrun("train_sft.py", *arguments, "--run-dir", run_dir, "--resume", nproc=2)
+    output = run_sft(run_dir, flags, "--resume", nproc=2)
     assert "starting at step 0" in output and "held out: 4 of 9 rows of chats (" in output
     assert "validation 4/4 100%  chats  loss" in output
     return run_dir
@@ -67,17 +70,17 @@ def crashed(finished: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.mark.slow
-def test_resume_and_validation_on_another_number_of_ranks(finished, arguments: list[str], tmp_path: pathlib.Path):
+def test_resume_and_validation_on_another_number_of_ranks(finished, flags, tmp_path):
     run_dir = crashed(finished, tmp_path / "run")
-    torchrun("train_sft.py", *arguments, "--num-trainers", 1, "--run-dir", run_dir, "--resume", nproc=1)
+    run_sft(run_dir, flags, "--num-trainers 1 --resume", nproc=1)
     for before, after in zip(read_metrics(finished), read_metrics(run_dir), strict=True):
         for name in ("loss", "validation/loss", "validation/chats/loss"):
             assert before.get(name) == pytest.approx(after.get(name), abs=1e-4), name
 
 
-def test_4_steps_equal_2_resume_and_2(finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path):
+def test_4_steps_equal_2_resume_and_2(finished, flags, tmp_path):
     run_dir = crashed(finished, tmp_path / "run")
-    output = torchrun("train_sft.py", *arguments, "--run-dir", run_dir, "--resume", nproc=2)
+    output = run_sft(run_dir, flags, "--resume", nproc=2)
     assert "starting at step 2" in output
     assert [(m["step"], "loss" in m) for m in read_metrics(finished)] == [
         *((0, False), (1, True), (2, False), (2, True)),
@@ -86,13 +89,12 @@ def test_4_steps_equal_2_resume_and_2(finished: pathlib.Path, arguments: list[st
     assert_same_run(finished, run_dir)
 
 
-def test_a_model_that_sees_images_keeps_its_other_parts(tmp_path: pathlib.Path):
+def test_a_model_that_sees_images_keeps_its_other_parts(tmp_path):
     start = tmp_path / "start"
     make_image_model(start, SMALL | KINDS["qwen3_5"] | {"head_dim": 32, "num_attention_heads": 4})
-    flags = ["configs/toy_sft.py", "--model.path", start, "--data.path", ROWS]
-    flags += ["--sequences-per-step", 5, "--num-steps", 2, "--num-trainers", 2, "--trainer.micro-batch-tokens", 64]
+    flags = f"--model.path {start} --data.path {ROWS} --sequences-per-step 5 --num-steps 2"
     finished = tmp_path / "finished"
-    output = torchrun("train_sft.py", *flags, "--run-dir", finished, nproc=2)
+    output = run_sft(finished, flags, "--num-trainers 2 --trainer.micro-batch-tokens 64", nproc=2)
     assert "trainer.share_prompts: off" in output
     before, after = (load_file(folder / "model.safetensors") for folder in (start, finished / "model"))
     assert before.keys() == after.keys()
@@ -106,22 +108,17 @@ def test_a_model_that_sees_images_keeps_its_other_parts(tmp_path: pathlib.Path):
 
 
 @pytest.mark.slow
-def test_evaluation_between_steps_is_that_of_evaluate_alone(
-    finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path
-):
+def test_evaluation_between_steps_is_that_of_evaluate_alone(finished, flags, tmp_path):
     """The last two steps of the same run, now with an engine over both ranks: training does not notice."""
     run_dir = crashed(finished, tmp_path / "run")
-    flags = [*arguments, "--run-dir", run_dir, "--resume", "--evaluation.interval", 1, "--evaluation.path"]
-    flags += [ROWS, "--evaluation.num-prompts", 40, "--evaluation.num-samples", 2]
-    flags += ["--generator.tensor-parallel", 2, "--checkpoint.keep-best", "accuracy"]
-    torchrun("train_sft.py", *flags, nproc=2)
+    evaluation = f"--evaluation.interval 1 --evaluation.path {ROWS} --evaluation.num-prompts 40"
+    more = "--evaluation.num-samples 2 --generator.tensor-parallel 2 --checkpoint.keep-best accuracy"
+    run_sft(run_dir, flags, evaluation, more, "--resume", nproc=2)
     assert_same_run(finished, run_dir, only_steps=True)
 
     alone = tmp_path / "alone"
-    output = run_python(
-        *("-m", "grpo.evaluate", run_dir / "model", run_dir / "config.py", "--run-dir", alone),
-        *("--generator.tensor-parallel", 1),
-    )
+    own = f"--run-dir {alone} --generator.tensor-parallel 1"
+    output = run_python("-m", "grpo.evaluate", run_dir / "model", run_dir / "config.py", own)
     assert "40 prompts; every completion is in" in output
     evaluated = {m["step"]: m for m in read_metrics(run_dir) if "eval/accuracy" in m}
     (expected,) = read_metrics(alone)
@@ -129,17 +126,16 @@ def test_evaluation_between_steps_is_that_of_evaluate_alone(
     assert 0 < expected["eval/accuracy"] < 1  # the comparison means something
     assert without_clocks(evaluated[4]) == without_clocks(expected) | {"step": 4}
 
-    texts = {step: [line["completion"] for line in evaluation(run_dir, step)] for step in (3, 4)}
-    assert texts[3] != texts[4] == [line["completion"] for line in evaluation(alone, 0)]  # each step had new weights
+    texts = {step: [line["completion"] for line in held_out(run_dir, step)] for step in (3, 4)}
+    assert texts[3] != texts[4] == [line["completion"] for line in held_out(alone, 0)]  # each step had new weights
 
 
-def evaluation(run_dir: pathlib.Path, step: int) -> list[dict]:
+def held_out(run_dir: pathlib.Path, step: int) -> list[dict]:
     """The held-out completions of the weights after `step` steps."""
-    lines = (json.loads(line) for line in (run_dir / "evaluation.jsonl").read_text().splitlines())
-    return [line for line in lines if line["step"] == step]
+    return [line for line in read_lines(run_dir / "evaluation.jsonl") if line["step"] == step]
 
 
-def test_validation_is_the_mean_over_tokens_of_each_set(finished: pathlib.Path):
+def test_validation_is_the_mean_over_tokens_of_each_set(finished):
     for m in (m for m in read_metrics(finished) if "loss" not in m):
         sets = [m["validation/chats/loss"], m["validation/texts/loss"]]
         assert m["validation/loss"] == pytest.approx(sum(sets) / 2) and sets[0] != sets[1]
@@ -147,25 +143,23 @@ def test_validation_is_the_mean_over_tokens_of_each_set(finished: pathlib.Path):
     assert losses[0] > losses[-1]
 
 
-def test_the_window_of_a_run_that_stops_by_its_loss_continues(arguments: list[str], tmp_path: pathlib.Path):
+def test_the_window_of_a_run_that_stops_by_its_loss_continues(flags, tmp_path):
     """Of 10 steps, the last 3 are repeated."""
-    flags = [*arguments, "--num-trainers", 1, "--num-steps", 20, "--stop-at-loss", 99, "--validation.interval", 0]
-    flags += ["--run-dir", tmp_path / "run", "--checkpoint.interval", 7]
-    flags += ["--too-long", "truncate", "--max-sequence-tokens", 28]
-    run_python("train_sft.py", *flags)
+    flags = f"{flags} --num-trainers 1 --num-steps 20 --stop-at-loss 99 --validation.interval 0"
+    flags += f" --run-dir {tmp_path}/run --checkpoint.interval 7 --too-long truncate --max-sequence-tokens 28"
+    run_python("train_sft.py", "configs/toy_sft.py", flags)
     steps = read_metrics(tmp_path / "run")
     # of 15 rows drawn in three steps, 10 are chats, of which more than half are longer than 28 tokens
     assert 0.2 < sum(m["data/truncated_frac"] for m in steps) / len(steps) < 0.6
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000010")
-    assert "starting at step 7" in run_python("train_sft.py", *flags, "--resume")
+    assert "starting at step 7" in run_python("train_sft.py", "configs/toy_sft.py", flags, "--resume")
     assert [m["step"] for m in read_metrics(tmp_path / "run")] == [m["step"] for m in steps] == [*range(1, 11)]
 
 
-def test_show_prints_examples_and_stops(arguments: list[str], tmp_path: pathlib.Path, capsys):
+def test_show_prints_examples_and_stops(flags, tmp_path, capsys):
     with pytest.raises(SystemExit, match="0"):
-        train_sft.main(
-            load(SFTConfig, "", [*arguments, "--dry-run", "--show", "2", "--run-dir", str(tmp_path / "run")])
-        )
+        words = f"configs/toy_sft.py {flags} --dry-run --show 2 --run-dir {tmp_path}/run".split()
+        train_sft.main(load(SFTConfig, "", words))
     output = capsys.readouterr().out
     assert "example 3" not in output
     assert "example 2: 8 tokens, 7 of them labels" in output and "802+849<eos>" in output
@@ -173,16 +167,12 @@ def test_show_prints_examples_and_stops(arguments: list[str], tmp_path: pathlib.
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_first_losses_and_gradient_norms_equal_a_plain_transformers_loop(
-    name: str, model: pathlib.Path, tmp_path: pathlib.Path
-):
+def test_first_losses_and_gradient_norms_equal_a_plain_transformers_loop(name, model, tmp_path):
     """3 steps of 4 rows in their order, on 2 ranks in packed rows, against one sequence at a time."""
-    flags = ["configs/toy_sft.py", "--model.path", model, "--data.path", ROWS, "--data.no-shuffle"]
-    flags += ["--sequences-per-step", 4]
-    flags += ["--num-steps", 3, "--num-trainers", 2, "--trainer.micro-batch-tokens", 64, "--checkpoint.no-export"]
-    flags += ["--trainer.max-grad-norm", 0.5, "--trainer.weight-decay", 0.1, "--run-dir", tmp_path / "run"]
-    flags += ["--trainer.optimizer", name]
-    torchrun("train_sft.py", *flags, nproc=2)
+    rows = f"--data.path {ROWS} --data.no-shuffle --sequences-per-step 4 --num-steps 3 --checkpoint.no-export"
+    ranks = f"--model.path {model} --num-trainers 2 --trainer.micro-batch-tokens 64"
+    optimizer = f"--trainer.optimizer {name} --trainer.max-grad-norm 0.5 --trainer.weight-decay 0.1"
+    run_sft(tmp_path / "run", rows, ranks, optimizer, nproc=2)
     measured = [(m["loss"], m["grad_norm"]) for m in read_metrics(tmp_path / "run")]
 
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -1,15 +1,14 @@
 """A run that is asked to stop, or whose rank is killed, ends with the metrics of an undisturbed run."""
 
-import json
 import pathlib
 import re
-import socket
 
 import pytest
 
 from configs.examples import toys
-from tests.e2e.runs import TINY, read_metrics, without_clocks
-from tests.torchrun import ROOT, finish, run_torchrun, start_python, start_torchrun, torchrun
+from tests import write_lines
+from tests.e2e.runs import ONE_RANK, TINY, read_metrics, without_clocks
+from tests.torchrun import ROOT, finish, run_torchrun, start_python, start_torchrun, torchrun, two_nodes
 
 NUM_STEPS = 6
 # After its third step, and once in the life of the folder, rank 1 gets a signal.
@@ -54,17 +53,16 @@ stopping.ask_to_stop = ask_and_tell
 
 
 @pytest.fixture(scope="module")
-def flags(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in toys.addition("train")[:20]))
-    flags = ["--model.path", model, "--data.path", rows, "--sequences-per-step", 6, "--num-steps", NUM_STEPS]
-    return [*flags, "--checkpoint.interval", 2, "--metrics.no-tensorboard", "--checkpoint.no-export"]
+def flags(model, tmp_path_factory) -> str:
+    rows = write_lines(tmp_path_factory.mktemp("rows") / "rows.jsonl", toys.addition("train")[:20])
+    flags = f"--model.path {model} --data.path {rows} --sequences-per-step 6 --num-steps {NUM_STEPS}"
+    return f"{flags} --checkpoint.interval 2 --metrics.no-tensorboard --checkpoint.no-export"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(flags: list[object], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def undisturbed(flags, tmp_path_factory) -> list[dict]:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    output = torchrun("train_sft.py", "configs/toy_sft.py", *flags, "--run-dir", run_dir, nproc=2)
+    output = torchrun("train_sft.py", "configs/toy_sft.py", flags, f"--run-dir {run_dir}", nproc=2)
     # the last line of a finished run, and nothing behind it
     assert output.splitlines()[-1] == f"done; everything is in {run_dir}"
     return numbers(run_dir)
@@ -80,10 +78,10 @@ def recipe(folder: pathlib.Path, signal: str, rank: int) -> pathlib.Path:
     return path
 
 
-def test_sigterm_saves_and_resume_continues(flags, undisturbed, tmp_path: pathlib.Path):
+def test_sigterm_saves_and_resume_continues(flags, undisturbed, tmp_path):
     """SIGTERM at rank 1 in step 3: saved after a step that no interval asked for, exit code 0."""
     run_dir = tmp_path / "run"
-    arguments = (recipe(tmp_path, "SIGTERM", 1), *flags, "--run-dir", run_dir)
+    arguments = (recipe(tmp_path, "SIGTERM", 1), flags, f"--run-dir {run_dir}")
     output = torchrun("train_sft.py", *arguments, nproc=2)
     last = output.splitlines()[-1]
     assert last.startswith(f"stopped by SIGTERM, saved after step 3; everything is in {run_dir}, continue with ")
@@ -93,15 +91,11 @@ def test_sigterm_saves_and_resume_continues(flags, undisturbed, tmp_path: pathli
     assert numbers(run_dir) == undisturbed
 
 
-def test_two_nodes_restart_after_a_kill(flags, undisturbed, tmp_path: pathlib.Path):
+def test_two_nodes_restart_after_a_kill(flags, undisturbed, tmp_path):
     """Two agents, of which only one counts the failure: the first restart of all ranks succeeds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    rendezvous = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=restart", "--nnodes=2")
     run_dir = tmp_path / "run"
-    arguments = (recipe(tmp_path, "SIGKILL", 1), *flags, "--run-dir", run_dir, "--resume")
-    launcher = (*rendezvous, "--max_restarts=1")
+    arguments = (recipe(tmp_path, "SIGKILL", 1), flags, f"--run-dir {run_dir} --resume")
+    launcher = (*two_nodes(tmp_path), "--max_restarts=1")
     nodes = [start_torchrun("train_sft.py", *arguments, nproc=1, launcher=launcher) for _ in range(2)]
     outputs = []
     for node in nodes:
@@ -112,14 +106,13 @@ def test_two_nodes_restart_after_a_kill(flags, undisturbed, tmp_path: pathlib.Pa
     assert numbers(run_dir) == undisturbed
 
 
-def test_ctrl_c_without_torchrun(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_ctrl_c_without_torchrun(model, tmp_path):
     """GRPO in one process: it saves, says how to go on, and the exit code is that of an interrupted program."""
     path = tmp_path / "recipe.py"
     text = RECIPE.replace("configs/toy_sft.py", TINY).replace("SFTConfig", "GRPOConfig")
     path.write_text(text.format(marker=str(tmp_path / "marker"), signal="SIGINT", rank="0"))
-    layout = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0)
-    run = ("--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 1000)
-    process = start_python(ROOT / "train_grpo.py", path, *layout, *run)
+    flags = f"{ONE_RANK} --model.path {model} --run-dir {tmp_path}/run --num-steps 1000"
+    process = start_python(ROOT / "train_grpo.py", path, flags)
     result = finish(process)
     assert result.returncode == 130, result.stdout
     assert "SIGINT: the run stops when this step is done and saved" in result.stdout
@@ -129,14 +122,14 @@ def test_ctrl_c_without_torchrun(model: pathlib.Path, tmp_path: pathlib.Path):
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_the_stop_file(flags, tmp_path: pathlib.Path):
+def test_the_stop_file(flags, tmp_path):
     """Written while models load, or left by a run before this one."""
     run_dir = tmp_path / "run"
     text = recipe(tmp_path, "SIGTERM", 0).read_text()
     text = text.replace("os.kill(os.getpid(), signal.SIGTERM)", f"pathlib.Path({str(run_dir / 'stop')!r}).touch()")
     text = text.replace("while not heard.exists()", "while False")
     (tmp_path / "recipe.py").write_text(text)
-    result = run_torchrun("train_sft.py", tmp_path / "recipe.py", *flags, "--run-dir", run_dir, nproc=2)
+    result = run_torchrun("train_sft.py", tmp_path / "recipe.py", flags, f"--run-dir {run_dir}", nproc=2)
     assert result.returncode == 0, result.stdout
     assert f"stopped by the file {run_dir}/stop, saved after step 3; " in result.stdout.splitlines()[-1]
     assert not (run_dir / "stop").exists()

@@ -3,10 +3,8 @@
 import json
 import pathlib
 
-from tests.e2e.runs import read_completions, read_metrics
-from tests.torchrun import torchrun
+from tests.e2e.runs import NO_KL, ONE_RANK, read_completions, read_metrics, run_tiny
 
-COLOCATED = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0, "--algorithm.kl-coef", 0)
 # A recipe that tells what the engine was started with
 TELLING = """
 import json
@@ -34,21 +32,20 @@ vllm_engine.start_engine = tell
 """
 
 
-def run(model: pathlib.Path, tmp_path: pathlib.Path, *flags: object, name: str = "run") -> tuple[list[dict], dict]:
+def run(model: pathlib.Path, tmp_path: pathlib.Path, *flags: object) -> tuple[list[dict], dict]:
     """Metrics of a run on one rank, and what the engine was started with."""
     (tmp_path / "telling.py").write_text(TELLING)
-    arguments = (tmp_path / "telling.py", *COLOCATED, "--model.path", model, "--run-dir", tmp_path / name, *flags)
-    output = torchrun("train_grpo.py", *arguments, nproc=1)
+    recipe = tmp_path / "telling.py"
+    output = run_tiny(model, tmp_path / "run", f"{ONE_RANK} {NO_KL} --sync-check-interval 0", *flags, recipe=recipe)
     (told,) = (json.loads(line[7:]) for line in output.splitlines() if line.startswith("engine "))
-    return read_metrics(tmp_path / name), told
+    return read_metrics(tmp_path / "run"), told
 
 
-def test_options_of_engine_and_sampling_arrive(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_options_of_engine_and_sampling_arrive(model, tmp_path):
     """At least 5 tokens, then the stop string ends a completion; a word that is not allowed never occurs."""
-    engine = ("max_num_seqs", 5, "enable_prefix_caching", "false", "num_gpu_blocks_override", 70)
-    sampling = ("--generator.sampling", "min_tokens", 5, "bad_words", '["7"]', "--generator.stop", "3", "1")
-    flags = ("--generator.engine", *engine, *sampling, "--sync-check-interval", 0)
-    metrics, told = run(model, tmp_path, *flags)
+    engine = "--generator.engine max_num_seqs 5 enable_prefix_caching false num_gpu_blocks_override 70"
+    sampling = '--generator.sampling min_tokens 5 bad_words ["7"] --generator.stop 3 1'
+    metrics, told = run(model, tmp_path, engine, sampling)
     expected = {"max_num_seqs": 5, "enable_prefix_caching": False, "num_gpu_blocks": 70, "quantization": None}
     assert told == expected
     lines = read_completions(tmp_path / "run")
@@ -61,10 +58,10 @@ def test_options_of_engine_and_sampling_arrive(model: pathlib.Path, tmp_path: pa
     assert all(m["mismatch/max"] > 1e-3 for m in metrics)
 
 
-def test_a_quantized_engine_quantizes_again_in_every_sync(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_quantized_engine_quantizes_again_in_every_sync(model, tmp_path):
     """After each sync, trainer and generator are as far apart as at the start, when vLLM quantized the folder."""
-    fp8 = ("--generator.engine", "quantization", "fp8_per_channel", "--model.dtype", "bfloat16")
-    metrics, told = run(model, tmp_path, *fp8, "--sync-check-interval", 0, "--num-steps", 4)
+    fp8 = "--generator.engine quantization fp8_per_channel --model.dtype bfloat16"
+    metrics, told = run(model, tmp_path, fp8, "--num-steps 4")
     assert told["quantization"] == "fp8_per_channel" and told["max_num_seqs"] == 16  # all of a step's completions
     at_start, *synced = (m["mismatch/mean"] for m in metrics)
     assert at_start > 0.01  # fp8 is seen

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ runpy.run_module("configs.examples.notebook", run_name="__main__")
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def core(tmp_path_factory) -> pathlib.Path:
     """The copy."""
     copy = tmp_path_factory.mktemp("core") / "project"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
@@ -45,16 +46,25 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return copy
 
 
-def test_every_module_imports_and_a_notebook_trains_by_sft_and_grpo(core: pathlib.Path):
+def test_every_module_imports_and_the_example_for_notebooks_says_what_is_true(core):
+    """It trains by SFT and GRPO in one process."""
     (core / "program.py").write_text(PROGRAM)
     output = run_python(core / "program.py", core, ROOT)
-    assert "present: []\n" in output and output.splitlines()[-1].startswith("done; ")
+    assert "present: []\n" in output
+    assert "[1.0, 0.0]\n" in output
+    assert "tensor([ 0.7070, -0.7070])" in output
+    # advantage +-0.7070: -(1.2 * 0.7070) where clipped, exp(0.5) * 0.7070 where not
+    assert len(re.findall(r"-0\.8484", output)) == len(re.findall(r" 1\.1657", output)) == 3
+    # both loops took their two steps
+    assert len(re.findall(r"^step [12]/2 ", output, re.MULTILINE)) == 4
+    assert "grad" in output
+    assert output.splitlines()[-1].startswith("done; everything is in ")  # nothing is said behind it
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize("part", ["unit", "e2e", "dist"])
-def test_the_whole_suite_of_the_core_passes(core: pathlib.Path, part: str):
+def test_the_whole_suite_of_the_core_passes(core, part):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", f"tests/{part}", "--ignore=tests/e2e/test_without_features.py"],
         cwd=core,

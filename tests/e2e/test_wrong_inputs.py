@@ -29,7 +29,7 @@ from grpo.run.session import Session
 from grpo.run.start import read_grpo
 from grpo.tools import evaluate
 from grpo.watch.failures import BadInput
-from tests.e2e.runs import RANK_0, TINY
+from tests.e2e.runs import RANK_0, TINY, split
 from tests.tiny_models import SMALL
 from tests.torchrun import ROOT, finish, run_torchrun, start_python
 
@@ -188,13 +188,13 @@ def own_traceback(screen: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def here(tmp_path_factory) -> pathlib.Path:
     return folder_of_inputs(tmp_path_factory.mktemp("wrong"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", CASES)
-def test_the_last_line_says_what_is_wrong(command: str, here: pathlib.Path, tmp_path: pathlib.Path):
+def test_the_last_line_says_what_is_wrong(command, here, tmp_path):
     result = screen_of(command, here, tmp_path / "run")
     assert result.returncode != 0 and not own_traceback(result.stdout), result.stdout
     assert re.search(CASES[command], last_words(result.stdout)), result.stdout
@@ -206,7 +206,7 @@ BY_DRY_RUN = [command for command in CASES if not any(part in command for part i
 
 
 @pytest.mark.parametrize("command", BY_DRY_RUN)
-def test_a_dry_run_says_what_is_wrong(command: str, here: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_dry_run_says_what_is_wrong(command, here, tmp_path):
     script, *words = command.format(here=here, model=here / "model", run=tmp_path / "run").split(" ")
     with pytest.raises((BadInput, ValueError)) as refused:
         if script == "train_sft.py":
@@ -221,9 +221,9 @@ def test_a_dry_run_says_what_is_wrong(command: str, here: pathlib.Path, tmp_path
 # ---- what a refused run leaves ---------------------------------------------------------------------------------------
 
 
-def start(*arguments: object) -> None:
+def start(flags: str) -> None:
     """Begin a run and end it before its first step, as rank 0 does without the other ranks."""
-    config = load(GRPOConfig, TINY, [TINY, *map(str, arguments)])
+    config = load(GRPOConfig, TINY, [TINY, *flags.split()])
     session = Session(config, "train_grpo.py", read_grpo, config.roles, RANK_0, "")
     try:
         session.read_on_driver()
@@ -231,31 +231,31 @@ def start(*arguments: object) -> None:
         session.held.close()
 
 
-def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_refused_run_overwrites_nothing(model, tmp_path):
     run = tmp_path / "run"
     os.close(begin_run(str(run), "train_grpo.py", {}, {}))
     (run / "checkpoints/step-00000001").mkdir(parents=True)
     (run / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(BadInput):
-        start("--model.path", tmp_path / "no model", "--run-dir", run, "--overwrite")
+        start(f"--model.path {tmp_path}/none --run-dir {run} --overwrite")
     assert (run / "checkpoints").is_dir() and (run / "metrics.jsonl").read_text() == "{}\n"
-    start("--model.path", model, "--run-dir", run, "--overwrite")
+    start(f"--model.path {model} --run-dir {run} --overwrite")
     assert not (run / "checkpoints/step-00000001").exists() and not (run / "metrics.jsonl").exists()
 
 
-def test_a_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_refused_run_can_be_corrected(model, tmp_path):
     """What it left is not an earlier run that the corrected one must not overwrite."""
-    long = ("--data.max-prompt-tokens", 501, "--trainer.micro-batch-tokens", 600)  # the toy model has 512 positions
+    long = "--data.max-prompt-tokens 501 --trainer.micro-batch-tokens 600"  # the toy model has 512 positions
     with pytest.raises(BadInput):
-        start("--model.path", "configs/examples/toys.py:addition_model", "--run-dir", tmp_path / "run", *long)
+        start(f"--model.path configs/examples/toys.py:addition_model --run-dir {tmp_path}/run {long}")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"initial_model"}
-    start("--model.path", model, "--run-dir", tmp_path / "run")
+    start(f"--model.path {model} --run-dir {tmp_path}/run")
 
 
-def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_evaluation_writes_into_its_own_folder_only(model, tmp_path):
     def evaluate_into(name: str) -> None:
-        flags = ("--run-dir", tmp_path / name, "--data.answer-column", "answer", "--evaluation.num-prompts", 2)
-        config = evaluate.load_config(str(model), [TINY, *map(str, flags)], num_ranks=1)
+        flags = f"--run-dir {tmp_path / name} --data.answer-column answer --evaluation.num-prompts 2"
+        config = evaluate.load_config(str(model), [TINY, *flags.split()], num_ranks=1)
         session = Session(config, "grpo.evaluate", evaluate.read, config.roles, RANK_0, "")
         try:
             session.read_on_driver()
@@ -266,7 +266,7 @@ def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_pat
     (tmp_path / "alone/evaluation.jsonl").write_text("{}\n")
     with pytest.raises(BadInput, match="alone holds an earlier run .evaluation.jsonl.*--overwrite"):
         evaluate_into("alone")
-    start("--model.path", model, "--run-dir", tmp_path / "run")
+    start(f"--model.path {model} --run-dir {tmp_path}/run")
     (tmp_path / "run/metrics.jsonl").write_text("{}\n")
     with pytest.raises(BadInput, match="run holds an earlier run .metrics.jsonl"):
         evaluate_into("run")
@@ -298,11 +298,10 @@ def test_another_number_of_processes_than_roles():
         assert part in error
 
 
-def test_a_reward_that_always_fails(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_reward_that_always_fails(model, tmp_path):
     """In the driver, when all ranks have their models; the completion is on the lines below."""
-    layout = ("--roles.num-trainers", 1, "--roles.num-references", 0, "--model.path", model)
-    flags = ("--run-dir", tmp_path / "run", "--reward.functions", f"{REWARDS}:always_raises", 1.0)
-    error = error_of(*layout, *flags, nproc=2)
+    flags = f"--model.path {model} --run-dir {tmp_path}/run --reward.functions {REWARDS}:always_raises 1"
+    error = error_of(split(1, 0, 1), flags, nproc=2)
     assert error.startswith("error: reward function ")
     for part in ("always_raises", "KeyError: 'no such thing'", "completion: '", "answer: '"):
         assert part in error

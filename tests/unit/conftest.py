@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory):
+def one_rank(tmp_path_factory):
     """A default process group of this process alone, for what is collective."""
     import torch.distributed as dist
 

@@ -1,6 +1,5 @@
 """Typical mistakes in a loss of one's own, each found by its check and by no other; the losses that are right pass."""
 
-import pathlib
 import re
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from grpo.config import PAPER_DEFAULTS
 from grpo.tools import check_loss
 from grpo.watch.failures import BadInput
+from tests import ROOT
 
 MISTAKES = """
 import torch
@@ -53,10 +53,8 @@ def failing_checks(loss: str, capsys: pytest.CaptureFixture) -> list[int]:
     return failing
 
 
-@pytest.mark.parametrize(
-    "loss", [*PAPER_DEFAULTS, str(pathlib.Path(__file__).parents[2] / "configs/examples/my_method.py:gentle")]
-)
-def test_right_losses_pass(loss: str, capsys: pytest.CaptureFixture):
+@pytest.mark.parametrize("loss", [*PAPER_DEFAULTS, str(ROOT / "configs/examples/my_method.py:gentle")])
+def test_right_losses_pass(loss, capsys):
     assert failing_checks(loss, capsys) == []
 
 
@@ -70,7 +68,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("mistake", BROKEN)
-def test_mistakes_are_found(mistake: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
+def test_mistakes_are_found(mistake, tmp_path, capsys):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     assert failing_checks(f"{tmp_path}/mistakes.py:{mistake}", capsys) == BROKEN[mistake]
 
@@ -84,7 +82,7 @@ def test_mistakes_are_found(mistake: str, tmp_path: pathlib.Path, capsys: pytest
         ("none", "has no function 'none'"),
     ],
 )
-def test_what_a_run_would_refuse_is_one_line(mistake: str, said: str, tmp_path: pathlib.Path):
+def test_what_a_run_would_refuse_is_one_line(mistake, said, tmp_path):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     with pytest.raises(BadInput, match=re.escape(said)) as refused:
         check_loss.main([f"{tmp_path}/mistakes.py:{mistake}"])
@@ -100,7 +98,7 @@ def test_options_are_written_as_for_a_run():
     assert check_loss.main([DUAL_CLIP, "--algorithm.loss-options", "bound", "2"]) == 0
 
 
-def test_help_is_no_error(capsys: pytest.CaptureFixture):
+def test_help_is_no_error(capsys):
     with pytest.raises(SystemExit) as ended:
         check_loss.main(["--help"])
     assert ended.value.code == 0 and "python -m grpo.check_loss gspo" in capsys.readouterr().out

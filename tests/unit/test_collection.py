@@ -1,10 +1,9 @@
 """Nothing that looks like a test is passed over in silence: pytest leaves out folders by name, and so does ruff."""
 
 import fnmatch
-import pathlib
 import tomllib
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests import ROOT
 
 
 def test_no_folder_of_tests_is_left_out():

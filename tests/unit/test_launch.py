@@ -15,8 +15,8 @@ import yaml
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
+from tests import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 TORCH = re.search(r"^torch==.*$", (ROOT / "requirements-cpu.txt").read_text(), re.MULTILINE)[0]
 
 # Writes its name and arguments down, fails if they match $FAILING, and makes what the real program would make.

@@ -2,11 +2,11 @@
 
 import ast
 import functools
-import pathlib
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests import ROOT
+
 # From the ground up. Modules of one layer do not know each other, except that all of them know types, config and text.
 LAYERS = (
     ("types", "config", "text"),
@@ -62,7 +62,7 @@ def test_every_folder_has_a_layer():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_go_downward(module: str):
+def test_imports_go_downward(module):
     folder = folder_of(module)
     known = {folder_of(name) for name in imports_of(module) - {DOOR} if name.startswith("grpo.")}
     higher = {other for other in known - {folder} if LAYER_OF[other] >= LAYER_OF[folder]}
@@ -86,7 +86,7 @@ def test_no_two_files_import_each_other():
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if LAYER_OF[folder_of(m)] <= 1])
-def test_the_two_lowest_layers_know_neither_engines_nor_other_ranks(module: str):
+def test_the_two_lowest_layers_know_neither_engines_nor_other_ranks(module):
     assert not [package for package in ("torch.distributed", "torchtitan", "vllm") if uses(module, package)]
     for node in ast.walk(tree_of(module)):  # torch.distributed needs no import once torch is there
         assert not (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed")

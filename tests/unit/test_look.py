@@ -11,16 +11,13 @@ from grpo.config import GRPOConfig
 from grpo.config.recipes import written_fields
 from grpo.tools.look import main
 from grpo.watch.failures import BadInput
+from tests import write_lines
 
 
 def record(step: int, reward: float | None, prompt: str = "1+1=", completion: str = "2", **more) -> dict:
     values = {"rewards": {"math_reward": reward}, "advantage": 0.5, "mismatch": None, "finish_reason": "stop"}
     values |= {"num_tokens": 2, "failures": {}, "row": 7, "columns": {"answer": 3}}
     return {"step": step, "prompt": prompt, "completion": completion, "reward": reward, **values, **more}
-
-
-def write_lines(path: pathlib.Path, records: list[dict]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 @pytest.fixture
@@ -39,8 +36,8 @@ def run_dir(tmp_path):
 def shown(run_dir, capsys):
     """What the command prints of the run."""
 
-    def show(*flags: str) -> str:
-        main([str(run_dir), *flags])
+    def show(flags: str = "") -> str:
+        main([str(run_dir), *flags.split()])
         return capsys.readouterr().out
 
     return show
@@ -55,23 +52,23 @@ REFUSED = {
 
 
 def test_a_step_or_the_latest_is_shown_sorted_by_reward_and_without_one_last(run_dir, shown):
-    assert "after step 1: 1 of 1 completions" in shown("--step", "1")
-    assert "after step 11: 4 of 4 completions" in shown("--step", "latest")
+    assert "after step 1: 1 of 1 completions" in shown("--step 1")
+    assert "after step 11: 4 of 4 completions" in shown("--step latest")
     for flags, rewards in {
         "--step 11": ["1", "0.25", "0", "none"],
         "--step 11 --worst --num 3": ["none", "0", "0.25"],
         "--step 11 --prompt a": ["1", "0.25"],
     }.items():
-        assert re.findall(r"^--- reward (\S+)", shown(*flags.split()), re.MULTILINE) == rewards
+        assert re.findall(r"^--- reward (\S+)", shown(flags), re.MULTILINE) == rewards
     for flags, message in REFUSED.items():
         with pytest.raises(BadInput, match=message):
-            shown(*flags.split())
+            shown(flags)
     with pytest.raises(BadInput, match="nowhere/completions.jsonl does not exist.*samples_interval"):
         main([str(run_dir / "nowhere"), "--step", "1"])
 
 
 def test_what_is_printed(shown):
-    out = shown("--step", "11", "--num", "1")
+    out = shown("--step 11 --num 1")
     assert "after step 11: 1 of 4 completions, highest reward first" in out
     numbers = "--- reward 1 | math_reward 1 | advantage 0.5 | mismatch none | row 7 | 2 tokens, finish reason stop"
     assert f"{numbers}\nprompt: ab\\x1b[2J\nanswer: 3\ncompletion: 2\n" in out
@@ -156,7 +153,7 @@ def test_a_damaged_line_is_named(run_dir, damage, flags):
 def test_what_is_no_number_is_shown_as_it_is(run_dir, shown):
     write_lines(run_dir / "completions.jsonl", [record(12, reward) for reward in (math.nan, "high", 0.5)])
     write_lines(run_dir / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": math.nan}])
-    assert re.findall(r"^--- reward (\S+)", shown("--step", "12"), re.MULTILINE) == ["0.5", "NaN", "high"]
+    assert re.findall(r"^--- reward (\S+)", shown("--step 12"), re.MULTILINE) == ["0.5", "NaN", "high"]
     assert re.search("reward/mean +0.5 to 0.5", shown())
 
 

@@ -9,7 +9,6 @@ difference of each loss.
 import contextlib
 import dataclasses
 import itertools
-import math
 import pathlib
 import re
 import sys
@@ -145,19 +144,6 @@ def main() -> None:
                 f"{name}, {num_ranks} ranks: {largest:.1e}; as a mean of micro-batch means {error:.1e}",
                 flush=True,
             )
-    # a step without any reward: nothing moves, not even by the optimizer's momentum, and the metrics do not say 0
-    batch = make_step(IN_ORDER)
-    batch = dataclasses.replace(batch, loss_mask_N=torch.zeros_like(batch.loss_mask_N))
-    num_steps = [state["step"].item() for state in trainer.optimizer.optimizers[0].state.values()]
-    trainer.zero_gradient()
-    metrics = StepMetrics(batch.num_sequences)
-    trainer.forward_backward(batch, objective_of(config, batch), metrics)
-    assert trainer.optimizer_step()["grad_norm"] == 0 and metrics.num_loss_tokens == 0
-    measured = metrics.means()
-    assert measured.pop("loss") == 0 and set(metrics.rollout_means(batch.rollout_S)) == {None}
-    assert 0 < measured.pop("packing/padding_frac") < 1  # known without any loss token
-    assert measured and all(math.isnan(value) for value in measured.values()), measured
-    assert num_steps == [state["step"].item() for state in trainer.optimizer.optimizers[0].state.values()]
     close_roles(roles)
 
 

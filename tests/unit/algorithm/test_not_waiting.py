@@ -10,13 +10,10 @@ import pytest
 import torch
 import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
 from grpo.data.batches import make_batch
-from grpo.data.layout import plan
 from grpo.metrics import StepMetrics
-from grpo.models.attention import document_masks
 from grpo.models.families import titan_config
 from grpo.types import KeptIds, MicroBatch, TrainBatch
 from tests.rollouts import sequence
@@ -63,17 +60,6 @@ def test_the_objective_and_its_metrics_do_not_wait_for_the_device(changes):
         assert logprobs_BT.grad.shape == (1, 17) and "mismatch/mean" in measured
         with pytest.raises(DataDependentOutputException):
             metrics.reduce(None)  # so this test can fail
-
-
-@pytest.mark.parametrize("num_ranks, row_length", [(1, 16), (1, 17), (4, 300)])
-def test_documents_are_those_that_torchtitan_finds_in_positions(num_ranks, row_length):
-    """Of a row with several sequences, with padding behind it, and of one of padding alone: a rank has nothing."""
-    layout = plan(step(), num_ranks, 17, row_length, share_prompts=False)
-    (micro,) = layout.micro_batches(num_ranks - 1)
-    found, wanted = document_masks(micro), create_varlen_metadata_for_document(micro.positions_BT)
-    for bounds in (found.cu_seq_q, found.cu_seq_k):
-        assert bounds.tolist() == wanted.cu_seq_q.tolist() and bounds.dtype == wanted.cu_seq_q.dtype
-    assert (found.max_q, found.max_k) == (wanted.max_q, wanted.max_k)
 
 
 @pytest.mark.parametrize("shares", [False, True])

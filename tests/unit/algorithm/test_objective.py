@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import pathlib
 
 import pytest
 import torch
@@ -116,7 +115,7 @@ def test_the_correction_weighs_the_policy_against_the_generator(old_logprobs, ol
     assert gradient == pytest.approx([-factor / 2] * 2, rel=1e-5)
 
 
-def test_a_loss_of_ones_own_may_log_active_frac_as_numbers(tmp_path: pathlib.Path):
+def test_a_loss_of_ones_own_may_log_active_frac_as_numbers(tmp_path):
     (tmp_path / "loss.py").write_text(
         "def f(x, config):\n    loss = -x.logprobs_BT\n    return loss, {'active_frac': loss.detach() * 0 + 0.5}\n"
     )
@@ -124,7 +123,7 @@ def test_a_loss_of_ones_own_may_log_active_frac_as_numbers(tmp_path: pathlib.Pat
     assert metrics["loss/active_frac"] == [0.5, 0]
 
 
-def test_what_a_loss_says_of_other_positions_does_not_count(tmp_path: pathlib.Path):
+def test_what_a_loss_says_of_other_positions_does_not_count(tmp_path):
     (tmp_path / "loss.py").write_text("def f(x, config):\n    return 1 - x.logprobs_BT, {}\n")
     loss, _, _ = step(AlgorithmConfig(loss=f"{tmp_path}/loss.py:f", importance_correction="none"))
     assert loss == ((1 + 1) + (1 + 2)) / 2

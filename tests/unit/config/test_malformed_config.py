@@ -1,7 +1,6 @@
 """Whatever a recipe, a flag or a user's file says: it is taken, or refused by one line that names it."""
 
 import math
-import pathlib
 
 import pytest
 
@@ -18,7 +17,7 @@ ODD_VALUES = (None, True, -1, HUGE, math.nan, math.inf, "", "x", "\ud800", (), (
 
 
 @pytest.mark.parametrize("config", [GRPOConfig(), SFTConfig()], ids=["grpo", "sft"])
-def test_any_field_takes_an_odd_value_or_names_it(config: GRPOConfig | SFTConfig):
+def test_any_field_takes_an_odd_value_or_names_it(config):
     """Each field with each value; what fits its type and bounds may still be refused for what it means."""
     num_refused = 0
     for path in field_paths(config):
@@ -52,7 +51,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_file_that_is_no_recipe(name: str, tmp_path: pathlib.Path):
+def test_a_file_that_is_no_recipe(name, tmp_path):
     content, said = RECIPES[name]
     (tmp_path / "mine.py").write_bytes(content)
     with pytest.raises(ValueError) as refused:
@@ -72,7 +71,7 @@ NO_FILES = ("", ":", "f", "file.py:", "file.txt:f", "no.py:f")
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "bind" not in FUNCTIONS[name][1]])
-def test_a_file_without_the_function(name: str, tmp_path: pathlib.Path):
+def test_a_file_without_the_function(name, tmp_path):
     content, said = FUNCTIONS[name]
     path = tmp_path / "mine.py"
     path.write_bytes(content)
@@ -83,7 +82,7 @@ def test_a_file_without_the_function(name: str, tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize("spec", NO_FILES)
-def test_what_names_no_function(spec: str):
+def test_what_names_no_function(spec):
     with pytest.raises(ValueError, match="^loss ") as refused:
         load_function(spec, "loss")
     assert "\n" not in str(refused.value)
@@ -113,7 +112,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-def test_flags_that_are_none(flags: str):
+def test_flags_that_are_none(flags):
     """One line that names the flag or field."""
     with pytest.raises(ValueError) as refused:
         load(GRPOConfig, "", ["tests/e2e/tiny.py", *flags.split(" ")])

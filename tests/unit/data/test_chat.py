@@ -111,7 +111,7 @@ def test_an_argument_that_the_template_does_not_read_is_said(template, more, unr
 
 
 @pytest.mark.parametrize(("template", "fields", "opened", "said"), PROMPTS)
-def test_what_prompts_have_or_lack_is_said(template: str, fields: dict, opened: str, said: str):
+def test_what_prompts_have_or_lack_is_said(template, fields, opened, said):
     found, notes = look_at_prompt(tokenizer_with(template), DataConfig(**fields))
     assert found == opened and len(notes) == bool(said)
     assert all(note.startswith(said) for note in notes)

@@ -14,6 +14,7 @@ from grpo.data.prepare import encode_sources, load_sources
 from grpo.data.streams import PromptStream
 from grpo.data.turns import tokenize, write_prompt
 from grpo.run.saved import Saved, begin_to_read, resume_data
+from tests import write_lines
 
 # One token per word; the template writes "<role> content .." and, for the generation prompt, "<assistant>".
 WORDS = ["<unk>", "<eos>", "<system>", "<user>", "<assistant>", "<nothink>", "Be", "brief", "add", "yes"]
@@ -45,8 +46,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def write_rows(path: pathlib.Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_lines(path, rows))
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ def random_layout(draw: random.Random) -> Layout:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_rows_hold_what_a_plain_writing_of_them_holds(seed: int):
+def test_rows_hold_what_a_plain_writing_of_them_holds(seed):
     """All fields of all ranks; each sequence in one row; what counts is scored in one stretch, over its kept ids."""
     torch.manual_seed(seed)
     layout = random_layout(random.Random(seed))

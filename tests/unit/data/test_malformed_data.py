@@ -121,7 +121,7 @@ CASES += [("Alpaca", "input", what) for what in ("a whole number", "true", "a ta
 
 
 @pytest.mark.parametrize("row_format, column, what", CASES)
-def test_a_row_with_one_bad_value(row_format: str, column: str, what: str, tokenizer):
+def test_a_row_with_one_bad_value(row_format, column, what, tokenizer):
     value = BAD_TEXTS[what]
     row = EVERY_ROW[row_format] | {column: value}
     if value is ABSENT:
@@ -134,7 +134,7 @@ def test_a_row_with_one_bad_value(row_format: str, column: str, what: str, token
     max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_any_json_is_used_or_refused_with_a_reason(data: st.DataObject, tokenizer):
+def test_any_json_is_used_or_refused_with_a_reason(data, tokenizer):
     row_format = data.draw(st.sampled_from(sorted(EVERY_ROW)))
     row = EVERY_ROW[row_format]
     column = data.draw(st.sampled_from(sorted(row)))
@@ -184,7 +184,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_cannot_be_read(name: str, tokenizer, tmp_path: pathlib.Path):
+def test_a_file_that_cannot_be_read(name, tokenizer, tmp_path):
     ending, content, said = BAD_FILES[name]
     path = tmp_path / f"rows{ending}"
     path.write_bytes(content)

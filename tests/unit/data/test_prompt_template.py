@@ -21,7 +21,7 @@ def data(template: str, system_prompt: str = "", **fields) -> DataConfig:
 
 
 @pytest.fixture
-def base(tmp_path: pathlib.Path) -> str:
+def base(tmp_path) -> str:
     """Folder of a tokenizer of words that begins every text with <bos> and has no chat template."""
     return save_base(tmp_path / "base", "<bos> $A")
 

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import pathlib
 import re
 
 import datasets
@@ -11,6 +12,7 @@ from grpo.config import DataConfig
 from grpo.data.encode import EncodedRows, Encoder
 from grpo.data.prepare import encode_sources, load_chat_sources
 from grpo.data.rows import BadRow, ChatColumns, Example, TableRow, column_of, detect_format, read_chat, row_reader
+from tests import write_lines
 from tests.unit.data.test_data import prepared, word_tokenizer
 
 GOOD = {"question": "1+2", "answer": "3"}
@@ -29,9 +31,7 @@ def written(rows: tuple[dict, ...], table: bool, name: str = "f") -> str:
     if table:
         datasets.Dataset.from_list(list(rows)).to_parquet(f"{name}.parquet")
         return f"{name}.parquet"
-    with open(f"{name}.jsonl", "w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    return f"{name}.jsonl"
+    return str(write_lines(pathlib.Path(f"{name}.jsonl"), rows))
 
 
 def prompts(*rows: dict, table: bool = False, name: str = "f", **fields) -> EncodedRows:
@@ -86,7 +86,7 @@ ALPACA = {"instruction": "1+1?", "output": "two"}
         ({"messages": [USER | {"content": [{"text": "1+1?"}, {"text": "Now"}]}]}, [USER | {"content": "1+1?\nNow"}]),
     ],
 )
-def test_rows_with_turns(row: dict, chat: list[dict]):
+def test_rows_with_turns(row, chat):
     assert chat_of(row) == Example(chat=chat)
 
 
@@ -118,7 +118,7 @@ DEEP = json.loads("[" * 900 + '"\\ud800"' + "]" * 900)
         ({"instruction": "i", "answer": "a"}, "instruction, answer .* question and answer, .*messages, .*output, .*te"),
     ],
 )
-def test_chats_of_other_shapes_are_refused_with_the_way_out(row: dict, message: str):
+def test_chats_of_other_shapes_are_refused_with_the_way_out(row, message):
     with pytest.raises(BadRow, match=message):
         chat_of(row)
 
@@ -163,7 +163,7 @@ def test_nulls_of_a_table_are_left_out_and_those_of_json_stay():
 
 
 @pytest.mark.parametrize("table", [False, True])
-def test_a_column_that_no_row_has(table: bool):
+def test_a_column_that_no_row_has(table):
     row = GOOD | {"reward_model": {"ground_truth": "3", "style": "rule"}, "tools": ["x"]}
     for field, missing in (("prompt_column", "prompt"), ("answer_column", "reward_model.x"), ("tools_column", "t")):
         message = f"^column '{missing}' is missing in f.*columns there: .*reward_model"

@@ -11,8 +11,7 @@ from grpo.config import DataConfig, EvaluationConfig
 from grpo.config.values import Source, parse_source
 from grpo.data import sources
 from grpo.data.sources import load_rows
-
-ROOT = pathlib.Path(__file__).parents[3]
+from tests import ROOT, write_lines
 
 
 def rows_of(path: object, split: str = "train") -> list[dict]:
@@ -101,13 +100,13 @@ def asked_for(files: dict[str, bytes], what: str, folder: pathlib.Path) -> list[
 
 
 @pytest.mark.parametrize("name", READ)
-def test_files_are_read(name: str, tmp_path):
+def test_files_are_read(name, tmp_path):
     files, what, rows = READ[name]
     assert asked_for(files, what, tmp_path) == rows
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused(name: str, tmp_path):
+def test_what_cannot_be_read_is_refused(name, tmp_path):
     files, what, word = REFUSED[name]
     with pytest.raises((ValueError, FileNotFoundError), match=word):
         asked_for(files, what, tmp_path)
@@ -193,7 +192,7 @@ def test_the_stream_of_the_page_is_read_as_far_as_needed_and_again_the_same(tmp_
     _, _, block = (ROOT / "docs/rows-from-functions.md").read_text().partition("## A stream")
     (tmp_path / "my_stream.py").write_text(block.split("```python\n")[1].split("```")[0])
     rows = [{"question": "long" * 1000 if n % 10 == 0 else f"What is {n}?", "answer": n} for n in range(3000)]
-    (tmp_path / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "large.jsonl", rows)
     answers = [row["answer"] for row in rows_of("my_stream.py:rows:train[:300]")]
     assert len(set(answers)) == 300 and not any(answer % 10 == 0 for answer in answers) and answers != sorted(answers)
     assert [row["answer"] for row in rows_of("my_stream.py:rows:train[100:300]")] == answers[100:]

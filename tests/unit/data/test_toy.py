@@ -14,19 +14,6 @@ TOYS = "configs/examples/toys.py"
 TEXTS = ["Natalia sold 48/2 = 24 clips in May.", "She sold 48+24 = 72 clips altogether in April and May.\n#### 72"] * 3
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "completion"),
-    [
-        (70, 98, "<think>088;796;</think><answer>168</answer>"),
-        (10, 10, "<think>000;112;</think><answer>20</answer>"),
-        (999, 1, "<think>910;900;900;</think><answer>1000</answer>"),  # 9 + 1 = 10, then 9 + 0 + 1 twice
-    ],
-)
-def test_addition_row_by_hand(a: int, b: int, completion: str):
-    row = {"question": f"{a}+{b}", "answer": str(a + b), "completion": completion}
-    assert toys.addition_row(a, b) == row
-
-
 def test_addition_rows_are_right_distinct_disjoint_and_fixed():
     train, test = toys.addition("train"), toys.addition("test")
     pairs = [[*map(int, row["question"].split("+"))] for row in train + test]
@@ -45,15 +32,6 @@ def test_a_model_from_a_function_and_one_that_cannot_be_built(tmp_path):
     with pytest.raises(ValueError, match="no function 'chess'; functions there: model"):
         initial_model.build_model(f"{tmp_path}/mine.py:chess", tmp_path, [], seed=0)
     assert initial_model.build_model("some/model", "unused", [], seed=0) == "some/model"
-
-
-@pytest.mark.parametrize("tokenizer", [toys.addition_tokenizer(), toys.trained_tokenizer(TEXTS, vocab_size=300)])
-def test_tags_are_single_tokens_that_decode_keeps(tokenizer):
-    for tag in toys.TAGS:
-        (token,) = tokenizer.encode(tag)
-        assert tokenizer.decode([token, tokenizer.eos_token_id], skip_special_tokens=True) == tag
-    text = "70+98=<think>088;796;</think><answer>168</answer>"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_model_folders_load_in_transformers_and_follow_from_the_seed(tmp_path):

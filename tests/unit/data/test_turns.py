@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import pathlib
 from contextlib import nullcontext
 
 import pytest
@@ -17,6 +16,7 @@ from grpo.data.chat import Refused
 from grpo.data.encode import Encoder, RowStatus
 from grpo.data.rows import Example
 from grpo.data.turns import SWITCHES, end_of_turn, tokenize, write_example, write_prompt
+from tests import ROOT
 from tests.unit.data.test_data import encode_prompt
 
 DATA = DataConfig(system_prompt="")
@@ -157,7 +157,7 @@ def test_masks_by_hand(family, train_on):
         (CHATML + "{% if tools %}{% generation %}{% endgeneration %}{% endif %}", DATA, None),  # marks nothing here
     ],
 )
-def test_the_token_that_ends_a_turn(template: str, data: DataConfig, end: str | None):
+def test_the_token_that_ends_a_turn(template, data, end):
     tokenizer = tokenizer_for(template, "<eos>")
     found = end_of_turn(tokenizer, data)
     assert found == (end and tokenizer.convert_tokens_to_ids(end))
@@ -171,7 +171,7 @@ def test_generation_markers_give_the_same_as_prefixes(family, end_inside, train_
     assert encoded(tokenizer, TALK, train_on) == BY_HAND[family, train_on]
 
 
-QWEN3_CHAT = pathlib.Path(__file__).parents[3] / "configs/examples/qwen3_chat.jinja"
+QWEN3_CHAT = ROOT / "configs/examples/qwen3_chat.jinja"
 
 
 def test_qwen3_learns_every_turn_of_a_chat_as_if_it_were_the_last():
@@ -245,7 +245,7 @@ def test_markers_in_two_places_of_a_turn():
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
-def test_the_end_of_the_prompt_within_markers_is_no_label(train_on: str):
+def test_the_end_of_the_prompt_within_markers_is_no_label(train_on):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}{% generation %}"
         "{{ '\n' + m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}{{ '\n' + m.content }}<|im_end|>\n"
@@ -288,7 +288,7 @@ ADD = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
         (FIRST_CALL_ALONE, [USER, TWO_CALLS], "assistant", "tool_calls of message 2"),
     ],
 )
-def test_a_label_that_the_template_does_not_write_is_refused(template, chat: list[dict], train_on: str, entry: str):
+def test_a_label_that_the_template_does_not_write_is_refused(template, chat, train_on, entry):
     """A model would learn to say less than its data, nothing in place of a call."""
     with pytest.raises(Refused, match=f"leaves out {entry}.*prompt_template FILE.jinja"):
         encoded(tokenizer_for(template, "<|im_end|>"), chat, train_on, tools=ADD if template == WITH_TOOLS else None)
@@ -325,7 +325,7 @@ def test_turns_that_end_at_the_marker_of_the_next_role_learn_no_end():
 
 @pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("template", [CHATML, marked_template("chatml", True)], ids=["chatml", "marked"])
-def test_a_message_that_is_not_to_be_learned_is_context(template: str, name: str):
+def test_a_message_that_is_not_to_be_learned_is_context(template, name):
     """Of two turns one is learned; what comes behind the last learned one is left out."""
     tokenizer, off = tokenizer_for(template, "<|im_end|>"), {name: 0}
     user, first, more, second = TALK[1:5]
@@ -383,7 +383,7 @@ def test_a_template_that_is_not_prefix_stable():
         ),
     ],
 )
-def test_what_the_template_refuses_is_told_in_one_line(template: str, message: str):
+def test_what_the_template_refuses_is_told_in_one_line(template, message):
     for train_on in ("assistant", "last"):
         with pytest.raises(Refused, match=message) as refused:
             encoded(tokenizer_for(template, "<eos>"), TALK[:3], train_on)

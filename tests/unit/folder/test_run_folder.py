@@ -18,9 +18,9 @@ from grpo.folder import run_folder
 from grpo.folder.run_folder import RUN_FILES, begin_run, check_run_folder, read_marker
 from grpo.report.log import RunLog, drop_steps_after
 from grpo.text import replace_file
+from tests import ROOT
 from tests.unit.folder.room import largest_file
 
-ROOT = pathlib.Path(__file__).parents[3]
 GRPO, SFT = "train_grpo.py", "train_sft.py"
 
 

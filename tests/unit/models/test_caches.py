@@ -1,7 +1,6 @@
 """Where compiled code is kept."""
 
 import os
-import pathlib
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ OWN_VARIABLES = (*CACHES, CACHE_VARIABLE, ENABLED)
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pytest.MonkeyPatch:
+def environment(monkeypatch, tmp_path) -> pytest.MonkeyPatch:
     """None of the variables set, and a home of its own."""
     for name in OWN_VARIABLES:
         monkeypatch.setenv(name, "")  # so that what is set later is undone, too

@@ -22,7 +22,7 @@ EXPERTS = QWEN3_MOE["num_experts"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory) -> str:
     return make_tiny(tmp_path_factory.mktemp("moe"), "moe")
 
 
@@ -31,7 +31,7 @@ def model_of(folder: str) -> ShardedModel:
     return build_model(ModelConfig(dtype="float32"), trainer, folder, device=torch.device("cpu"), tensor_parallel=1)
 
 
-def test_an_exported_folder_is_the_one_it_came_from(folder: str, tmp_path: pathlib.Path):
+def test_an_exported_folder_is_the_one_it_came_from(folder, tmp_path):
     """To the last bit, a matrix for each expert, which transformers loads whole; config.json says the same.
 
     Whoever may read config.json may read the weights too.
@@ -49,7 +49,7 @@ def test_an_exported_folder_is_the_one_it_came_from(folder: str, tmp_path: pathl
     assert permissions["model.safetensors"] == permissions["config.json"]
 
 
-def test_experts_take_no_adapters(folder: str):
+def test_experts_take_no_adapters(folder):
     """All targets, the default, are all that the model has; one by name that it lacks is refused."""
     hf = read_hf_config(folder)
     paths = [f"attention.{name}" for name in ("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo")]
@@ -59,7 +59,7 @@ def test_experts_take_no_adapters(folder: str):
         adapted_paths(hf, TrainerConfig(lora_rank=4, lora_targets=("q_proj", "up_proj", "down_proj")))
 
 
-def test_the_files_of_a_folder_may_have_any_names(folder: str, tmp_path: pathlib.Path):
+def test_the_files_of_a_folder_may_have_any_names(folder, tmp_path):
     """torchtitan's own reader of the index wants a number in each name."""
     split = tmp_path / "split"
     shutil.copytree(folder, split)
@@ -75,7 +75,7 @@ def test_the_files_of_a_folder_may_have_any_names(folder: str, tmp_path: pathlib
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
-def test_experts_are_not_updated_by_muon(folder: str):
+def test_experts_are_not_updated_by_muon(folder):
     """Muon orthogonalizes one matrix, and experts are stacked; so they are refused, and AdamW is named."""
     trainer = TrainerConfig(optimizer="muon")
     config = SFTConfig(model=ModelConfig(path=folder), trainer=trainer, max_sequence_tokens=64)

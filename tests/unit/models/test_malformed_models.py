@@ -22,13 +22,13 @@ MOST_CHARACTERS = 1500  # of a message
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def good(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("good") / "model"
     return toys.make_model(folder, toys.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 2048})
 
 
 @pytest.fixture
-def folder(good: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(good, tmp_path) -> pathlib.Path:
     """A copy of it to be spoiled."""
     return shutil.copytree(good, tmp_path / "model")
 
@@ -50,7 +50,7 @@ def refusal(folder: pathlib.Path, **data) -> str:
     return message
 
 
-def test_the_folder_that_the_others_are_copies_of(good: pathlib.Path):
+def test_the_folder_that_the_others_are_copies_of(good):
     open_folder(good)
 
 
@@ -70,7 +70,7 @@ FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safete
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("what", GARBAGE)
-def test_a_file_of_something_else(name: str, what: str, folder: pathlib.Path):
+def test_a_file_of_something_else(name, what, folder):
     path = folder / name
     content = GARBAGE[what]
     if content is None:
@@ -181,13 +181,13 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_folder_with_one_thing_wrong(name: str, folder: pathlib.Path):
+def test_a_folder_with_one_thing_wrong(name, folder):
     spoil, said = SPOILED[name]
     spoil(folder)
     assert re.search(re.escape(said).replace(r"\.\*", ".*"), refusal(folder))
 
 
-def test_tensors_that_are_not_read_are_named(folder: pathlib.Path, capsys):
+def test_tensors_that_are_not_read_are_named(folder, capsys):
     bias, computed = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.rotary_emb.inv_freq"
     more = {bias: torch.ones(64), computed: torch.ones(8)}
     set_tensors(lambda tensors: tensors.update(more | {HEAD: tensors[EMBEDDING].clone()}))(folder)
@@ -199,7 +199,7 @@ def test_tensors_that_are_not_read_are_named(folder: pathlib.Path, capsys):
     ]
 
 
-def test_a_tensor_in_the_files_of_two_saves(folder: pathlib.Path):
+def test_a_tensor_in_the_files_of_two_saves(folder):
     shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
     message = refusal(folder)
     assert "in model-00001-of-00001.safetensors and in model.safetensors" in message, message
@@ -221,13 +221,13 @@ SLOW = ("an include",)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in TEMPLATES]
 )
-def test_a_chat_template_that_fails(name: str, folder: pathlib.Path):
+def test_a_chat_template_that_fails(name, folder):
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])
     assert "chat template" in refusal(folder)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe{{ messages }}", b"\0\0\0\0"])
-def test_a_template_file_of_something_else(content: bytes, good: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_template_file_of_something_else(content, good, tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_bytes(content)
     with pytest.raises(BadInput, match="mine.jinja") as refused:

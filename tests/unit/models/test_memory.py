@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pathlib
 import re
 import shlex
 
@@ -14,6 +13,7 @@ from grpo.config.checks import describe_roles
 from grpo.config.recipes import load, load_recipe
 from grpo.run.command_line import DEFAULT_RECIPES
 from grpo.run.machine import MARGIN_FRAC, PROCESS_GIB, Device, Needs, Sizes, decide, fit_engine, largest_row, sizes_of
+from tests import ROOT
 from tests.unit.models.test_hf_folder import (
     GEMMA3_1B,
     LLAMA3_1_8B,
@@ -27,7 +27,7 @@ from tests.unit.models.test_hf_folder import (
 )
 from tests.unit.test_readme import table
 
-ROOT = pathlib.Path(__file__).parents[3]
+KL = "--algorithm.kl-coef 0.1"
 GPU_GIB = 79.2  # of an H100, of 80 GB
 GIB = 2**30
 QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
@@ -58,8 +58,8 @@ def needs(raw: dict, config: c.GRPOConfig | c.SFTConfig, **frozen: dict) -> Need
 
 
 @functools.cache
-def config_of(*flags: object) -> c.GRPOConfig:
-    return load(c.GRPOConfig, DEFAULT_RECIPES[c.GRPOConfig], [str(flag) for flag in flags])
+def config_of(flags: str = "") -> c.GRPOConfig:
+    return load(c.GRPOConfig, DEFAULT_RECIPES[c.GRPOConfig], flags.split())
 
 
 def decided(raw: dict, config: c.GRPOConfig | c.SFTConfig, gpu_gib: float | None) -> Needs:
@@ -83,9 +83,8 @@ PUBLISHED = {  # number of parameters as the hub counts them
 
 
 def test_a_reference_that_moves_is_held_in_float32():
-    config = config_of("--algorithm.kl-coef", 0.1)
-    moving = config_of("--algorithm.kl-coef", 0.1, "--algorithm.reference-interval", 5)
-    held = [needs(QWEN3_1_7B, one).beside(num_ranks=1)["reference"] for one in (config, moving)]
+    moving = f"{KL} --algorithm.reference-interval 5"
+    held = [needs(QWEN3_1_7B, config_of(flags)).beside(num_ranks=1)["reference"] for flags in (KL, moving)]
     assert held[1] == pytest.approx(2 * held[0])
 
 
@@ -99,26 +98,27 @@ def test_number_of_parameters_is_the_published_one(name):
 # chunks of 4,096. The last two are of earlier code: off them goes the table of positions that each layer had of its own
 # then. All but Qwen3-4B's are of a time when a trained LM head held its last chunk's gradient for too long (1.2 GiB).
 OLD_TABLE = 40960 * 256 * 4 / 2**30
-LORA_8B = {"activation_checkpointing": "none", "lora_rank": 16, "micro_batch_tokens": 8192}
+LORA_16 = {"lora_rank": 16}
+HALF = {"micro_batch_tokens": 8192}
 MEASURED = {
-    "Qwen3-1.7B, nothing recomputed": (QWEN3_1_7B, 1, {"activation_checkpointing": "none"}, 68.3),
-    "Qwen3-1.7B, logits": (QWEN3_1_7B, 1, {"activation_checkpointing": "logits"}, 66.0),
-    "Qwen3-1.7B, LoRA": (QWEN3_1_7B, 1, {"activation_checkpointing": "none", "lora_rank": 16}, 39.0),
-    "Qwen3-1.7B, selective": (QWEN3_1_7B, 1, {"activation_checkpointing": "selective"}, 46.3),
-    "Qwen3-4B, selective": (QWEN3_4B, 1, {"activation_checkpointing": "selective"}, 95.2),
-    "Qwen3-4B, full": (QWEN3_4B, 1, {"activation_checkpointing": "full", "micro_batch_tokens": 8192}, 72.8),
-    "Qwen3-4B, LoRA": (QWEN3_4B, 1, {"activation_checkpointing": "none", "lora_rank": 16}, 71.0),
-    "Qwen3-8B, LoRA": (QWEN3_8B, 1, LORA_8B, 58.8),
-    "Qwen3-1.7B, FSDP 2": (QWEN3_1_7B, 2, {}, 28.6 - 28 * OLD_TABLE),
-    "Qwen3-8B, FSDP 2": (QWEN3_8B, 2, {}, 98 - 36 * OLD_TABLE),
+    "Qwen3-1.7B, nothing recomputed": (QWEN3_1_7B, 1, "none", {}, 68.3),
+    "Qwen3-1.7B, logits": (QWEN3_1_7B, 1, "logits", {}, 66.0),
+    "Qwen3-1.7B, LoRA": (QWEN3_1_7B, 1, "none", LORA_16, 39.0),
+    "Qwen3-1.7B, selective": (QWEN3_1_7B, 1, "selective", {}, 46.3),
+    "Qwen3-4B, selective": (QWEN3_4B, 1, "selective", {}, 95.2),
+    "Qwen3-4B, full": (QWEN3_4B, 1, "full", HALF, 72.8),
+    "Qwen3-4B, LoRA": (QWEN3_4B, 1, "none", LORA_16, 71.0),
+    "Qwen3-8B, LoRA": (QWEN3_8B, 1, "none", LORA_16 | HALF, 58.8),
+    "Qwen3-1.7B, FSDP 2": (QWEN3_1_7B, 2, "selective", {}, 28.6 - 28 * OLD_TABLE),
+    "Qwen3-8B, FSDP 2": (QWEN3_8B, 2, "selective", {}, 98 - 36 * OLD_TABLE),
 }
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_trainer_is_within_20_percent_of_what_was_measured_and_the_margin_covers_it(name):
-    raw, num_trainers, fields, peak = MEASURED[name]
-    fields = {"activation_checkpointing": "selective"} | fields
-    config = c.SFTConfig(num_trainers=num_trainers, trainer=c.TrainerConfig(**fields))
+    raw, num_trainers, kind, fields, peak = MEASURED[name]
+    trainer = c.TrainerConfig(activation_checkpointing=kind, **fields)
+    config = c.SFTConfig(num_trainers=num_trainers, trainer=trainer)
     estimate = sum(needs(raw, config).training.values())
     assert estimate == pytest.approx(peak, rel=0.2)
     assert peak <= estimate * (1 + MARGIN_FRAC) + PROCESS_GIB
@@ -140,27 +140,26 @@ def test_every_role_on_one_gpu_is_within_20_percent_of_what_was_measured(name):
     assert decided(CODER_0_5B, recipe, gpu_gib).peak(gpu_gib) == pytest.approx(peak, rel=0.2)
 
 
-KL = ("--algorithm.kl-coef", 0.1)
-LORA = (*KL, "--roles.colocated", "--roles.num-trainers", 1, "--trainer.lora-rank", 16)
+LORA = f"{KL} --roles.colocated --roles.num-trainers 1 --trainer.lora-rank 16"
 # Model, flags, other models, part of what stays between two steps, bytes; Qwen3-1.7B has 2 trainers. LoRA of 8B: of
 # each of 36 blocks q and o 4096 + 4096, k and v 4096 + 1024, three of 4096 + 12288
 AT_REST = {
-    "moments": (QWEN3_1_7B, ("--trainer.moments", "bfloat16"), {}, "weights and moments", 1_720_574_976 * 8 / 2),
+    "moments": (QWEN3_1_7B, "--trainer.moments bfloat16", {}, "weights and moments", 1_720_574_976 * 8 / 2),
     "reference": (QWEN3_1_7B, KL, {}, "reference", 1_720_574_976),
     "teacher": (QWEN3_1_7B, KL, {"reference": QWEN3_8B}, "reference", 8_190_735_360),
-    "ranks of its own": (QWEN3_1_7B, (*KL, "--roles.num-references", 1), {}, "reference", 0),
-    "judge": (QWEN3_1_7B, (), {"reward_model": QWEN3_8B}, "reward model", 8_190_735_360),
+    "ranks of its own": (QWEN3_1_7B, f"{KL} --roles.num-references 1", {}, "reference", 0),
+    "judge": (QWEN3_1_7B, "", {"reward_model": QWEN3_8B}, "reward model", 8_190_735_360),
     "LoRA's base": (QWEN3_8B, LORA, {}, "frozen weights", 8_190_735_360 * 2),
     "adapters": (QWEN3_8B, LORA, {}, "weights and moments", 36 * 16 * (2 * 8192 + 2 * 5120 + 3 * 16384) * 12),
     "base as reference": (QWEN3_8B, LORA, {}, "reference", 0),
-    "another one": (QWEN3_8B, (*LORA, "--model.reference-path", "a/b"), {}, "reference", 8_190_735_360 * 2),
+    "another one": (QWEN3_8B, f"{LORA} --model.reference-path a/b", {}, "reference", 8_190_735_360 * 2),
 }
 
 
 @pytest.mark.parametrize("name", AT_REST)
 def test_what_stays_between_two_steps_by_hand(name):
     raw, flags, frozen, part, num_bytes = AT_REST[name]
-    found = needs(raw, config_of("--roles.num-trainers", 2, *flags), **frozen).resting
+    found = needs(raw, config_of(f"--roles.num-trainers 2 {flags}"), **frozen).resting
     assert found.get(part, 0) * GIB == pytest.approx(num_bytes)
 
 
@@ -169,7 +168,7 @@ def test_a_step_that_fills_no_micro_batch_needs_less():
 
     Held-out examples may fill a micro-batch all the same.
     """
-    small = config_of("--prompts-per-step", 2, "--group-size", 4, "--data.max-prompt-tokens", 100)
+    small = config_of("--prompts-per-step 2 --group-size 4 --data.max-prompt-tokens 100")
     small = c.change(small, {"generator.max_completion_tokens": 28})
     examples = c.SFTConfig(sequences_per_step=8, max_sequence_tokens=128)
     validated = c.change(examples, {"validation.interval": 1})
@@ -177,27 +176,25 @@ def test_a_step_that_fills_no_micro_batch_needs_less():
 
 
 def test_rows_and_checkpointing_are_the_fastest_that_fit():
-    long = ("--generator.max-completion-tokens", 32768)
-    judge = ("--reward.model", "judge")
+    long = "--generator.max-completion-tokens 32768"
+    judge = "--reward.model judge"
     for raw, num_trainers, gpu_gib, flags, kind, tokens in (
-        (QWEN3_1_7B, 2, GPU_GIB, (), "none", 16_384),
-        (QWEN3_8B, 4, GPU_GIB, (), "selective", 16_384),
-        (QWEN3_8B, 4, 64, (), "selective", 8192),
+        (QWEN3_1_7B, 2, GPU_GIB, "", "none", 16_384),
+        (QWEN3_8B, 4, GPU_GIB, "", "selective", 16_384),
+        (QWEN3_8B, 4, 64, "", "selective", 8192),
         (QWEN3_8B, 4, 64, judge, "full", 16_384),  # a reward model was told 16,384
         (QWEN3_8B, 4, GPU_GIB, long, "full", 33_280),
-        (QWEN3_8B, 4, 40, (), "full", 1536),  # nothing fits
-        (QWEN3_8B, 4, None, (), "none", 16_384),  # a CPU
+        (QWEN3_8B, 4, 40, "", "full", 1536),  # nothing fits
+        (QWEN3_8B, 4, None, "", "none", 16_384),  # a CPU
     ):
-        config = decided(raw, config_of("--roles.num-trainers", num_trainers, *flags), gpu_gib).config
+        config = decided(raw, config_of(f"--roles.num-trainers {num_trainers} {flags}"), gpu_gib).config
         assert (config.trainer.activation_checkpointing, config.trainer.micro_batch_tokens) == (kind, tokens)
         assert decided(raw, config, 1).config == config
 
 
 def test_ranks_that_share_rows_hold_a_part_of_their_activations():
-    flags = ("--roles.num-trainers", 4, "--trainer.activation-checkpointing", "full")
-    alone, shared = (
-        needs(QWEN3_8B, config_of(*flags, "--trainer.context-parallel", ranks)).training for ranks in (1, 4)
-    )
+    flags = "--roles.num-trainers 4 --trainer.activation-checkpointing full --trainer.context-parallel"
+    alone, shared = (needs(QWEN3_8B, config_of(f"{flags} {ranks}")).training for ranks in (1, 4))
     assert shared.pop("activations") == pytest.approx(alone.pop("activations") / 4)
     assert shared == alone
 
@@ -208,8 +205,8 @@ def test_experts_and_states_count_where_they_compute():
     Of a block the inputs are kept; of one, attention's values twice and of 8 experts inputs and outputs in 6 bytes and
     four of their width. In Qwen3.5's text a layer with states computes with 180 bytes for each of 16 x 128 values.
     """
-    flags = ("--roles.num-trainers", 8, "--trainer.moments", "bfloat16", "--trainer.activation-checkpointing", "full")
-    parts = needs(QWEN3_30B_A3B, config_of(*flags)).training
+    flags = "--roles.num-trainers 8 --trainer.moments bfloat16 --trainer.activation-checkpointing full"
+    parts = needs(QWEN3_30B_A3B, config_of(flags)).training
     block = 2048 * (2 * 4096 + 2 * 512 + 128 + 3 * 128 * 768) + 2 * 2048 + 2 * 128
     assert parts["weights and moments"] == pytest.approx(30_532_122_624 * 8 / 8 / GIB)
     assert parts["gathered weights"] == pytest.approx(2 * (2 * block + 2 * 151936 * 2048 + 2048) / GIB)
@@ -218,7 +215,7 @@ def test_experts_and_states_count_where_they_compute():
     assert parts["activations"] == pytest.approx(16384 * bytes_of_a_token / GIB, rel=0.1)
     outputs = 2 * 8 * 256 + 2 * 2 * 256 + 1024 + 2 * 3584 + 1024
     bytes_of_a_token = 2 * (24 * 1024 + 2.8 * outputs) + 160 * 16 * 128
-    assert needs(QWEN3_5_TEXT, config_of(*flags)).training["activations"] == pytest.approx(
+    assert needs(QWEN3_5_TEXT, config_of(flags)).training["activations"] == pytest.approx(
         16384 * bytes_of_a_token / GIB, rel=0.1
     )
 
@@ -229,14 +226,14 @@ def test_an_engine_by_hand():
     512 tokens in 22 layers and 6,144 in 4. Qwen3.5's text, 6 layers of 24 with attention: 12 KiB a token, and 1 MiB of
     states in each of the 18 others.
     """
-    two = config_of("--generator.tensor-parallel", "2")
+    two = config_of("--generator.tensor-parallel 2")
     assert needs(LLAMA3_1_8B, config_of()).engine_weights == pytest.approx(2 * 8_030_261_248 / GIB)
     assert needs(LLAMA3_1_8B, two).engine_weights == pytest.approx(8_030_261_248 / GIB)
-    long = config_of("--data.max-prompt-tokens", 4096, "--generator.max-completion-tokens", 2048)
+    long = config_of("--data.max-prompt-tokens 4096 --generator.max-completion-tokens 2048")
     for raw, config, kib in (
         (LLAMA3_1_8B, config_of(), 128 * 1536),
         (LLAMA3_1_8B, two, 64 * 1536),
-        (LLAMA3_1_8B, config_of("--generator.engine", "kv_cache_dtype", "fp8"), 64 * 1536),
+        (LLAMA3_1_8B, config_of("--generator.engine kv_cache_dtype fp8"), 64 * 1536),
         (MISTRAL_7B_V0_1, long, 128 * 4096),
         (GEMMA3_1B, long, 22 * 512 + 4 * 6144),
         (QWEN3_5_TEXT, config_of(), 12 * 1536 + 18 * 1024),
@@ -248,18 +245,18 @@ def test_an_engine_by_hand():
 # that vLLM's share leaves. Qwen3-1.7B: a token's cache is 2 x 28 layers x 8 heads x 128 x 2 bytes = 112 KiB, 1536
 # tokens 168 MiB, half of them 84; weights are 3.2 GiB, 3 are left alone.
 ENGINES = {
-    "all, 128 of 168 MiB": ([], 128, 80, 128, 128 * 168),
-    "more than vLLM takes by itself": ([], 5000, 800, 1024, 1024 * 168),
-    "as many as 68 - 6.2 GiB hold": ([], 1000, 80, 753, None),
-    "no fewer than 256 for a small cache": ([], 512, 16, 256, None),
-    "two ranks share weights and cache": (["--generator.tensor-parallel", 2], 2000, 40, 716, None),
-    "a token of each in a step": (["--generator.engine", "max_num_batched_tokens", 300], 512, 80, 300, None),
-    "short": (["--generator.max-completion-tokens", 16, "--data.max-prompt-tokens", 16], 8, 80, 8, 1024),
-    "conversations, which wait for tools": (["--environment.tools", "python"], 128, 80, 128, None),
-    "drafts": (["--generator.engine", "spec_method", "ngram"], 128, 80, 128, None),
-    "a CPU, room for two": ([], 512, None, 256, 336),
+    "all, 128 of 168 MiB": ("", 128, 80, 128, 128 * 168),
+    "more than vLLM takes by itself": ("", 5000, 800, 1024, 1024 * 168),
+    "as many as 68 - 6.2 GiB hold": ("", 1000, 80, 753, None),
+    "no fewer than 256 for a small cache": ("", 512, 16, 256, None),
+    "two ranks share weights and cache": ("--generator.tensor-parallel 2", 2000, 40, 716, None),
+    "a token of each in a step": ("--generator.engine max_num_batched_tokens 300", 512, 80, 300, None),
+    "short": ("--generator.max-completion-tokens 16 --data.max-prompt-tokens 16", 8, 80, 8, 1024),
+    "conversations, which wait for tools": ("--environment.tools python", 128, 80, 128, None),
+    "drafts": ("--generator.engine spec_method ngram", 128, 80, 128, None),
+    "a CPU, room for two": ("", 512, None, 256, 336),
     "a CPU, no less than 64": (
-        ["--generator.max-completion-tokens", 8, "--data.max-prompt-tokens", 8],
+        "--generator.max-completion-tokens 8 --data.max-prompt-tokens 8",
         16,
         None,
         16,
@@ -272,7 +269,7 @@ ENGINES = {
 def test_an_engine_decodes_what_it_gets_with_the_cache_that_this_needs(name):
     flags, num_asked, gpu_gib, number, mib = ENGINES[name]
     device = Device(8, "GPU", gpu_gib) if gpu_gib else Device(0, "CPU", 20)
-    engine = fit_engine(needs(QWEN3_1_7B, config_of(*flags)), num_asked, device).config.generator.engine
+    engine = fit_engine(needs(QWEN3_1_7B, config_of(flags)), num_asked, device).config.generator.engine
     assert engine["max_num_seqs"] == number
     assert engine.get("kv_cache_memory_bytes") == (mib and mib * 2**20)
 
@@ -288,9 +285,9 @@ def test_an_engine_has_what_the_user_says_and_other_caches_are_left_to_vllm():
 
 def test_sequences_that_engines_get_at_one_time():
     """64 prompts x 8, or 80; 256 held-out prompts, greedy and then 8 samples each."""
-    samples = ("--evaluation.num-samples", 8)
-    flags = ((), ("--sampling.carry-over", 16), samples, (*samples, "--evaluation.interval", 0))
-    assert [config_of(*more).completions_at_once for more in flags] == [512, 640, 2048, 512]
+    samples = "--evaluation.num-samples 8"
+    flags = ("", "--sampling.carry-over 16", samples, f"{samples} --evaluation.interval 0")
+    assert [config_of(more).completions_at_once for more in flags] == [512, 640, 2048, 512]
 
 
 def test_the_table_of_layouts_has_the_memory_and_fits():
@@ -300,7 +297,7 @@ def test_the_table_of_layouts_has_the_memory_and_fits():
     for gpus, roles, trainer, weights, command in rows:
         words = shlex.split(command.strip("`"))
         assert words[:3] == ["torchrun", f"--nproc_per_node={gpus}", "train_grpo.py"]
-        config = config_of(*words[3:])
+        config = config_of(" ".join(words[3:]))
         assert config.num_ranks == int(gpus) and config.model.path == "Qwen/Qwen3-1.7B"
         for part in describe_roles(config.roles).split(" + ") if gpus != "1" else ():
             assert part in roles

@@ -100,7 +100,7 @@ def test_answers_of_an_exported_folder_end_where_completions_ended(name, tmp_pat
 @pytest.mark.parametrize(
     "template, carried", [("", ""), ("{{ messages }}", "{{ messages }}"), ("{{ question }}", ""), ("Q: {question}", "")]
 )
-def test_what_sft_carries_to_the_folder_it_leaves(template: str, carried: str, tmp_path):
+def test_what_sft_carries_to_the_folder_it_leaves(template, carried, tmp_path):
     tokenizer = toys.trained_tokenizer(["a few words"], 300)
     path = template
     if template.startswith("{{"):

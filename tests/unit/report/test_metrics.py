@@ -25,6 +25,7 @@ from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
 from grpo.tools import look
 from grpo.types import Prompt
+from tests import read_lines
 from tests.rollouts import completion
 
 
@@ -45,10 +46,6 @@ def make_rollout(
     ended_by = "tokens" if truncated else "stop"
     facts = {"text": text, "rewards": rewards or {}, "reward": reward, "ended_by": ended_by}
     return completion([1] * num_tokens, prompt=prompt, **facts, **trained)
-
-
-def read_records(run_dir, name="metrics.jsonl"):
-    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
 
 
 def read_scalars(run_dir, tag):
@@ -192,7 +189,7 @@ def test_json_lines_hold_every_metric_and_null_for_what_is_not_finite(tmp_path, 
     log.log(1, {"loss": 0.25, "reward/mean": math.nan, "kl": math.inf, "completion/length_max": 7})
     log.log_held_out(1, {"eval/accuracy": 0.5, "eval/reward_mean": 0.75})
     log.close()
-    assert read_records(tmp_path) == [
+    assert read_lines(tmp_path / "metrics.jsonl") == [
         {"step": 1, "time": 1234.5, "loss": 0.25, "reward/mean": None, "kl": None, "completion/length_max": 7.0},
         {"step": 1, "time": 1234.5, "eval/accuracy": 0.5, "eval/reward_mean": 0.75},
     ]
@@ -210,7 +207,7 @@ def test_resume_drops_what_the_aborted_part_wrote_and_a_fresh_start_everything(t
         batch_path(tmp_path, step).touch()
 
     def steps_in(name):
-        return [record["step"] for record in read_records(tmp_path, f"{name}.jsonl")]
+        return [record["step"] for record in read_lines(tmp_path / f"{name}.jsonl")]
 
     aborted = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
     for step in (1, 2, 3, 4):
@@ -223,7 +220,11 @@ def test_resume_drops_what_the_aborted_part_wrote_and_a_fresh_start_everything(t
     assert [batch_path(tmp_path, step).exists() for step in (1, 2, 3, 4)] == [True, True, False, False]
     log_step(resumed, 3, 30.0)
     resumed.close()
-    assert [(record["step"], record["loss"]) for record in read_records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(record["step"], record["loss"]) for record in read_lines(tmp_path / "metrics.jsonl")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+    ]
     assert steps_in("completions") == steps_in("evaluation") == [1, 2, 3]
     assert read_scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
@@ -288,8 +289,8 @@ def test_every_completion_is_a_json_line_and_a_held_out_one_has_a_kind(tmp_path)
     second = first | {"row": -1, "prompt": "user: ü", "columns": {}, "completion": "", "rewards": {"math_reward": None}}
     second |= {"reward": None, "advantage": None, "mismatch": None, "finish_reason": "stop", "num_tokens": 5}
     second |= {"failures": {}}
-    assert read_records(tmp_path, "completions.jsonl") == [first, second]
-    assert read_records(tmp_path, "evaluation.jsonl") == [first | {"kind": "greedy"}, second | {"kind": "sample"}]
+    assert read_lines(tmp_path / "completions.jsonl") == [first, second]
+    assert read_lines(tmp_path / "evaluation.jsonl") == [first | {"kind": "greedy"}, second | {"kind": "sample"}]
 
 
 def test_recorded_completions_can_be_scored_again():

@@ -17,6 +17,7 @@ from grpo.data.recorded import RecordedStep, save_step
 from grpo.tools.look import main
 from grpo.tools.page import speller
 from grpo.watch.failures import BadInput
+from tests import read_lines, write_lines
 from tests.browser import Page, open_browser
 from tests.rollouts import rewarded, sequence
 
@@ -32,7 +33,7 @@ def write_run(run_dir: pathlib.Path, records: list[dict], num_steps: int = 3) ->
         {"step": step, "time": 0.0, "reward/mean": step / 4, "time/step": 1.5} for step in range(1, num_steps + 1)
     ]
     for name, lines in (("metrics", metrics), ("completions", [RECORD | record for record in records])):
-        (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(run_dir / f"{name}.jsonl", lines)
 
 
 def pieces(run_dir: pathlib.Path) -> list:
@@ -94,11 +95,11 @@ def test_one_step_alone(recorded_run, capsys):
 def test_a_step_with_dynamic_sampling_says_that_groups_are_left_out(recorded_run):
     """Its list has the groups that were trained on alone, and its curves are of all that were sampled."""
     file = recorded_run / "metrics.jsonl"
-    metrics = [json.loads(line) for line in file.read_text().splitlines()]
+    metrics = read_lines(file)
     metrics[1]["sampling/informative_frac"] = 0.375
-    file.write_text("".join(json.dumps(record) + "\n" for record in metrics))
-    held_out = json.loads((recorded_run / "completions.jsonl").read_text().splitlines()[-1]) | {"kind": "greedy"}
-    (recorded_run / "evaluation.jsonl").write_text(json.dumps(held_out) + "\n")
+    write_lines(file, metrics)
+    held_out = read_lines(recorded_run / "completions.jsonl")[-1] | {"kind": "greedy"}
+    write_lines(recorded_run / "evaluation.jsonl", [held_out])
     main([str(recorded_run), "--html"])
     first, second, greedy = pieces(recorded_run)[0]["steps"]
     assert first["note"] == greedy["note"] == ""
@@ -162,7 +163,7 @@ def test_without_a_recorded_batch_there_are_texts_turn_by_turn_of_held_out_promp
     turns = [{"text": "5?", "tokens": 2, "answers": ["higher"]}, {"text": "7", "tokens": 1, "answers": []}]
     record = {"step": 1, "row": 0, "completion": "5?higher7", "reward": 1.0, "advantage": 0.0, "num_tokens": 3}
     write_run(tmp_path, [record | {"episode": {"turns": turns, "ended_by": "done"}}])
-    (tmp_path / "evaluation.jsonl").write_text(json.dumps(RECORD | record | {"kind": "greedy"}) + "\n")
+    write_lines(tmp_path / "evaluation.jsonl", [RECORD | record | {"kind": "greedy"}])
     page = opened(browser, tmp_path)
     steps = texts_of(page, "#step option")
     assert steps == ["step 1, trained on, 1", "step 1, greedy, 1"]
@@ -204,7 +205,7 @@ def test_runs_and_methods_share_charts_and_a_long_curve_is_a_band(tmp_path, brow
         *("band", "", "odd"),  # of 400
     ]
     methods = [{"step": step, "dapo/grad_norm": 1.0, "dapo/cosine": 1.0, "mine/grad_norm": step} for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in methods))
+    write_lines(tmp_path / "metrics.jsonl", methods)
     main([str(tmp_path), "--html"])
     browser.open(tmp_path / "look.html")
     browser.wait_for("document.querySelectorAll('.chart').length > 0")

@@ -1,7 +1,6 @@
 """A completion of nothing but LaTeX cannot run Python, whatever it wraps the code in and whatever it is compared to."""
 
 import builtins
-import pathlib
 import subprocess
 import sys
 import time
@@ -10,8 +9,8 @@ import pytest
 
 from grpo.rewards import latex
 from grpo.rewards.builtin import math_reward
+from tests import ROOT
 
-ROOT = pathlib.Path(__file__).parents[3]
 # What sympy evaluates numerically, with a symbol that it prints into Python source; X is the wrapped code.
 SUM = r"\sum_{n=0}^{\infty} \frac{(X+1)^n(n+2)}{n!}"
 CODE = ":=latex_marker()"  # a function of the test's own among Python's built-in ones

@@ -5,6 +5,7 @@ Texts are made of what policies write and parsers trip over, up to 100 kB. The e
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 import signal
@@ -24,10 +25,23 @@ MOST_CHARACTERS = 100_000
 WORDS = r"""
 <think> </think> <answer> </answer> <THINK> < > </ <!-- --> &# &amp; { } $ $$ #### ^{ ^ _ & ! 9^{9^{9}} 0 1 9 42
 1,234 0.5 . , - + / e 1e999 % 0x = <= ``` ~~~ |---| ** []( ) a ab x nan inf million ha \boxed{ \boxed \( \) \[ \]
+\fbox{ ,111 a/ aa/ aa- a. 10^ +- m^2 = EUR 5e ° ~ \ and or ' _{1} .. *
 \frac{1}{2} \frac \sqrt{ \sum_{i=1}^{n} \int_0^1 \hat{x} \left( \begin{pmatrix} \\ \end{pmatrix} \infty \cdot \pi
 """
 FRAGMENTS = WORDS.split()
-FRAGMENTS += ["< / answer >", "#### ", "final answer is", "\\text{ cm}", "\\times 10^{", "1 234", "\u2212"]
+FRAGMENTS += [
+    "< / answer >",
+    "#### ",
+    "\nAnswer: ",
+    "5 / ",
+    "x = ",
+    "1 111",
+    "final answer is",
+    "\\text{ cm}",
+    "\\times 10^{",
+    "1 234",
+    "\u2212",
+]
 FRAGMENTS += ["½", "²", "\u0663", "```python\n", "```\n", "print(1)\n", " ", "\n", "\t", "\xa0", "\u200b", "ㅤ"]
 FRAGMENTS += ["\x00", "\x1b[2J", "\u0301", "想", "ก", "\U0001f642", "\U0010ffff", "\ud800"]
 fragments = st.one_of(st.sampled_from(FRAGMENTS), st.text(st.characters(), max_size=8))
@@ -115,6 +129,13 @@ def test_no_text_raises_or_takes_too_long(case, num_examples):
         check(case, text, reference)
 
     holds()
+
+
+@pytest.mark.parametrize("answer_format", ["answer_tag", "boxed", "hashes", "answer_line"])
+def test_one_piece_again_and_again_costs_no_more_than_its_length(answer_format):
+    """Quadratic time of 20 kB would be too long."""
+    for piece, wrapper in itertools.product(FRAGMENTS, sorted(set(wrappers))):
+        check(f"math_reward {answer_format}", wrapper.format(piece * (20_000 // len(piece))), "42")
 
 
 def test_a_text_that_takes_too_long_would_be_noticed():

@@ -3,7 +3,6 @@
 import asyncio
 import http.server
 import json
-import pathlib
 import threading
 from collections import Counter
 
@@ -13,9 +12,10 @@ from grpo.config import RewardConfig
 from grpo.config.user_files import run_file
 from grpo.rewards.pool import RewardPool
 from grpo.types import Prompt, Rollout
+from tests import ROOT
 from tests.rollouts import completion
 
-FILE = str(pathlib.Path(__file__).parents[3] / "configs/examples/judge.py")
+FILE = str(ROOT / "configs/examples/judge.py")
 NAME = f"{FILE}:judge"
 KEY = "sk-hunter2"
 

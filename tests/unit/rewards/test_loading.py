@@ -1,7 +1,6 @@
 """From the config to reward functions: their options, the columns that they get, and how they are called."""
 
 import functools
-import pathlib
 import subprocess
 import sys
 
@@ -10,9 +9,7 @@ import pytest
 from grpo.config import RewardConfig
 from grpo.rewards.builtin import BUILT_INS
 from grpo.rewards.loading import call_arguments, load_functions
-
-ROOT = pathlib.Path(__file__).parents[3]
-
+from tests import ROOT
 
 LOADED = """
 import sys

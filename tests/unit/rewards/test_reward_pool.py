@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import fcntl
-import json
 import os
 import pathlib
 import pickle
@@ -20,10 +19,9 @@ from grpo.rewards.pool import RewardError, RewardPool, call_columns, check_all_f
 from grpo.types import Prompt, Rollout
 from grpo.workers import processes
 from grpo.workers.processes import Call
+from tests import ROOT, read_lines
 from tests.rollouts import completion
 from tests.unit.workers.processes import DEADLINE, alive, family, wait_until
-
-ROOT = pathlib.Path(__file__).parents[3]
 
 # Nothing here may hang: that is the subject.
 
@@ -245,7 +243,7 @@ def test_an_async_function_keeps_its_client_from_step_to_step(open_pool):
 
 
 @pytest.fixture
-def open_pool(tmp_path: pathlib.Path):
+def open_pool(tmp_path):
     """Pools of functions of REWARD_FILE, by name and weight; afterwards nothing may be left of them."""
     (tmp_path / "mine.py").write_text(REWARD_FILE)
     pools = []
@@ -429,7 +427,7 @@ def test_ordinary_functions_get_one_completion_and_group_level_ones_a_group(open
     scored = score(pool, rollouts, group_size=3)
     assert [r.rewards[mine(tmp_path, "record_group")] for r in scored] == [0.0, 1.0, 2.0] * 2
     assert [r.rewards[mine(tmp_path, "record")] for r in scored] == [0.0] * 6
-    calls = sorted(json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines())
+    calls = sorted(read_lines(tmp_path / "calls.jsonl"))
     assert [texts for texts, _ in calls] == [["a"], [*"abc"], ["b"], ["c"], ["d"], [*"def"], ["e"], ["f"]]
     assert calls[5][1] == {
         "answer": ["q"] * 3,

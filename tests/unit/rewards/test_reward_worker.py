@@ -19,10 +19,8 @@ from grpo.rewards.pool import RewardPool
 from grpo.types import Prompt, Rollout
 from grpo.workers import kernel, processes
 from grpo.workers.worker import Failure, plain_values
+from tests import ROOT
 from tests.rollouts import completion
-
-ROOT = pathlib.Path(__file__).parents[3]
-
 
 # ---- Values
 
@@ -89,7 +87,7 @@ def writes(completions, **columns):
 
 
 @pytest.fixture
-def own(tmp_path: pathlib.Path) -> str:
+def own(tmp_path) -> str:
     (tmp_path / "own.py").write_text(OWN)
     return f"{tmp_path}/own.py"
 

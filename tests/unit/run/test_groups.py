@@ -136,7 +136,7 @@ RULES = {
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rules", RULES)
-def test_each_group_is_trained_on_once_with_all_of_its_tokens(rules: str, seed: int):
+def test_each_group_is_trained_on_once_with_all_of_its_tokens(rules, seed):
     sampling, overlap = RULES[rules]
     run = Run(sampling, overlap, seed)
     trained = [list(step) for step in run.steps()]
@@ -168,7 +168,7 @@ def test_each_group_is_trained_on_once_with_all_of_its_tokens(rules: str, seed: 
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_a_run_that_is_interrupted_goes_on_as_without(rules: str):
+def test_a_run_that_is_interrupted_goes_on_as_without(rules):
     """After every step, and after some."""
     for interrupted_after in (tuple(range(NUM_STEPS)), (0,), (4, 7)):
         runs = Run(*RULES[rules], seed=1), Run(*RULES[rules], seed=1)

@@ -1,6 +1,5 @@
 """What is refused before a run starts: reward functions that cannot be called, and another base than before."""
 
-import pathlib
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -37,7 +36,7 @@ def test_a_secret_that_the_folder_would_keep_is_named(capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_column_that_rewards_would_get_otherwise_is_refused(tmp_path: pathlib.Path):
+def test_a_column_that_rewards_would_get_otherwise_is_refused(tmp_path):
     """Except the prompt's and the one that names a row's environment, which others read too."""
     mine = tmp_path / "mine.py"
     mine.write_text(FILE)
@@ -54,7 +53,7 @@ def test_a_column_that_rewards_would_get_otherwise_is_refused(tmp_path: pathlib.
         check_functions(change(alone, {"data.columns": {"completion_ids": "ids"}}))
 
 
-def test_a_checksum_is_of_the_weights_and_not_of_their_files(tmp_path: pathlib.Path):
+def test_a_checksum_is_of_the_weights_and_not_of_their_files(tmp_path):
     a, b = torch.rand(2, 3), torch.rand(4)
 
     def checksum(*files: dict[str, torch.Tensor]) -> str:

@@ -10,8 +10,7 @@ import pytest
 from grpo.roles import shared_memory
 from grpo.watch import failures
 from grpo.watch.failures import BadInput, refuse_bad_input, run_rank
-
-ROOT = pathlib.Path(__file__).parents[3]
+from tests import ROOT
 
 
 @pytest.mark.parametrize("error", [ValueError, BadInput])
@@ -56,7 +55,7 @@ def test_a_reader_who_left_sees_no_traceback(tool):
     assert done.stderr == "" and done.returncode == failures.READER_LEFT
 
 
-def test_a_failure_leaves_no_shared_memory_of_its_start(monkeypatch, tmp_path: pathlib.Path):
+def test_a_failure_leaves_no_shared_memory_of_its_start(monkeypatch, tmp_path):
     """The replicas of this start go; what an earlier start, another run or a user has there stays."""
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     monkeypatch.setattr(os, "_exit", lambda code: None)

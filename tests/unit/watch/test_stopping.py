@@ -205,7 +205,7 @@ os._exit(0)
 """
 
 
-def test_torchrun_may_be_the_first_process_of_a_container(tmp_path: pathlib.Path):
+def test_torchrun_may_be_the_first_process_of_a_container(tmp_path):
     (tmp_path / "program.py").write_text(FIRST_PROCESS)
     result = finish(start_python(tmp_path / "program.py"))
     assert (result.returncode, result.stdout) == (0, "goes on\n")

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from grpo import features
 from grpo.rewards.loading import confine
 from grpo.workers import kernel, processes
+from tests import ROOT
 
 HAS_PROGRAMS = "programs" in features.present()
-ROOT = pathlib.Path(__file__).parents[3]
 USER = 54399
 
 MODES = ("root", "container", "rootless", "user")

@@ -15,9 +15,10 @@ import pytest
 from grpo.config import EnvironmentConfig
 from grpo.features.environments.host import EnvironmentHost
 from grpo.features.environments.tools import load_toolboxes
+from tests import ROOT
 from tests.unit.features.environments.conversations import call, played, say
 
-EXAMPLES = pathlib.Path(__file__).parents[4] / "configs" / "examples"
+EXAMPLES = ROOT / "configs" / "examples"
 # A walk from 0 to 2, drawn with a colour; with render_mode None, the position is the observation, and text the action.
 GYMNASIUM = """
     class Walk:

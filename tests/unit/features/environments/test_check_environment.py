@@ -1,7 +1,6 @@
 """The command that plays an environment before a run."""
 
 import json
-import pathlib
 import re
 from unittest import mock
 
@@ -10,8 +9,9 @@ import pytest
 from grpo.features.environments.calls import STYLES
 from grpo.tools.check_environment import NUM_EPISODES, main
 from grpo.watch.failures import BadInput
+from tests import ROOT
 
-EXAMPLES = pathlib.Path(__file__).parents[4] / "configs" / "examples"
+EXAMPLES = ROOT / "configs" / "examples"
 
 MINE = """
 class Talk:

@@ -11,8 +11,8 @@ from grpo.config import EnvironmentConfig
 from grpo.config.user_files import load_function
 from grpo.features.environments.calls import ToolCall
 from grpo.features.environments.tools import Lost, Toolbox, load_toolboxes, run_call
+from tests import ROOT
 
-ROOT = pathlib.Path(__file__).parents[4]
 GUESS = f"{ROOT}/configs/examples/guess.py:Guess"
 CALCULATOR = f"{ROOT}/configs/examples/calculator.py"
 LOOK = 'def look(place: str) -> str:\n    """Look.\n\n    Args:\n        place: Where.\n    """\n'

@@ -96,9 +96,7 @@ settled = settings(max_examples=25, deadline=None, derandomize=True, database=No
 @carried
 @settled
 @given(TEXT, st.lists(st.tuples(MODEL_TEXT, ANSWERS), max_size=3), st.sampled_from(templates.STOPS))
-def test_a_conversation_is_what_the_template_writes(
-    number: int, question: str, rounds: list[tuple[str, list[str]]], stop: str
-):
+def test_a_conversation_is_what_the_template_writes(number, question, rounds, stop):
     """Whatever is answered: its ids read as the template writes it, and only the template's tokens are special.
 
     What follows a turn is the same, whichever token ended it.
@@ -152,7 +150,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_templates_that_cannot_carry_turns(name: str):
+def test_templates_that_cannot_carry_turns(name):
     template, role, words = REFUSED[name]
     with pytest.raises(ValueError, match=words) as refused:
         turns_for(template, role)

@@ -24,7 +24,7 @@ TRAINER = TrainerConfig(micro_batch_tokens=100)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory) -> str:
     """256 positions, tokens that are bytes and a few pairs, ChatML."""
     made = tmp_path_factory.mktemp("reward_model") / "model"
     return make_reward_model(made, "qwen3-tied", toys.trained_tokenizer(["1 + 1 = 2"], 300))
@@ -37,7 +37,7 @@ def rollout(content: str | list[dict] = "1+1", text: str = "2", episode: dict | 
 # ---- What it reads
 
 
-def test_it_reads_prompt_and_answer_in_its_own_chat_template(folder: str):
+def test_it_reads_prompt_and_answer_in_its_own_chat_template(folder):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
     turns = [{"text": "call", "answers": ["3"]}, {"text": "It is 3.", "answers": []}]
     asked = [turns[0], {"text": "It is 3.", "answers": ["Sure?"], "role": "user"}, {"text": "Yes.", "answers": []}]
@@ -61,7 +61,7 @@ def test_it_reads_prompt_and_answer_in_its_own_chat_template(folder: str):
         assert reader.tokenizer.decode(ids) == text and ids.count(reader.tokenizer.eos_token_id) == text.count("end")
 
 
-def test_what_it_cannot_read_has_a_reason_in_its_place(folder: str, tmp_path: pathlib.Path):
+def test_what_it_cannot_read_has_a_reason_in_its_place(folder, tmp_path):
     """ChatML around "1+1" and an answer has 24 tokens; one of a row's 100 places is for what follows a conversation."""
     reader = open_reward_model(folder, TRAINER)
     short, too_long, longest = reader.read([conversation(rollout(text=n * "x")) for n in (1, 76, 75)])
@@ -93,7 +93,7 @@ def with_template(folder: str, to: pathlib.Path, template: str) -> str:
     return str(to)
 
 
-def test_models_that_cannot_score_are_refused_with_the_reason(folder: str, tmp_path: pathlib.Path):
+def test_models_that_cannot_score_are_refused_with_the_reason(folder, tmp_path):
     labels = {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
     policy = toys.make_model(tmp_path / "policy", toys.addition_tokenizer(), 0, SMALL)
     of_policy = copy_of(policy, tmp_path / "unnamed", architectures=["Qwen3ForSequenceClassification"], num_labels=1)
@@ -144,7 +144,7 @@ class Says:
         return [self.scores_left.pop(0) for _ in sequences]
 
 
-def test_its_score_joins_the_weighted_sum(folder: str, tmp_path: pathlib.Path):
+def test_its_score_joins_the_weighted_sum(folder, tmp_path):
     """Weights 2 and 0.5. Completions: long enough, too short, one that is too long to be read, a score that is NaN."""
     mine = tmp_path / "mine.py"
     mine.write_text("def dots(completions, **columns): return [x.count('.') or None for x in completions]\n")
