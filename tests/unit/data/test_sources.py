@@ -131,9 +131,12 @@ def test_parquet(tmp_path, monkeypatch):
 
 def test_reading_a_file_asks_no_network(tmp_path, monkeypatch):
     """Which would count the load, and takes seconds where names are not resolved."""
-    monkeypatch.setattr(datasets.load, "get_session", lambda: pytest.fail("a request to the hub"))
+    requests = []
+    monkeypatch.setattr(datasets.load, "get_session", lambda: requests.append("one, whose errors the library hides"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    assert asked_for({"rows.csv": b"a\n1\n"}, "rows.csv", tmp_path) == [{"a": "1"}]
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    assert asked_for({"rows.jsonl": A1}, "rows.jsonl", tmp_path) == [{"a": 1}]
+    assert requests == []
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])

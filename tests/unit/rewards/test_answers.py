@@ -1,4 +1,4 @@
-"""What answers earn: each verdict of two tables, and that reading an answer costs no more than its length.
+"""What answers earn: each verdict of two tables; braces without end are read once.
 
 docs/answers.md has the verdicts that users want to know, answers.md the rest. Each was judged by hand.
 """
