@@ -15,12 +15,17 @@ LACKS = "which this checkout lacks"  # how the door refuses a config
 ALSO = {
     "agents": ["tests/e2e/tiny_agents.py"],
     "environments": ["tests/e2e/test_environments.py"],
+    "hub": [],
+    "machine": [],
     "programs": [],
     "reward_model": [
         "tests/e2e/test_reward_model.py",
         "tests/dist/test_reward_model.py",
         "tests/dist/programs/reward_model.py",
     ],
+    "show": [],
+    "trial": [],
+    "wandb": [],
 }
 
 

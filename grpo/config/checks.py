@@ -4,7 +4,6 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any
 
 from grpo import features
 from grpo.config.engine_options import (
@@ -15,7 +14,6 @@ from grpo.config.engine_options import (
 )
 from grpo.config.fields import (
     PAPER_DEFAULTS,
-    SHARED_GPU,
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -270,11 +268,9 @@ def _reward_problems(config: Config) -> Iterator[str]:
 
 
 def _step_problems(config: Config) -> Iterator[str]:
-    """Yield an upload without an export, and a best checkpoint of none."""
+    """Yield a best checkpoint of none."""
     saved = config.checkpoint.interval
     evaluated = config.evaluation.interval
-    if config.checkpoint.push_to_hub and not config.checkpoint.export:
-        yield "checkpoint.push_to_hub uploads what checkpoint.export writes; set that, or drop the first"
     if config.checkpoint.keep_best and (not evaluated or saved % evaluated):
         yield (
             f"checkpoint.keep_best={config.checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
@@ -364,8 +360,8 @@ def check_world_size(config: Config, world_size: int) -> None:
         return
     raise ValueError(
         f"the layout ({describe_roles(config.roles)}) needs {config.num_ranks} processes, but torchrun started "
-        f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
-        f"{suggest_roles(config, world_size)}"
+        f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or roles of other numbers of ranks, "
+        f"which for fewer --dry-run --gpus {world_size} names"
     )
 
 
@@ -375,54 +371,3 @@ def describe_roles(roles: RolesConfig) -> str:
         return f"{roles.num_trainers} colocated"
     counts = {"trainer": roles.num_trainers, "reference": roles.num_references, "generator": roles.num_generators}
     return " + ".join(f"{count} {name}" for name, count in counts.items() if count)
-
-
-def suggest_roles(config: Config, world_size: int) -> str:
-    """Return flags that give `world_size` ranks roles, with this config's parallel degrees."""
-    layouts = layouts_for(config, world_size)
-    layout = next(layouts, None)
-    return flags_of(layout) if layout else "no layout fits these tensor_parallel degrees; lower them"
-
-
-def layouts_for(config: Config, world_size: int) -> Iterator[dict[str, Any]]:
-    """Yield changes that give `world_size` ranks roles, with this config's parallel degrees."""
-    if isinstance(config, SFTConfig):
-        yield {"num_trainers": world_size}
-        return
-    shards = config.trainer.ranks_of_a_row * config.trainer.data_replicas
-
-    def divides(trainers: int) -> bool:
-        return trainers % shards == 0 and not config.completions_per_step % (trainers // config.trainer.ranks_of_a_row)
-
-    for references in dict.fromkeys([config.roles.num_references, 0]):
-        for generators in range(config.generator.tensor_parallel, world_size, config.generator.tensor_parallel):
-            trainers = world_size - references - generators
-            if 0 < trainers <= max(generators, shards) and divides(trainers):
-                split = {
-                    "roles.colocated": False,
-                    "roles.num_trainers": trainers,
-                    "roles.num_references": references,
-                    "roles.num_generators": generators,
-                }
-                yield split | ({"generator.sleep": False} if config.generator.sleep else {})
-    if world_size % config.generator.tensor_parallel == 0 and divides(world_size):
-        colocated = {
-            "roles.colocated": True,
-            "roles.num_trainers": world_size,
-            "roles.num_references": 0,
-            "overlap_steps": 0,
-            "generator.gpu_memory_utilization": min(config.generator.gpu_memory_utilization, SHARED_GPU),
-        }
-        yield colocated
-        yield colocated | {"generator.sleep": True}
-
-
-def flags_of(changes: dict[str, Any]) -> str:
-    """Write changes by dotted paths as flags of the command line."""
-    flags = []
-    for path, value in changes.items():
-        flag = f"--{path.replace('_', '-')}"
-        if value is False:  # a switch of a section
-            flag = flag.replace(".", ".no-")
-        flags.append(flag if isinstance(value, bool) else f"{flag} {value}")
-    return " ".join(flags)

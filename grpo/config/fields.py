@@ -33,6 +33,7 @@ SHARED_GPU = 0.35  # share of a GPU's memory for an engine that has a trainer ne
 # Sequences that an engine decodes at once: always up to the first number, and up to the second if its cache holds them.
 # 1,024 is vLLM's own choice for a GPU of 70 GiB; its CUDA graphs end at 512 sequences.
 MAX_NUM_SEQS, MOST_NUM_SEQS = 256, 1024
+CPU_KV_CACHE_GIB = 1 / 16  # least KV cache of an engine on a CPU
 # Layers that every family has; the LM head and the embeddings get no adapter.
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -344,11 +345,6 @@ class RewardConfig:
     environment: tuple[str, ...] = ()
     """Environment variables that your own functions get on top of what Python needs, such as a judge's key."""
 
-    @property
-    def weights(self) -> dict[str, float]:
-        """Weight of each function by its name; the reward model's comes last."""
-        return dict(self.functions) | ({REWARD_MODEL: self.model_weight} if self.model else {})
-
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
@@ -637,10 +633,13 @@ class RunConfig:
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weight of each part of the reward, by its name: first the environment's, then those of the functions."""
+        """Weight of each part of the reward, by its name: first the environment's, the reward model's last."""
         environment = self.environment  # type: ignore[attr-defined]
-        of_class = {environment.reward_name: environment.weight} if environment.reward_name else {}
-        return of_class | self.reward.weights
+        weights = {environment.reward_name: environment.weight} if environment.reward_name else {}
+        weights |= self.reward.functions
+        if self.reward.model:
+            weights[REWARD_MODEL] = self.reward.model_weight
+        return weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -682,6 +681,11 @@ class GRPOConfig(RunConfig):
     def max_sequence_tokens(self) -> int:
         """Longest prompt plus completion, in tokens."""
         return self.data.max_prompt_tokens + self.generator.max_completion_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that are computed at one time."""
+        return self.completions_per_step * self.max_sequence_tokens
 
     @property
     def updates_per_step(self) -> int:
@@ -768,6 +772,14 @@ class SFTConfig(RunConfig):
 
     needs_reference = reference_has_model = reference_moves = turns_earn = False  # without an annotation it is no field
     environment = EnvironmentConfig()
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that are computed at one time: a step's, or those of held-out examples."""
+        num_examples = self.sequences_per_step
+        if self.validation.interval:
+            num_examples = max(num_examples, self.validation.num_examples)
+        return num_examples * self.max_sequence_tokens
 
     @property
     def roles(self) -> RolesConfig:

@@ -12,7 +12,13 @@ A feature is a folder whose `__init__.py` offers some of these, each asked for i
     lines()                     functions that warn of a step's rollouts, each once       run/scorer.py
     open_episodes(config, ..)   plays rollouts of several turns on the engine             run/session.py
     load(config, folder, roles) a model on the learners                                   run/session.py
+    open_repository, push       a place for the exported model, before and after the run  run/session.py
+    open_tracker(config, ..)    gets metrics and samples as the log does                  run/session.py
+    show_examples(examples, ..) prints examples of SFT                                    run/start.py
     rehearse(config, ..)        plays episodes without a model                    tools/check_environment.py
+    try_algorithm(algorithm)    calls a user's loss, advantages, aggregation    run/start.py, tools/replay.py
+    check_loss(algorithm, ..)   checks promises of a loss                             tools/check_loss.py
+    propose_layout, judge       whether a run fits the machine                            run/machine.py
 
 Standard library alone: worker processes and the checks of a config come through here. No feature imports another.
 """
@@ -26,8 +32,14 @@ from typing import Any
 FEATURES: dict[str, Callable[[Any], Any]] = {
     "agents": lambda config: config.environment.agent,
     "environments": lambda config: config.environment.enabled or config.turns_earn,
+    "hub": lambda config: config.checkpoint.push_to_hub,
     "programs": lambda config: "code_reward" in config.reward.functions or "python" in config.environment.tools,
     "reward_model": lambda config: config.reward.model,
+    "show": lambda config: getattr(config, "show", 0),
+    "wandb": lambda config: config.metrics.wandb_project,
+    # no config needs these two: they look at a run before it starts
+    "machine": lambda config: "machine" in present(),
+    "trial": lambda config: "trial" in present(),
 }
 
 

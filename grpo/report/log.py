@@ -1,4 +1,4 @@
-"""The log of a run: JSON lines, TensorBoard, Weights & Biases, the console. Rank 0 (the driver) only.
+"""The log of a run: JSON lines, TensorBoard, the console. Rank 0 (the driver) only.
 
 A `step` is always the number of finished optimizer steps: 0 is before the first one, `num_steps` after the last.
 """
@@ -6,9 +6,7 @@ A `step` is always the number of finished optimizer steps: 0 is before the first
 import collections
 import json
 import os
-import secrets
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +16,9 @@ from torch.utils.tensorboard import SummaryWriter
 from grpo.config import MetricsConfig
 from grpo.data.recorded import drop_batches_after
 from grpo.report.rollout_metrics import reward_parts
-from grpo.report.samples import completion_records, describe, finite_or_none, ranked_by_reward
+from grpo.report.samples import completion_records, finite_or_none
 from grpo.report.warnings import CurveReader
-from grpo.text import compact_duration, compact_number, naming, reason_of, replace_file, without_secrets
+from grpo.text import compact_duration, compact_number, naming
 from grpo.types import Record, Rollout, Scalars
 
 # How the console line shows metrics, padded so that numbers of successive lines mostly line up
@@ -54,13 +52,14 @@ class RunLog:
         run_dir: str,
         num_steps: int,
         start_step: int = 0,
-        whole_config: dict[str, Any] | None = None,
         kl_is_to_start: bool = True,
+        tracker: Any = None,
     ) -> None:
         """Open the files.
 
-        whole_config: the run's, for its page at Weights & Biases. kl_is_to_start: of CurveReader.
+        kl_is_to_start: of CurveReader. tracker: what else gets metrics and samples, such as Weights & Biases.
         """
+        self.tracker = tracker
         self.run_dir = Path(run_dir)
         self.num_steps = num_steps
         self.last_line = f"done; everything is in {run_dir}"  # of the run, printed when all is closed
@@ -84,12 +83,6 @@ class RunLog:
             purge_step = start_step + 1 if start_step else 0
             folder = self.run_dir / "tensorboard"
             self.tensorboard = SummaryWriter(str(folder), purge_step=purge_step)
-        self.wandb = open_wandb(
-            config.wandb_project,
-            self.run_dir,
-            start_step,
-            whole_config,
-        )
 
     def log(self, step: int, metrics: Scalars) -> None:
         """Record one finished step everywhere; one call per step."""
@@ -142,8 +135,7 @@ class RunLog:
     ) -> None:
         """Record a step's completions in completions.jsonl, or held-out ones in evaluation.jsonl, for `grpo.look`.
 
-        At Weights & Biases, which cannot read these files, the best and the worst of a step become a table. prompts[i]
-        is the text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
+        prompts[i] is the text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
         """
         records = completion_records(rollouts, prompts)
         if held_out:
@@ -155,20 +147,15 @@ class RunLog:
             )
             return
         self._append_records("completions.jsonl", records, step=step)
-        if self.wandb:
-            import wandb
-
-            ranked = ranked_by_reward(records)
-            rows = [[describe(record)] for record in ranked[:1] + ranked[1:][-1:]]
-            table = wandb.Table(columns=["sample"], data=rows)
-            self.wandb.log({"step": step, "samples": table})
+        if self.tracker:
+            self.tracker.samples(step, records)
 
     def close(self) -> None:
-        """Flush and close TensorBoard's file and the run at Weights & Biases; the other files are closed already."""
+        """Flush and close TensorBoard's file and the tracker; the other files are closed already."""
         if self.tensorboard:
             self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
+        if self.tracker:
+            self.tracker.close()
 
     def _record(
         self,
@@ -190,8 +177,8 @@ class RunLog:
                 for name, value in values.items():
                     self.tensorboard.add_scalar(name, value, step)
                 self.tensorboard.flush()
-        if self.wandb:
-            self.wandb.log({"step": step, **values})
+        if self.tracker:
+            self.tracker.log(step, values)
         for warning in self.curve_reader.look(metrics):
             lines.append(f"warning: step {step}: {warning}")
         print("\n".join(lines))
@@ -231,47 +218,3 @@ def drop_steps_after(path: Path, step: int) -> None:
     os.replace(new_path, path)
     if num_damaged:
         print(f"warning: {num_damaged} lines of {path} are damaged and left out")
-
-
-def open_wandb(
-    project: str,
-    run_dir: Path,
-    start_step: int,
-    config: dict[str, Any] | None,
-) -> Any:
-    """Open a run of Weights & Biases, or the earlier one again if this run is resumed. Returns None without a project.
-
-    With WANDB_MODE=offline everything stays in `RUN_DIR/wandb`, for `wandb sync` later. Raises ValueError if the login
-    fails.
-    """
-    if not project:
-        return None
-    import wandb
-
-    id_file = run_dir / "wandb" / "run-id.txt"
-    id_file.parent.mkdir(exist_ok=True)
-    if start_step == 0 or not id_file.is_file():
-        replace_file(id_file, secrets.token_hex(8))
-    arguments = sys.argv
-    sys.argv = without_secrets(arguments)  # many can read a project, which gets the command line too
-    try:
-        run = wandb.init(
-            project=project,
-            id=id_file.read_text(),
-            name=run_dir.name,
-            dir=str(run_dir),
-            config=without_secrets(config),
-            resume="allow",
-            settings=wandb.Settings(silent=True, console="off"),  # the console line is the log's own
-        )
-    except wandb.Error as error:
-        raise ValueError(
-            f"metrics.wandb_project={project!r}: {reason_of(error)}; log in with `wandb login`, set "
-            "WANDB_MODE=offline to log into the run folder, or name no project"
-        ) from error
-    finally:
-        sys.argv = arguments
-    # not wandb's built-in axis, on which it drops what a resumed run repeats
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run

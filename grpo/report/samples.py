@@ -1,25 +1,14 @@
-"""Texts that a person reads: completions, reasons of failed reward functions, examples of SFT in colour."""
+"""Texts that a person reads: completions, reasons of failed reward functions."""
 
 import collections
-import itertools
 import json
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.text import Text
+from typing import Any
 
 from grpo.rewards.answers import extract_answer
-from grpo.text import compact_number, one_line, printable, shorten, without_surrogates
+from grpo.text import one_line, shorten, without_surrogates
 from grpo.types import Record, Rollout
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from grpo.data.encode import Encoded
-
-COLUMN_CHARACTERS = 600  # of a prompt's columns (an answer, test cases, ...)
 QUOTED_CHARACTERS = 200  # of a quotation in one line
 NUM_REASONS = 3  # most frequent ones of a failed reward function
 END_CHARACTERS = 40  # quoted from the end of a completion without an answer
@@ -72,68 +61,9 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[Reco
     return records
 
 
-def ranked_by_reward(records: list[Record], worst: bool = False) -> list[Record]:
-    """Return the records from the highest reward to the lowest, or the other way round. No reward is the lowest."""
-
-    def rank(record: Record) -> float:
-        reward = record["reward"]
-        return reward if is_number(reward) else -math.inf
-
-    return sorted(records, key=rank, reverse=not worst)
-
-
 def is_number(value: Any) -> bool:
     """Return whether a value of a record is a number. A file of another hand can hold a text in its place."""
     return isinstance(value, int | float)
-
-
-def number_text(value: Any) -> str:
-    """Return a record's number for a reader; `none` for None; a text stays as it is."""
-    if value is None:
-        return "none"
-    return compact_number(value) if is_number(value) else str(value)
-
-
-def describe(record: Record, turns: bool = False) -> str:
-    """Return a completion's record as printable text: a line of numbers, failures, prompt, columns, completion.
-
-    turns: show the turns of an episode instead of its completion, with their tokens and the environment's answers. An
-    episode of several sequences is shown sequence by sequence, otherwise.
-    Columns are cut to COLUMN_CHARACTERS. One that the prompt shows is left out, except `answer`.
-    """
-    prompt = record["prompt"]
-    numbers = {
-        "reward": record["reward"],
-        **record["rewards"],
-        "advantage": record["advantage"],
-        "mismatch": record["mismatch"],
-    }
-    facts = []
-    for name, value in numbers.items():
-        facts.append(f"{name} {number_text(value)}")
-    for name in ("row", "source", "kind"):
-        if name in record:
-            facts.append(f"{name} {record[name]}")
-    episode = record.get("episode")
-    end = f"ended by {episode['ended_by']}" if episode else f"finish reason {record['finish_reason']}"
-    facts.append(f"{record['num_tokens']} tokens, {end}")
-
-    lines = ["--- " + " | ".join(facts)]
-    for name, reason in record["failures"].items():
-        lines.append(f"{name} failed: {_one_line(reason)}")
-    lines.append(f"prompt: {prompt}")
-    for name, value in record["columns"].items():
-        text = str(value)
-        if name == "answer" or without_surrogates(text.strip()) not in prompt:
-            lines.append(f"{name}: {shorten(text, COLUMN_CHARACTERS)}")
-
-    if turns and episode:
-        lines += turn_lines(episode["turns"])
-    elif "sequences" in record:
-        lines += [f"sequence {number}: {text}" for number, text in enumerate(record["sequences"], start=1)]
-    else:
-        lines.append(f"completion: {record['completion']}")
-    return printable("\n".join(lines))
 
 
 def turn_lines(turns: list[dict[str, Any]]) -> list[str]:
@@ -209,41 +139,6 @@ def failure_lines(rollouts: list[Rollout]) -> list[str]:
             f"first completion, of row {failed[0].prompt.row}: {shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
         )
     return lines
-
-
-def show_examples(examples: "Iterable[Encoded]", tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Print examples of SFT as the model sees them, each with its length and its labels in colour."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    for number, example in enumerate(examples, start=1):
-        sizes = f"{len(example.ids)} tokens, {sum(example.mask)} of them labels"
-        console.rule(f"example {number}: {sizes}", align="left")
-        console.print(show_chat(example, tokenizer))
-
-
-def show_chat(example: "Encoded", tokenizer: "PreTrainedTokenizerBase") -> Text:
-    """Return an example as text for rich's console, with labels in bold green and ↵ at line breaks that are labels.
-
-    Special tokens are shown; characters that would act on a terminal are escaped.
-    """
-    colored = Text()
-    end = 0
-    before = ""
-    for is_label, run in itertools.groupby(example.mask):
-        end += len(list(run))
-        # from the first token each time, because some tokenizers drop a blank at the beginning of what they decode
-        decoded = tokenizer.decode(
-            example.ids[:end],
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-        )
-        piece = printable(decoded[len(before) :])
-        if is_label:
-            marked = piece.replace("\n", "↵\n")
-            colored.append(marked, "bold green")
-        else:
-            colored.append(piece, "dim")
-        before = decoded
-    return colored
 
 
 def finite_or_none(value: float | None) -> float | None:

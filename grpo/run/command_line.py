@@ -6,7 +6,6 @@ hash of its source and GPU, and appears whole. vLLM and FlashAttention 4 leave o
 each kind of GPU in it (vllm_engine.py, attention.py). All of it can be deleted at any time.
 """
 
-import importlib.util
 import logging
 import os
 import sys
@@ -94,12 +93,8 @@ def checked_config(config_type: type[Config], words: list[str] | None = None) ->
         words,
         _fit_to_processes,
     )
-    if config.gpus:  # a dry run for another machine
-        return config
-    check_world_size(config, num_processes())
-    project = config.metrics.wandb_project
-    if project and importlib.util.find_spec("wandb") is None:
-        raise ValueError(f"metrics.wandb_project={project!r} needs a package: pip install wandb, or leave it empty")
+    if not config.gpus:  # else a dry run for another machine
+        check_world_size(config, num_processes())
     return config
 
 
@@ -117,32 +112,6 @@ def _fit_to_processes(config: Config, recipe: Config) -> Config:
         lines = [line, *differences(fitted, config)]
         print("\n  ".join(lines))
     return fitted
-
-
-def subject_of(doc: str, words: list[str] | None = None) -> tuple[str, list[str]]:
-    """Return the first word of a tool's command line, such as the folder of a run, and the words that follow.
-
-    With --help, or if there is no such word, it prints the tool's docstring and ends the process.
-    """
-    if words is None:
-        words = sys.argv[1:]
-    subject, *further_words = words or ["-"]
-    if subject.startswith("-"):
-        print(doc)
-        raise SystemExit(0 if subject in ("--help", "-h") else 2)
-    quiet_libraries()
-    keep_caches()
-    return subject, further_words
-
-
-def tool_config(words: list[str]) -> GRPOConfig:
-    """Return the config of a tool's `[RECIPE.py] [--field value ...]`, with all roles in one process."""
-    return load(
-        GRPOConfig,
-        DEFAULT_RECIPES[GRPOConfig],
-        words,
-        for_one_process,
-    )
 
 
 def keep_caches() -> None:

@@ -92,19 +92,19 @@ class Driver(Steps):
     def plan(
         self,
         step: int,
-        weights: Mapping[str, float],
+        source_weights: Mapping[str, float],
         keep_prompt: Callable[[Prompt], bool] | None = None,
     ) -> StepPlan:
         """Decide everything about a step before it starts.
 
-        weights, keep_prompt: say which prompts are drawn from now on, see PromptStream.begin_step.
+        source_weights, keep_prompt: say which prompts are drawn from now on, see PromptStream.begin_step.
         """
         if self.is_stopped(step):
             return StepPlan(step, stop=True)
         self.step = step
         self.times_ahead: Scalars = {}
         number = step + 1
-        self.prompts.stream.begin_step(number, weights, keep_prompt)
+        self.prompts.stream.begin_step(number, source_weights, keep_prompt)
         self.buffer.begin_step()
         requests = self._fill()
         schedule = self.schedule
@@ -191,7 +191,7 @@ class Driver(Steps):
     @on_driver_for_learners
     def reward_tensors(self, rollouts: list[Rollout]) -> tuple[Tensor, Tensor, Tensor]:
         """Return rewards (float32 [R]), which there are (bool [R]), and values of its parts (float32 [F, R])."""
-        return reward_tensors(rollouts, self.scorer.weights)
+        return reward_tensors(rollouts, self.scorer.reward_weights)
 
     @on_driver_for_learners
     def record(self, rollouts: list[Rollout], batch: TrainBatch) -> None:

@@ -57,17 +57,17 @@ def passing_parts(config: RunConfig) -> list[str]:
 def with_parts(
     rollout: Rollout,
     parts: Mapping[str, tuple[float | None, str]],
-    weights: Mapping[str, float],
+    reward_weights: Mapping[str, float],
 ) -> Rollout:
     """Add the parts of the reward that no function computes, each a value or the reason why there is none, and sum up.
 
-    weights: of all parts of the reward, which is their `weighted_sum`; None if one failed.
+    reward_weights: of all parts, which is their `weighted_sum`; None if one failed.
     """
-    rewards = {name: value for name, (value, _) in parts.items() if name in weights}
+    rewards = {name: value for name, (value, _) in parts.items() if name in reward_weights}
     rewards |= rollout.rewards
     failures = {name: failure for name, (_, failure) in parts.items() if failure}
     failures = rollout.failures | failures
-    reward = None if failures else weighted_sum(rewards, weights)
+    reward = None if failures else weighted_sum(rewards, reward_weights)
     return replace(rollout, rewards=rewards, reward=reward, failures=failures)
 
 
@@ -80,7 +80,7 @@ class Scorer:
     parts: Mapping[str, Any]
     """The parts of the reward that no function computes, by their names. Each has a method `values(rollouts, opening)`,
     which returns for each rollout its value or None, and the reason if it failed."""
-    weights: Mapping[str, float]
+    reward_weights: Mapping[str, float]
     """Of all parts."""
     pass_functions: Sequence[str]
     """Names of what says whether a completion passes, the first that gives it a value."""
@@ -100,7 +100,8 @@ class Scorer:
     @property
     def judging_parts(self) -> list[str]:
         """Names of the parts of the reward that count and look at more than the length of a completion."""
-        return [name for name in counting_parts(self.weights) if not measures_length(self.pool.functions.get(name))]
+        functions = self.pool.functions
+        return [name for name in counting_parts(self.reward_weights) if not measures_length(functions.get(name))]
 
     def submit(
         self,
@@ -143,7 +144,7 @@ class Scorer:
         rollouts = []
         for index, rollout in enumerate(self.pool.collect()):
             parts = {name: values[index] for name, values in values_of.items()}
-            rollouts.append(with_parts(rollout, parts, self.weights))
+            rollouts.append(with_parts(rollout, parts, self.reward_weights))
         check_lost(rollouts)
 
         warnings = failure_lines(rollouts)

@@ -12,7 +12,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from grpo.config.fields import Config
 from grpo.config.recipes import as_recipe, written_fields
 from grpo.config.user_files import own_files
 from grpo.folder import checkpoint
-from grpo.folder.hub import open_repository, push
 from grpo.folder.run_folder import CONFIG, FILES, SCRIPT, begin_run
 from grpo.folder.was_read import READ, checksum_of
 from grpo.models import hf_folder
@@ -43,7 +42,6 @@ from grpo.run.saved import Saved, warn_of_secrets
 from grpo.run.scorer import check_version
 from grpo.run.start import Start
 from grpo.run.step_timer import StepTimer
-from grpo.text import without_secrets
 from grpo.types import Prompt, Requests, Rollout
 from grpo.watch.failures import BadInput, here, refuse_bad_input, set_place, show_lines_at_once
 from grpo.watch.stopping import forget_old_stop, hold_signals
@@ -110,8 +108,8 @@ def run(
                 session.leave()
             raise
     if session.repository and session.is_exported:  # here no rank waits, however long it takes
-        shown = without_secrets(config)
-        print(push(config.run_dir, session.repository, shown.model, as_recipe(shown)))
+        for _, push in features.turned_on(config, "push"):
+            print(push(config, session.repository))
     watchdog.exit_if_interrupted()
 
 
@@ -125,24 +123,22 @@ def text_around(function: Callable) -> str:
 
 def dry_run(config: Config, script: str, read: Read) -> bool:
     """Check and read the inputs, and print whether the run fits the machine. Returns whether it does."""
+    folder = config.model.path
+    reward_model = ""
     with refuse_bad_input(), tempfile.TemporaryDirectory() as build_dir:
-        if hf_folder.has_config_alone(config.model.path):
-            folder = config.model.path
+        if hf_folder.has_config_alone(folder):
             print(f"{folder} has no weights or no tokenizer: data and rewards are not checked")
             hf = hf_folder.read_hf_config(folder)
             hf_folder.check_trainer(folder, hf, config.trainer)
-            hf_folder.check_lengths(
-                folder,
-                hf,
-                config.max_sequence_tokens,
-                math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel),
-            )
-            _, num_problems = fit_to_machine(config, config.roles, folder)
+            tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
+            hf_folder.check_lengths(folder, hf, config.max_sequence_tokens, tensor_parallel)
         else:
             start = read(config, script, build_dir)
-            _, num_problems = fit_to_machine(config, config.roles, start.policy.folder, start.reward_model)
+            folder = start.policy.folder
+            reward_model = start.reward_model
             if start.scorer:
                 start.scorer.pool.close()
+        _, num_problems = fit_to_machine(config, config.roles, folder, reward_model)
     print(f"dry run: nothing was written; memory may be 20 % off; problems: {num_problems}")
     return not num_problems
 
@@ -212,8 +208,8 @@ class Session:
             start = self.read(config, self.script, "")
             if start.scorer:
                 self.held.callback(start.scorer.pool.close)
-            if config.checkpoint.push_to_hub and self.layout.num_trainers:
-                self.repository = open_repository(config.checkpoint.push_to_hub)
+            for _, open_repository in features.turned_on(config, "open_repository"):
+                self.repository = open_repository(config)
             self.begin_to_write(start.saved)
         self.start = start
         fitted, _ = fit_to_machine(config, self.layout, start.policy.folder, start.reward_model)
@@ -250,18 +246,17 @@ class Session:
         )
         self.held.callback(os.close, lock)
         forget_old_stop(config.run_dir)
-        logged_config = config
-        kl_is_to_start = True
-        if isinstance(config, GRPOConfig):
-            logged_config = replace(config, algorithm=config.algorithm.resolved)
-            kl_is_to_start = not (config.reference_moves or config.algorithm.distill_coef)
-        self.run_log = RunLog(  # W&B may refuse
+        tracker = None
+        for _, open_tracker in features.turned_on(config, "open_tracker"):
+            tracker = open_tracker(config, saved.step)
+        has_other_reference = isinstance(config, GRPOConfig) and config.algorithm.distill_coef
+        self.run_log = RunLog(
             config.metrics,
             config.run_dir,
             num_steps=config.num_steps if self.layout.num_trainers else 0,
             start_step=saved.step,
-            whole_config=asdict(logged_config),
-            kl_is_to_start=kl_is_to_start,
+            kl_is_to_start=not (config.reference_moves or has_other_reference),
+            tracker=tracker,
         )
         self.held.callback(self.run_log.close)
 

@@ -7,18 +7,17 @@ checks come first, and processes start last.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from grpo import features
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import EvaluationConfig, RunConfig, ValidationConfig
 from grpo.data import prepare
 from grpo.data.encode import Encoded, Encoder
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.models import hf_folder
-from grpo.report.samples import show_examples
 from grpo.run.groups import Group
 from grpo.run.policy import PolicyFiles, read_policy, read_reference
 from grpo.run.saved import Saved, find_saved, resume_data
 from grpo.run.scorer import Scorer, check_functions, read_rewards, tool_schemas
-from grpo.run.trial import try_algorithm
 from grpo.types import Prompt
 
 
@@ -74,7 +73,7 @@ def read_grpo(
 ) -> Start:
     """Read the prompts, reference, held-out prompts and rewards of a GRPO run."""
     check_functions(config)
-    try_algorithm(config.algorithm)
+    try_formulas(config)
     sources = prepare.load_sources(config.data)
     check_functions(config, prepare.first_columns(sources))  # the encoder compares the other rows with these
 
@@ -104,8 +103,14 @@ def read_grpo(
         scorer,
         config.reward.model,
     )
-    note_weights(config, start)
+    note_models(config, start)
     return start
+
+
+def try_formulas(config: GRPOConfig) -> None:
+    """Try the user's loss, advantages and aggregation. Raises ValueError for one that does not work."""
+    for _, try_algorithm in features.turned_on(config, "try_algorithm"):
+        try_algorithm(config.algorithm)
 
 
 def read_sft(
@@ -132,7 +137,7 @@ def read_sft(
         vocab_size=policy.hf.vocab_size,
     )
     rows = prepare.encode_sources(sources, encoder)
-    if config.show:
+    for _, show_examples in features.turned_on(config, "show_examples"):
         first_examples = ChatStream(rows, config.data, config.seed).draw(config.show)
         show_examples(first_examples, policy.tokenizer)
     stream = ChatStream(rows, config.data, config.seed)
@@ -160,7 +165,7 @@ def read_sft(
         scorer=scorer,
         reward_model=config.reward.model if scorer else "",
     )
-    note_weights(config, start)
+    note_models(config, start)
     return start
 
 
@@ -204,7 +209,7 @@ def data_paths(config: RunConfig, *sections: EvaluationConfig | ValidationConfig
     return [source.path for source in sources]
 
 
-def note_weights(config: RunConfig, start: Start) -> None:
+def note_models(config: RunConfig, start: Start) -> None:
     """Note the checksum of each model that a checkpoint does not hold: base of adapters, fixed reference, reward model.
 
     Raises what `WasRead.note` raises. The folders must have been checked.

@@ -16,7 +16,7 @@ from grpo import features
 from grpo.config.user_files import load_function
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
-from grpo.run.command_line import subject_of, tool_config
+from grpo.tools.command import subject_of, tool_config
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_EPISODES = 3

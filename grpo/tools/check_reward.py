@@ -27,8 +27,8 @@ from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import group_level
 from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
-from grpo.run.command_line import subject_of, tool_config
 from grpo.text import one_line, shorten
+from grpo.tools.command import subject_of, tool_config
 from grpo.types import Piece, Prompt, Rollout
 from grpo.watch.failures import refuse_bad_input, run_rank
 

@@ -17,12 +17,13 @@ from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
 from grpo.config.checks import num_processes
 from grpo.config.fields import Config
 from grpo.config.recipes import load
-from grpo.run.command_line import DEFAULT_RECIPES, check_folder_early, subject_of
+from grpo.run.command_line import DEFAULT_RECIPES, check_folder_early
 from grpo.run.policy import read_policy
 from grpo.run.saved import find_saved
 from grpo.run.scorer import check_functions
 from grpo.run.session import Session, run
 from grpo.run.start import Start, read_evaluation
+from grpo.tools.command import subject_of
 from grpo.watch.failures import refuse_bad_input, run_script
 
 RUNS = pathlib.Path("runs/evaluate")
@@ -60,6 +61,7 @@ def load_config(
             "resume": False,
             "evaluation.interval": 1,
             "checkpoint.keep_best": "",
+            "checkpoint.push_to_hub": "",
             "generator.sleep": False,
             "trainer.tensor_parallel": 1,
             "trainer.context_parallel": 1,

@@ -26,8 +26,9 @@ from tyro.conf import Positional
 
 from grpo.folder.run_folder import read_marker
 from grpo.report.rollout_metrics import reward_parts
-from grpo.report.samples import describe, is_number, number_text, ranked_by_reward
+from grpo.report.samples import is_number
 from grpo.text import aligned, compact_number, one_line, printable, shorten
+from grpo.tools.describe import describe, number_text, ranked_by_reward
 from grpo.tools.page import PageRun, write_page
 from grpo.types import Record
 from grpo.watch.failures import refuse_bad_input, run_rank

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from grpo.data.chat import open_tokenizer
-from grpo.data.recorded import batch_path, read_step
+from grpo.data.recorded import batch_path
 from grpo.report.samples import is_number
 from grpo.text import replace_file
+from grpo.tools.recorded import read_step
 from grpo.types import Record, TrainBatch
 
 TEMPLATE = Path(__file__).with_name("page.html")

@@ -38,21 +38,22 @@ from torch.distributed.tensor import DTensor
 from grpo.config import OWN_LOSS_DEFAULTS, GRPOConfig, RolesConfig, change
 from grpo.config.checks import num_processes, validate
 from grpo.config.recipes import derived, load, load_recipe
-from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step
+from grpo.data.recorded import RecordedStep, batch_path
 from grpo.metrics import StepMetrics
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.trainer import Trainer
-from grpo.run.command_line import check_folder_early, subject_of
+from grpo.run.command_line import check_folder_early
 from grpo.run.policy import read_policy
 from grpo.run.saved import find_saved
 from grpo.run.session import Session, run
-from grpo.run.start import Start
+from grpo.run.start import Start, try_formulas
 from grpo.run.steps import Schedule, Steps
-from grpo.run.trial import try_algorithm
 from grpo.text import compact_number
+from grpo.tools.command import subject_of
 from grpo.tools.look import summarize
+from grpo.tools.recorded import check_recorded, read_step
 from grpo.types import Scalars
 from grpo.watch.failures import refuse_bad_input, run_script
 from grpo.watch.stopping import end_with_launcher, stop_reason
@@ -143,7 +144,7 @@ def read(
 ) -> Start:
     """Check the loss and the recorded batches, on rank 0. Returns the model, and the checkpoint if it is resumed."""
     algorithm = config.algorithm
-    try_algorithm(algorithm)
+    try_formulas(config)
     batches_dir = batch_path(recorded, 1).parent
     saved = find_saved(config, script, [str(batches_dir)])
     policy = read_policy(config, build_dir=build_dir)
@@ -261,7 +262,7 @@ def configs_of(
             changes["algorithm.advantages"] = advantages
         method_config = change(config, changes)
         validate(method_config)
-        try_algorithm(method_config.algorithm)
+        try_formulas(method_config)
         name = "+".join(part.rpartition(":")[2] for part in method.split("+"))
         if name in configs:
             raise ValueError(f"two methods are called {name}; name each once")

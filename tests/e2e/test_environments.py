@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from grpo.data.recorded import read_step
+from grpo.tools.recorded import read_step
 from tests import write_lines
 from tests.e2e.runs import (
     COLOCATED,

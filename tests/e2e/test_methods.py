@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from grpo.data.recorded import read_step
+from grpo.tools.recorded import read_step
 from tests.e2e.runs import NO_KL, read_metrics, run_tiny, split
 from tests.methods import methods
 from tests.torchrun import run_python

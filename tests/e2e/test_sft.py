@@ -157,6 +157,7 @@ def test_the_window_of_a_run_that_stops_by_its_loss_continues(flags, tmp_path):
 
 
 def test_show_prints_examples_and_stops(flags, tmp_path, capsys):
+    pytest.importorskip("grpo.features.show")
     with pytest.raises(SystemExit, match="0"):
         words = f"configs/toy_sft.py {flags} --dry-run --show 2 --run-dir {tmp_path}/run".split()
         train_sft.main(load(SFTConfig, "", words))

@@ -38,7 +38,7 @@ CONFIG_TYPES = {
 # Tools: how one is called, and what it would do behind its checks
 TOOLS = {
     "grpo.check_environment": (check_environment, "features"),
-    "grpo.check_loss": (check_loss, "try_algorithm"),
+    "grpo.check_loss": (check_loss, "features"),
     "grpo.check_reward": (check_reward, "load_sources"),
     "grpo.evaluate": (evaluate, "run"),
     "grpo.export": (export, "find_checkpoint"),

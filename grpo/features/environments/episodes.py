@@ -128,7 +128,7 @@ def check_environment(
     toolboxes = load_toolboxes(config.environment)
     style = call_style(tokenizer, config.environment, toolboxes)
     turns_of(tokenizer, config.environment, config.data, stop_token_ids, toolboxes)  # refuses a template
-    has_other_reward = config.reward.weights or config.algorithm.distill_coef
+    has_other_reward = config.reward.functions or config.reward.model or config.algorithm.distill_coef
     for name, toolbox in toolboxes.items():
         if not (toolbox.has_reward or has_other_reward):
             raise ValueError(

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needs_texts
+from grpo.config.fields import CPU_KV_CACHE_GIB
 from grpo.data.chat import load_tokenizer
 from grpo.models.families import has_experts, has_states, head_dim_of, windows_of
 from grpo.roles.engine.shortcuts import (
@@ -27,7 +28,6 @@ from grpo.roles.shared_memory import remove_shared_memory, replica_name
 VLLM_VERSION = "0.32.0"  # which shortcuts.py changes
 # Attention on a CPU goes through whole blocks: 160 tokens are sampled 1.3 times as fast as with vLLM's default, 128
 CPU_BLOCK_TOKENS = 32
-CPU_KV_CACHE_GIB = 1 / 16  # least KV cache of an engine on a CPU
 # Those of vLLM's CPUAttentionBackend
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Engine options by which a user chooses attention; FlashAttention 3 reads a float8 cache faster than triton

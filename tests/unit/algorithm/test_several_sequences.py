@@ -8,10 +8,12 @@ import torch
 from grpo.config import AlgorithmConfig, GeneratorConfig, GRPOConfig
 from grpo.data.batches import make_batch
 from grpo.data.layout import plan
-from grpo.data.recorded import RecordedStep, read_step, save_step
+from grpo.data.recorded import RecordedStep, save_step
 from grpo.report.rollout_metrics import nonfinite_frac, rollout_advantages, rollout_metrics
-from grpo.report.samples import completion_records, describe
+from grpo.report.samples import completion_records
+from grpo.tools.describe import describe
 from grpo.tools.page import add_tokens
+from grpo.tools.recorded import read_step
 from grpo.tools.replay import take_step
 from grpo.types import Piece, Prompt, Rollout
 from tests.rollouts import branched, conversation, over_the_wire, rewarded

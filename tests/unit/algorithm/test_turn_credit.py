@@ -9,8 +9,9 @@ import torch
 
 from grpo.config import AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig
 from grpo.data.batches import make_batch
-from grpo.data.recorded import RecordedStep, check_recorded, read_step, save_step
+from grpo.data.recorded import RecordedStep, save_step
 from grpo.metrics import StepMetrics
+from grpo.tools.recorded import check_recorded, read_step
 from grpo.types import Piece, Prompt, Rollout, TrainBatch
 from tests.rollouts import conversation, over_the_wire, rewarded
 from tests.rows import one_row

@@ -12,8 +12,8 @@ from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.models.hf_folder import read_hf_config
+from grpo.models.memory import Needs, sizes_of
 from grpo.roles.trainer import Trainer
-from grpo.run.machine import Needs, sizes_of
 from grpo.types import TrainBatch
 from tests.rollouts import sequence
 from tests.tiny_models import make_tiny

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from grpo.data.batches import make_batch, split_groups
-from grpo.data.recorded import RecordedStep, read_step, save_step
+from grpo.data.recorded import RecordedStep, save_step
+from grpo.tools.recorded import read_step
 from grpo.types import Piece, Prompt, Rollout
 from tests.rollouts import completion, conversation, over_the_wire, rewarded
 

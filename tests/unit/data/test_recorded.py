@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from grpo.config import GRPOConfig, ModelConfig, RolesConfig
 from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch
-from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step, save_step
+from grpo.data.recorded import RecordedStep, batch_path, save_step
+from grpo.tools.recorded import check_recorded, read_step
 from grpo.tools.replay import load_config
 from grpo.types import TrainBatch
 from tests.rollouts import rewarded, sequence

@@ -11,8 +11,8 @@ import transformers
 from grpo import config as c
 from grpo.config.checks import describe_roles
 from grpo.config.recipes import load, load_recipe
+from grpo.models.memory import MARGIN_FRAC, PROCESS_GIB, Device, Needs, Sizes, fit_engine, largest_row, sizes_of
 from grpo.run.command_line import DEFAULT_RECIPES
-from grpo.run.machine import MARGIN_FRAC, PROCESS_GIB, Device, Needs, Sizes, decide, fit_engine, largest_row, sizes_of
 from tests import ROOT
 from tests.unit.models.test_hf_folder import (
     GEMMA3_1B,
@@ -65,7 +65,7 @@ def config_of(flags: str = "") -> c.GRPOConfig:
 def decided(raw: dict, config: c.GRPOConfig | c.SFTConfig, gpu_gib: float | None) -> Needs:
     """What it needs with all that the config leaves to GPUs of that size, or to a CPU."""
     device = Device(8, "GPU", gpu_gib) if gpu_gib else Device(0, "CPU", 20)
-    return decide(needs(raw, config), config.roles, device)
+    return needs(raw, config).decided(config.roles, device)
 
 
 PUBLISHED = {  # number of parameters as the hub counts them

@@ -12,7 +12,7 @@ from grpo.models.hf_folder import weights_checksum
 from grpo.rewards.pool import EPISODE_COLUMNS
 from grpo.run.saved import Saved, begin_to_read, warn_of_secrets
 from grpo.run.scorer import check_functions
-from grpo.run.start import Start, note_weights
+from grpo.run.start import Start, note_models
 
 FILE = """
 def scored(completions, **columns):
@@ -87,7 +87,7 @@ def test_other_weights_than_the_checkpoint_relies_on_are_refused(changes, checke
     def note(weights: str, state: dict) -> dict[str, dict[str, str]]:
         saved = Saved(None, state, begin_to_read(config, state))
         reward_model = weights if config.reward.model else ""
-        note_weights(config, Start(saved, SimpleNamespace(folder=weights), weights, reward_model=reward_model))
+        note_models(config, Start(saved, SimpleNamespace(folder=weights), weights, reward_model=reward_model))
         return saved.read.facts
 
     state = {"step": 7, "read": note("old", {})}

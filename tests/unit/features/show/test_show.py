@@ -8,7 +8,7 @@ from grpo.config import DataConfig
 from grpo.data.encode import Encoded
 from grpo.data.rows import Example
 from grpo.data.turns import tokenize, write_example
-from grpo.report.samples import show_chat
+from grpo.features.show.examples import show_chat
 
 MESSAGES = [{"role": "user", "content": "数?\x1b[2J"}, {"role": "assistant", "content": "学:\n[bold]2[/bold]"}]
 

@@ -2,16 +2,20 @@
 
 import contextlib
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from grpo.config import CheckpointConfig, ModelConfig, RewardConfig, SFTConfig
-from grpo.config.recipes import as_recipe
-from grpo.folder.hub import open_repository, push
+from grpo.config.checks import validate
+from grpo.features import hub as feature
+from grpo.features.hub import push
+from grpo.features.hub.upload import open_repository
 from grpo.run import session
-from grpo.text import without_secrets
 from tests.hub import OWNER, hub_server  # noqa: F401
+
+UPLOADED = SFTConfig(checkpoint=CheckpointConfig(push_to_hub="sums"))
 
 
 def test_a_finished_run_is_uploaded_although_ctrl_c_came_in_its_last_step(monkeypatch, capsys):
@@ -24,17 +28,16 @@ def test_a_finished_run_is_uploaded_although_ctrl_c_came_in_its_last_step(monkey
 
     monkeypatch.setattr(session, "watched", watched)
     monkeypatch.setattr(session, "Session", finished)
-    monkeypatch.setattr(session, "push", lambda run_dir, repository, *about: f"uploaded to {repository}")
+    monkeypatch.setattr(feature, "push", lambda config, repository: f"uploaded to {repository}")
     monkeypatch.setattr(session, "setup_roles", lambda *arguments, **options: SimpleNamespace(name="trainer"))
     with pytest.raises(SystemExit) as ended:
-        session.run(SFTConfig(num_trainers=1), "train_sft.py", None, lambda config, session: None)
+        session.run(UPLOADED, "train_sft.py", None, lambda config, session: None)
     assert ended.value.code == 130 and "uploaded to me/model" in capsys.readouterr().out
 
 
-def push_run(config: SFTConfig, repository: str) -> str:
-    """As `session.run` does."""
-    shown = without_secrets(config)
-    return push(config.run_dir, repository, shown.model, as_recipe(shown))
+def test_nothing_to_upload_is_refused():
+    with pytest.raises(ValueError, match="push_to_hub uploads what checkpoint.export writes"):
+        validate(replace(UPLOADED, checkpoint=CheckpointConfig(push_to_hub="sums", export=False)))
 
 
 @pytest.fixture
@@ -56,7 +59,7 @@ def test_the_exported_folder_and_a_card_reach_a_private_repository(hub, config, 
     repository = open_repository("sums")
     assert repository == f"{OWNER}/sums"
     assert [(made["name"], made["visibility"]) for made in hub.created] == [("sums", "private")]
-    assert f"{hub.url}/{OWNER}/sums" in push_run(config, repository)
+    assert f"{hub.url}/{OWNER}/sums" in push(config, repository)
     assert hub.files.keys() == {"README.md", "config.json", "model.safetensors"}
     assert hub.files["model.safetensors"] == b"weights"
     card = hub.files["README.md"].decode()
@@ -69,7 +72,7 @@ def test_weights_of_an_earlier_upload_do_not_stay(hub, config):
     """Those in pieces, whose index vLLM would follow; another's files stay."""
     earlier = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     hub.files = dict.fromkeys([*earlier, "notes.md", "adapter_model.safetensors"], b"earlier")
-    push_run(config, f"{OWNER}/sums")
+    push(config, f"{OWNER}/sums")
     kept = {"notes.md", "adapter_model.safetensors"}
     assert hub.files.keys() == {"README.md", "config.json", "model.safetensors", *kept}
 
@@ -92,5 +95,5 @@ def test_without_a_network_it_is_refused_before_the_run(hub):
 @pytest.mark.parametrize("refused", ["/commit/", "/validate-yaml"])
 def test_an_upload_that_fails_says_how_to_try_again(hub, config, tmp_path, refused):
     hub.refuses = refused
-    line = push_run(config, "somebody/sums")
+    line = push(config, "somebody/sums")
     assert line.startswith("warning: ") and f"hf upload somebody/sums {tmp_path}/model" in line

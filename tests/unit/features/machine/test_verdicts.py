@@ -8,17 +8,14 @@ import torch
 import transformers
 
 from grpo import config as c
+from grpo.config.checks import check_world_size, validate
+from grpo.features.machine import propose_layout, verdicts
+from grpo.features.machine.layouts import layouts_for
+from grpo.features.machine.verdicts import check_disk, check_gpus, check_memory, check_versions
+from grpo.models.memory import Device
 from grpo.run import machine
-from grpo.run.machine import (
-    Device,
-    check_disk,
-    check_gpus,
-    check_memory,
-    check_versions,
-    decide,
-    fit_to_machine,
-    propose_layout,
-)
+from grpo.run.machine import fit_to_machine
+from tests.unit.config.started import started
 from tests.unit.models.test_memory import QWEN3_1_7B, QWEN3_8B, needs
 
 H100 = Device(8, "H100", 79.2)
@@ -36,10 +33,10 @@ def grpo(**fields) -> c.GRPOConfig:
 
 def test_the_versions_of_this_environment_fit_and_another_one_is_named(monkeypatch):
     row = check_versions()
-    assert row.answer == "fits"
-    monkeypatch.setattr(machine, "installed_version", {"torchtitan": "0.2.0", "transformers": "5.19.0"}.get)
+    assert row.outcome == "fits"
+    monkeypatch.setattr(verdicts, "installed_version", {"torchtitan": "0.2.0", "transformers": "5.19.0"}.get)
     row = check_versions()
-    assert row.answer == "PROBLEM" and "launch/setup.sh" in row.to_do
+    assert row.outcome == "PROBLEM" and "launch/setup.sh" in row.to_do
     assert "torchtitan 0.2.0, not 0.3.0" in row.has and "vllm missing, not 0.32.0" in row.has
     assert "transformers" not in row.has
 
@@ -56,7 +53,7 @@ def test_a_layout_for_fewer_gpus_is_one_whose_memory_fits():
     def proposal(raw: dict, device: Device) -> str:
         row = check_gpus(config, device, propose_layout(needs(raw, config), device))
         assert row.needs == "8 (4 trainer + 4 generator)"
-        return row.answer if row.answer == "fits" else row.to_do
+        return row.outcome if row.outcome == "fits" else row.to_do
 
     four = Device(4, "H100", 79.2)
     assert proposal(QWEN3_8B, H100) == "fits"
@@ -64,20 +61,34 @@ def test_a_layout_for_fewer_gpus_is_one_whose_memory_fits():
     assert of_small in proposal(QWEN3_1_7B, four)
     assert "--roles.colocated --roles.num-trainers 4 --roles.num-references 0" in proposal(QWEN3_8B, four)
     fitted = needs(QWEN3_8B, c.change(config, propose_layout(needs(QWEN3_8B, config), four)))
-    fitted = decide(fitted, fitted.config.roles, four)
-    assert {row.answer for row in check_memory(fitted, four)} == {"fits"}
+    fitted = fitted.decided(fitted.config.roles, four)
+    assert {row.outcome for row in check_memory(fitted, four)} == {"fits"}
     assert "for 1, judged below: --roles.colocated" in proposal(QWEN3_8B, Device(1, "H100", 79.2))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 6, 8, 16])
+@pytest.mark.parametrize("trainer_parallel, generator_parallel, overlap", [(1, 1, 1), (2, 1, 0), (1, 2, 0), (2, 4, 1)])
+def test_layouts_have_the_ranks_and_pass_the_checks(num_ranks, trainer_parallel, generator_parallel, overlap):
+    flags = f"--trainer.tensor-parallel {trainer_parallel} --generator.tensor-parallel {generator_parallel} "
+    config = started(f"{flags} --overlap-steps {overlap} --algorithm.kl-coef 0.1 --prompts-per-step 12")
+    layouts = [c.change(config, changes) for changes in layouts_for(config, num_ranks)]
+    if not layouts:
+        largest = max(trainer_parallel, generator_parallel)
+        assert num_ranks < trainer_parallel + generator_parallel or num_ranks % largest
+    for layout in layouts:
+        validate(layout)
+        check_world_size(layout, num_ranks)
+
+
 def test_gpus_that_torch_does_not_see(monkeypatch):
-    for cuda, answer in ((None, "fits"), ("13.0", "PROBLEM")):
+    for cuda, outcome in ((None, "fits"), ("13.0", "PROBLEM")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        assert check_gpus(grpo(), CPU, {}).answer == answer
+        assert check_gpus(grpo(), CPU, {}).outcome == outcome
 
 
 def answers(config: c.GRPOConfig | c.SFTConfig, raw: dict, device: Device = H100, **frozen: dict) -> dict[str, str]:
     rows = check_memory(needs(raw, config, **frozen), device)
-    return {re.sub("memory of (a )?", "", row.what): row.answer for row in rows}
+    return {re.sub("memory of (a )?", "", row.what): row.outcome for row in rows}
 
 
 def test_memory_of_each_role_against_a_machine():
@@ -120,7 +131,7 @@ def test_a_cache_for_few_of_the_sequences_is_told_with_ways_out():
     """Qwen3-8B: 144 KiB a token, so 33,280 tokens are 4.57 GiB; 0.85 x 79.2 - 15.3 - 3 = 49 GiB hold 10 of 64."""
     config = c.change(grpo(), LONG_ROWS)
     (row,) = [row for row in check_memory(needs(QWEN3_8B, config), H100) if "generator" in row.what]
-    assert (row.answer, row.needs, row.has[:3]) == ("tight", "64 sequences of full length", "10,")
+    assert (row.outcome, row.needs, row.has[:3]) == ("tight", "64 sequences of full length", "10,")
     assert all(flag in row.to_do for flag in ("kv_cache_dtype fp8", "--generator.tensor-parallel", "--generator.sleep"))
     none = c.change(config, {"generator.gpu_memory_utilization": 0.25})
     assert answers(none, QWEN3_8B)["generator"] == "PROBLEM"  # vLLM refuses a cache that holds none
@@ -155,7 +166,7 @@ def test_advice_fits(name):
     full = {"trainer.activation_checkpointing": "full"}
     device = Device(1, "GPU", gib)
     config = c.change(grpo(roles=COLOCATED), full | changes)
-    row = next(row for row in check_memory(needs(raw, config), device) if row.answer == "PROBLEM")
+    row = next(row for row in check_memory(needs(raw, config), device) if row.outcome == "PROBLEM")
     assert row.to_do.startswith(flags)
 
 
@@ -182,7 +193,7 @@ def test_disk_for_checkpoints_and_export(fields, tmp_path, monkeypatch):
         row = check_disk(needs(QWEN3_1_7B, config))
         assert f"{checkpoints} x 19.23 GiB" in row.needs
         assert all(flag in row.to_do for flag in ("--run-dir", "--checkpoint.no-export"))
-        return row.answer
+        return row.outcome
 
     assert answer(needed + 2**20) == "fits" and answer(needed - 2**20) == "PROBLEM"
     there = tmp_path / "run" / "checkpoints" / "step-00000100" / "shard"
@@ -213,9 +224,9 @@ def test_a_start_decides_and_warns_of_each_problem_in_one_line(tmp_path, monkeyp
         "trainer.micro_batch_tokens: 16384",
         "trainer.activation_checkpointing: selective",
     ]
-    fitted, (_, _, _, memory, disk) = start(Device(8, "L4", 22.0), 2**30)
+    fitted, (_, _, _, trainer, disk) = start(Device(8, "L4", 22.0), 2**30)
     assert fitted.trainer.activation_checkpointing == "full"
-    assert memory.startswith("warning: memory of a trainer: ") and disk.startswith("warning: disk: ")
+    assert trainer.startswith("warning: memory of a trainer: ") and disk.startswith("warning: disk: ")
     evaluates = c.EvaluationConfig(interval=1, num_samples=8)
     config = c.GRPOConfig(roles=c.RolesConfig(num_trainers=1, num_generators=2), evaluation=evaluates)
     alone = c.RolesConfig(num_trainers=0, num_references=0, num_generators=2)

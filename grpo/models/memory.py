@@ -1,0 +1,330 @@
+"""The memory that a run needs of each GPU, by arithmetic, and what "auto" becomes.
+
+Only a config.json is read of each model. A trainer rank holds its states, the weights that FSDP gathers, the logits of
+a chunk, and for each token and block a number of values that depends on the checkpointing. Estimates may be 20 % off;
+peaks that were measured (docs/evidence/speed.md) are closer. Left out: what the allocator wastes, NCCL's buffers, and
+what other processes hold.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from grpo.config import RolesConfig, change
+from grpo.config.fields import CPU_KV_CACHE_GIB, MAX_NUM_SEQS, MICRO_BATCH_TOKENS, MOST_NUM_SEQS
+from grpo.models.families import empty_policy, family_of, has_experts, has_states, state_values, windows_of
+from grpo.models.hf_folder import has_config_alone, read_hf_config, resolve_folder
+
+GIB = 2**30
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+MARGIN_FRAC = 0.05  # added to a peak before "auto" compares it with a GPU
+# What a process holds besides: CUDA's context, buffers of NCCL, and what an engine computes with
+PROCESS_GIB = 3.0
+# What an engine that sleeps leaves there: its graphs and buffers too, and blocks that torch keeps. nvidia-smi showed
+# 17.5 GiB where the other parts are 12.5 (docs/evidence/speed.md).
+ASLEEP_GIB = 5.0
+MOST_CPU_KV_CACHE_GIB = 1 / 4
+# On a GPU a cache is for an engine's sequences and no more, if that is at most this part of the room for it: the rest
+# must hold what vLLM computes with, which it then does not measure
+SMALL_CACHE_FRAC = 0.5
+LEAST_KV_CACHE_GIB = 1  # of such a cache
+# What "auto" chooses from, the fastest first
+CHECKPOINTING = ("none", "logits", "selective", "full")
+# Values that a block computes with, for each value that its linear layers give. Attention, norms and activations add
+# the rest. A gated delta rule computes with many more for each value that it gives.
+BLOCK_VALUES = 1.85
+RULE_VALUES = 90
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the ranks compute on: GPUs of `gib` GiB each or, if there are none, a CPU with `gib` GiB of free memory."""
+
+    num_gpus: int
+    name: str
+    gib: float
+
+
+# ---- Memory
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the parts of a model are. All of its blocks are taken to be alike."""
+
+    hf: PretrainedConfig
+    parameters: int
+    """All weights; tied embeddings count once."""
+    block_parameters: int
+    """Weights of one transformer block, on average."""
+    linears: dict[str, nn.Linear]
+    """The linear layers of a block with attention, without experts, on the meta device, by Hugging Face's names."""
+
+
+def sizes_of(hf: PretrainedConfig) -> Sizes:
+    """Count a model's parts on its module, on the meta device."""
+    module = empty_policy(hf)
+    blocks = zip(module.layers.values(), windows_of(hf), strict=True)
+    with_attention = next(block for block, window in blocks if window != 0)
+    in_blocks = sum(weight.numel() for weight in module.layers.parameters())
+    return Sizes(
+        hf=hf,
+        parameters=sum(weight.numel() for weight in module.parameters()),
+        block_parameters=in_blocks // hf.num_hidden_layers,
+        linears={name: with_attention.get_submodule(path) for name, path in family_of(hf).linears.items()},
+    )
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run needs of each GPU, by arithmetic, in GiB. Another config, such as shorter rows, has other needs."""
+
+    config: Any
+    policy: Sizes
+    frozen: dict[str, Sizes]
+    """Of a reference and a reward model."""
+
+    def changed(self, changes: dict[str, Any]) -> "Needs":
+        """Return the needs of a config with other values, by their paths."""
+        return replace(self, config=change(self.config, changes))
+
+    @property
+    def weight(self) -> float:
+        """One weight in the compute dtype."""
+        return DTYPE_BYTES[self.config.model.dtype] / GIB
+
+    @property
+    def num_trained(self) -> int:
+        """Number of trained weights: all, or of LoRA rank x (inputs + outputs) of each layer that takes an adapter."""
+        lora_rank = self.config.trainer.lora_rank
+        if not lora_rank:
+            return self.policy.parameters
+        widths = sum(linear.in_features + linear.out_features for linear in self.policy.linears.values())
+        return self.policy.hf.num_hidden_layers * lora_rank * widths
+
+    @property
+    def states(self) -> float:
+        """Float32 weights and AdamW's two moments, of all ranks together. Muon has one in float32, in the blocks."""
+        trainer = self.config.trainer
+        moments = 2 * DTYPE_BYTES[trainer.moments]
+        num_bytes = (4 + moments) * self.num_trained
+        if trainer.optimizer == "muon":
+            num_bytes -= (moments - 4) * self.policy.hf.num_hidden_layers * self.policy.block_parameters
+        return num_bytes / GIB
+
+    @property
+    def resting(self) -> dict[str, float]:
+        """Parts of what a trainer rank holds between two steps."""
+        config = self.config
+        shards = config.roles.num_trainers // config.trainer.data_replicas
+        parts = {"weights and moments": self.states / shards}
+        if config.trainer.lora_rank:
+            parts["frozen weights"] = self.weight * self.policy.parameters / shards
+        if config.roles.num_reference_ranks:
+            return parts
+        return parts | self.beside(config.roles.num_trainers)
+
+    @property
+    def training(self) -> dict[str, float]:
+        """Parts of a trainer rank's peak, without an engine. Its rows have up to `trainer.micro_batch_tokens`."""
+        trainer = self.config.trainer
+        num_trainers = self.config.roles.num_trainers
+        parts = self.resting | self.forward(self.policy, num_trainers, trains=True)
+        parts["gradients"] = 4 * self.num_trained * trainer.data_replicas / num_trainers / GIB
+        if not trainer.lora_rank:
+            # A block's exist in the compute dtype and in float32. The LM head's is summed over the chunks in float32.
+            hf = self.policy.hf
+            summed = 6 * self.policy.block_parameters + 4 * hf.vocab_size * hf.hidden_size
+            parts["gradients before they are shared out"] = summed / trainer.tensor_parallel / GIB
+        return parts
+
+    def beside(self, num_ranks: int) -> dict[str, float]:
+        """Return the weights of frozen models on each of the ranks that share them."""
+        models = dict(self.frozen)
+        if not self.config.reference_has_model:  # as with adapters
+            models.pop("reference", None)
+        parts = {name: self.weight * model.parameters / num_ranks for name, model in models.items()}
+        if "reference" in parts and self.config.reference_moves:  # a mean of weights needs float32
+            parts["reference"] *= 4 / GIB / self.weight
+        return parts
+
+    def forward(self, model: Sizes, num_ranks: int, trains: bool) -> dict[str, float]:
+        """Return what a forward needs besides the weights, by part; with `trains` also what its backward needs."""
+        hf = model.hf
+        trainer = self.config.trainer
+        tensor_parallel = math.gcd(num_ranks, trainer.tensor_parallel)
+        row_ranks = trainer.context_parallel if trains else 1
+        # FSDP gathers two blocks, the embeddings and the LM head in the compute dtype. Where a rank has whole layers
+        # it holds a copy of all weights, or is not used where they are held in that dtype already.
+        gathered = model.parameters - (hf.num_hidden_layers - 2) * model.block_parameters
+        replicas = trainer.data_replicas if trains else 1
+        if num_ranks == tensor_parallel * replicas:
+            gathered = model.parameters if trains and not trainer.lora_rank else 0
+
+        tokens = largest_row(self.config) / row_ranks
+        chunk_tokens = min(tokens, trainer.logprob_chunk_tokens)
+        # compiled, a chunk's product h W^T exists, and its gradient; otherwise three float32 tensors come on top
+        logits = chunk_tokens * (2 if trainer.compile else 7)
+        outputs = sum(linear.out_features for linear in model.linears.values())
+        selective = 2 * hf.hidden_size
+        if not trainer.lora_rank:  # otherwise what goes through adapters is computed again
+            selective += outputs / 2
+        if has_experts(hf):  # what they give is in float32
+            outputs += hf.num_experts_per_tok * 2 * (hf.moe_intermediate_size + hf.hidden_size)
+            if trainer.expert_parallel > 1:  # what is sent to them and back
+                selective += hf.num_experts_per_tok * 2 * hf.hidden_size
+        of_block = BLOCK_VALUES * outputs
+        values = of_block
+        if has_states(hf):
+            values += RULE_VALUES * hf.linear_num_value_heads * hf.linear_value_head_dim
+        if trains:
+            kind = trainer.activation_checkpointing
+            kept = {"selective": selective, "full": hf.hidden_size}
+            values += hf.num_hidden_layers * kept.get(kind, of_block)
+            if kind == "none" and not trainer.lora_rank:
+                logits += tokens - chunk_tokens
+        parts = {"gathered weights": gathered, "logits": logits * hf.vocab_size, "activations": tokens * values}
+        return {part: self.weight * number / tensor_parallel for part, number in parts.items()}
+
+    def moments(self, gpu_gib: float) -> dict[str, dict[str, float]]:
+        """Return the parts of what a trainer's GPU holds, with an engine on it also while that is awake."""
+        if not self.config.roles.colocated:
+            return {"": self.training}
+        engine = {"an engine": self.engine_weights + self.cache(gpu_gib) + PROCESS_GIB}
+        if not self.config.generator.sleep:
+            return {"": self.training | engine}
+        asleep = {"a sleeping engine": ASLEEP_GIB}
+        return {" while it trains": self.training | asleep, " while the engine is awake": self.resting | engine}
+
+    def peak(self, gpu_gib: float) -> float:
+        """Return the most that a trainer's GPU holds at one time."""
+        return max(sum(parts.values()) for parts in self.moments(gpu_gib).values())
+
+    @property
+    def engine_weights(self) -> float:
+        """Weights on one rank of an engine."""
+        return self.weight * self.policy.parameters / self.config.generator.tensor_parallel
+
+    @property
+    def sequence(self) -> float:
+        """Keys, values and states of one sequence of full length, on one rank of an engine."""
+        generator = self.config.generator
+        num_tokens = self.config.data.max_prompt_tokens + generator.max_completion_tokens
+        windows = windows_of(self.policy.hf)
+        num_kept = sum(num_tokens if window is None else min(num_tokens, window) for window in windows)  # in all layers
+        values = sum(self.policy.linears[name].out_features for name in ("k_proj", "v_proj"))
+        is_fp8 = str(generator.engine.get("kv_cache_dtype")).startswith("fp8")
+        value = 1 / GIB if is_fp8 else self.weight
+        return (value * values * num_kept + 4 * state_values(self.policy.hf) / GIB) / generator.tensor_parallel
+
+    def cache(self, gpu_gib: float) -> float:
+        """Return the KV cache on one rank of an engine: what `generator.engine` says, or what its share leaves."""
+        generator = self.config.generator
+        if chosen := generator.engine.get("kv_cache_memory_bytes"):
+            return chosen / GIB
+        return max(0.0, generator.gpu_memory_utilization * gpu_gib - PROCESS_GIB - self.engine_weights)
+
+    def decided(self, layout: RolesConfig, device: Device) -> "Needs":
+        """Return the needs of the config without any "auto". layout: which ranks do what.
+
+        `trainer.micro_batch_tokens` and `activation_checkpointing` become the first of `row_choices` whose peak fits
+        the GPU with a margin, the last if none does, and the first on a CPU.
+        """
+        config = self.config
+        needs = self
+        if layout.num_engine_ranks:
+            completions = config.completions_at_once if layout.num_trainers else config.evaluation_completions
+            needs = fit_engine(self, math.ceil(completions / config.num_engines), device)
+        # beside an engine, what a process holds is counted already
+        room = device.gib if config.roles.colocated else device.gib - PROCESS_GIB
+        for kind, tokens in row_choices(config):
+            chosen = {"trainer.micro_batch_tokens": tokens, "trainer.activation_checkpointing": kind}
+            decided = needs.changed(chosen)
+            is_gpu_trainer = device.num_gpus and layout.num_trainers
+            if not is_gpu_trainer or decided.peak(device.gib) * (1 + MARGIN_FRAC) <= room:
+                break
+        return decided
+
+
+def longest_row(config: Any) -> int:
+    """Return `trainer.micro_batch_tokens`, for "auto" the most that it may become."""
+    tokens = config.trainer.micro_batch_tokens
+    return max(MICRO_BATCH_TOKENS, config.max_sequence_tokens) if tokens == "auto" else tokens
+
+
+def largest_row(config: Any) -> int:
+    """Return the most tokens that a micro-batch can have: `longest_row`, or all that is computed at one time."""
+    return min(longest_row(config), config.most_tokens)
+
+
+def read_needs(config: Any, folder: str, reward_model: str) -> Needs:
+    """Count the parts of the run's models. folder: the policy's. reward_model: a folder or hub name, or empty."""
+    policy = sizes_of(read_hf_config(folder))
+    frozen = {}
+    if config.needs_reference:
+        path = config.model.reference_path or folder
+        frozen["reference"] = sizes_of(read_hf_config(path if has_config_alone(path) else resolve_folder(path)))
+    if reward_model:
+        hf = read_hf_config(resolve_folder(reward_model, scores=True), scores=True)
+        frozen["reward model"] = sizes_of(hf)
+    return Needs(config, policy, frozen)
+
+
+# ---- What "auto" becomes
+
+
+def row_choices(config: Any) -> list[tuple[str, int]]:
+    """Return kinds of checkpointing and rows that "auto" chooses from, the fastest first.
+
+    To compute blocks again is a third more work, and rows half as long are none. Rows have room for the longest
+    sequence, and a reward model was told MICRO_BATCH_TOKENS (`open_reward_model`).
+    """
+    trainer = config.trainer
+    kinds = CHECKPOINTING
+    if trainer.activation_checkpointing != "auto":
+        kinds = (trainer.activation_checkpointing,)
+    elif trainer.expert_parallel > 1:
+        kinds = ("selective",)
+    rows = [longest_row(config)]
+    while trainer.micro_batch_tokens == "auto" and not config.reward.model and rows[-1] > config.max_sequence_tokens:
+        rows.append(max(rows[-1] // 2, config.max_sequence_tokens))
+    shorter = [(kinds[-1], tokens) for tokens in rows[2:]]
+    return [*itertools.product(kinds, rows[:2]), *shorter]
+
+
+def fit_engine(needs: Needs, num_asked: int, device: Device) -> Needs:
+    """Decide vLLM's `max_num_seqs` and its cache where `generator.engine` does not say them.
+
+    `max_num_seqs` becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above
+    MAX_NUM_SEQS only as many as the KV cache holds at half of their longest length. Sequences that grow together need
+    less, unless most of them run to the limit. Then vLLM puts some off and computes them again.
+
+    The cache holds these sequences at full length: on a CPU up to MOST_CPU_KV_CACHE_GIB, and two in any case; on a GPU
+    if that is at most SMALL_CACHE_FRAC of the room for it and nothing else is cached. Otherwise vLLM takes all of that
+    room.
+    """
+    engine = dict(needs.config.generator.engine)
+    of_one = needs.sequence
+    if device.num_gpus:
+        cache = needs.cache(device.gib)
+    else:
+        most = max(MOST_CPU_KV_CACHE_GIB, 2 * of_one)
+        cache = max(CPU_KV_CACHE_GIB, min(most, num_asked * of_one))
+        cache = engine.setdefault("kv_cache_memory_bytes", int(cache * GIB)) / GIB
+    number = min(num_asked, MOST_NUM_SEQS, max(MAX_NUM_SEQS, int(2 * cache / of_one)))
+    num_tokens = engine.get("max_num_batched_tokens")
+    if isinstance(num_tokens, int):  # of all sequences together in a step of the engine
+        number = min(number, num_tokens)
+    number = engine.setdefault("max_num_seqs", max(1, number))
+    needed = max(LEAST_KV_CACHE_GIB, number * of_one)
+    # Layers with windows or states share blocks of another size, drafts come from a model of their own, and a
+    # conversation's tokens stay in the cache while a tool works
+    caches_more = needs.config.environment.has_episodes or {None} != set(windows_of(needs.policy.hf))
+    caches_more |= any(name.startswith("spec") or name == "num_gpu_blocks_override" for name in engine)
+    if needed <= SMALL_CACHE_FRAC * cache and not caches_more:
+        engine.setdefault("kv_cache_memory_bytes", int(needed * GIB))
+    return needs.changed({"generator.engine": engine})
