@@ -25,7 +25,7 @@ from speed import ROOT, checkpoint, records, report, run_limited, spread
 
 RUNS = ROOT / "runs" / "peer"
 BENCH = pathlib.Path(__file__).parent
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=1"
 PHASES = ("generate", "train", "sync", "other")
 
 
@@ -71,27 +71,30 @@ def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespac
     run_dir = RUNS / name
     is_ours = method == "ours"
     shutil.rmtree(run_dir, ignore_errors=True)
-    recipe = ["tests/bench/colocated.py", "--model.path", folder, "--data.path", folder / "prompts.jsonl"]
-    recipe += ["--prompts-per-step", options.prompts, "--group-size", options.group_size]
-    recipe += ["--data.max-prompt-tokens", options.prompt_tokens, "--generator.max-completion-tokens", options.tokens]
     num_steps = options.steps
     num_warm = options.warm_steps[0]
     if not is_ours:
         num_steps = options.trl_steps or options.steps
         num_warm = options.warm_steps[1]
-    recipe += ["--num-steps", num_steps, "--run-dir", run_dir]
-    lengths = []  # a program that runs the rest of the command
+    recipe = (
+        f"tests/bench/colocated.py --model.path {folder} --data.path {folder}/prompts.jsonl "
+        f"--prompts-per-step {options.prompts} --group-size {options.group_size} --num-steps {num_steps} "
+        f"--data.max-prompt-tokens {options.prompt_tokens} --generator.max-completion-tokens {options.tokens} "
+        f"--run-dir {run_dir}"
+    )
+    lengths = ""  # a program that runs the rest of the command
     if options.median_tokens:
-        lengths = [BENCH / "lengths.py", options.median_tokens, options.tokens]
+        lengths = f"{BENCH}/lengths.py {options.median_tokens} {options.tokens}"
     if is_ours:
-        command = [sys.executable, *TORCHRUN, *lengths, "train_grpo.py", *recipe, *options.flags]
+        command = f"{TORCHRUN} {lengths} train_grpo.py {recipe}"
     else:
         kind, _, rows = method.partition("/")
-        command = [sys.executable, *lengths, BENCH / "trl_grpo.py", *recipe, "--rows", rows or "32"]
+        command = f"{lengths} {BENCH}/trl_grpo.py {recipe} --rows {rows or 32}"
         if kind == "trl-nogc":
-            command += ["--no-gradient-checkpointing"]
+            command += " --no-gradient-checkpointing"
     log = RUNS / f"{name}.log"
-    code = run_limited(command, log, options.limit)
+    flags = options.flags if is_ours else []
+    code = run_limited([sys.executable, *command.split(), *flags], log, options.limit)
     out = os.environ.get("OUT")
     if out and code != 0:
         (pathlib.Path(out) / f"{options.name}.log").write_text(log.read_text()[-100_000:])  # of the last that failed

@@ -23,11 +23,8 @@ from grpo.config import DataConfig
 from grpo.data.turns import tokenize, write_prompt
 
 COMMON = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28, "tie_word_embeddings": True}
-# Too small to measure a GPU's speed with
-FEW = {"vocab_size": 2048, "max_position_embeddings": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"model_type": "qwen3_moe", "norm_topk_prob": True, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 SHAPES = {
-    "tiny": COMMON | FEW | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32},
     "qwen3-0.6b": COMMON | {"hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": COMMON | {"hidden_size": 2048, "intermediate_size": 6144},
     "qwen2.5-0.5b": COMMON

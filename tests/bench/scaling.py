@@ -49,16 +49,17 @@ def measure(num_gpus: int, layout: str, options: argparse.Namespace, before: lis
     model = checkpoint(options.shape)
     shutil.rmtree(folder, ignore_errors=True)
     half = num_gpus // 2
-    roles = ["--roles.num-trainers", num_gpus]
+    roles = f"--roles.num-trainers {num_gpus}"
     if layout == "split":
-        roles = ["--roles.no-colocated", "--roles.num-trainers", half, "--roles.num-generators", num_gpus - half]
-        roles += ["--overlap-steps", "1", "--generator.gpu-memory-utilization", "0.85"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_gpus}"]
-    command += ["train_grpo.py", "tests/bench/colocated.py", "--model.path", model, "--run-dir", folder]
-    command += ["--data.path", model / "prompts.jsonl", "--prompts-per-step", options.prompts * num_gpus]
-    command += ["--generator.max-completion-tokens", options.tokens, "--num-steps", options.steps]
-    command += ["--sync-check-interval", "0", "--checkpoint.no-export", *roles, *options.flags]
-    code = run_limited(command, folder.with_suffix(".log"), options.limit)
+        roles = f"--roles.no-colocated --roles.num-trainers {half} --roles.num-generators {num_gpus - half}"
+        roles += " --overlap-steps 1 --generator.gpu-memory-utilization 0.85"
+    command = (
+        f"-m torch.distributed.run --standalone --nproc_per_node={num_gpus} train_grpo.py tests/bench/colocated.py "
+        f"--model.path {model} --data.path {model}/prompts.jsonl --run-dir {folder} --num-steps {options.steps} "
+        f"--prompts-per-step {options.prompts * num_gpus} --generator.max-completion-tokens {options.tokens} "
+        f"--sync-check-interval 0 --checkpoint.no-export {roles}"
+    )
+    code = run_limited([sys.executable, *command.split(), *options.flags], folder.with_suffix(".log"), options.limit)
     row: dict[str, Any] = {"GPUs": num_gpus, "layout": layout}
     steps = [line for line in records(folder) if "time/step" in line]
     steps = [step for step in steps if FIRST_STEP <= step["step"] < options.steps]

@@ -1,6 +1,5 @@
 """What benches share: a checkpoint of a real shape, processes that end, tables with their JSON."""
 
-import concurrent.futures
 import json
 import os
 import pathlib
@@ -58,13 +57,6 @@ def end(process: subprocess.Popen) -> None:
         process.wait(40)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def end_all(processes: Sequence[subprocess.Popen]) -> None:
-    """End several programs at the same time. A second SIGTERM would disturb a torchrun that is ending its ranks."""
-    if processes:
-        with concurrent.futures.ThreadPoolExecutor(len(processes)) as pool:
-            list(pool.map(end, processes))
 
 
 def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float | None, **environment: str) -> int | str:

@@ -25,19 +25,6 @@ EMPTY_THOUGHT = "{% if add_generation_prompt and enable_thinking is false %}<thi
 QWEN2 = CHATML_TOOLS.replace("CONTENT", "{{ m.content }}") + OPENING
 QWEN3 = LAST_USER + CHATML_TOOLS.replace("CONTENT", WITHOUT_THOUGHTS) + OPENING + EMPTY_THOUGHT
 # As the real one: thoughts of a row of calls stay, with other line breaks; the last message gets an empty one.
-QWEN3_WHOLE = (
-    LAST_USER
-    + CHATML_TOOLS.replace(
-        "CONTENT",
-        "{% set thought = '' %}{% set content = m.content %}{% if m.role == 'assistant' and '</think>' in content %}"
-        "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-        "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-        "{% if m.role == 'assistant' and loop.index0 > last.user and (loop.last or thought) %}"
-        "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}",
-    )
-    + OPENING
-    + EMPTY_THOUGHT
-)
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
     "<|end_header_id|>\n\n{% if loop.first and tools %}{{ tools | tojson }} Write"

@@ -195,17 +195,17 @@ def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, s
 @pytest.mark.parametrize(
     ("flags", "base"),
     [
-        ((), "runs/grpo"),
-        (("--run-dir", "runs/mine"), "runs/mine"),
-        (("--run_dir=runs/mine",), "runs/mine"),  # which the scripts take too
+        ("", "runs/grpo"),
+        ("--run-dir runs/mine", "runs/mine"),
+        ("--run_dir=runs/mine", "runs/mine"),  # which the scripts take too
     ],
 )
 def test_a_job_array_trains_one_seed_per_task_in_a_folder_of_its_own(repo, flags, base):
     launch(repo, "setup.sh", GRPO_DEVICE="gpu")
     task = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NAME": "grpo"}
-    process, calls = launch(repo, "grpo.sbatch", "recipe.py", *flags, **SLURM | task)
+    process, calls = launch(repo, "grpo.sbatch", "recipe.py", *flags.split(), **SLURM | task)
     assert process.returncode == 0, process.stderr
-    expected = ["train_grpo.py", "recipe.py", *flags, "--run-dir", f"{base}-seed2", "--seed", "2", "--resume"]
+    expected = f"train_grpo.py recipe.py {flags} --run-dir {base}-seed2 --seed 2 --resume".split()
     assert calls[-1].split()[-len(expected) :] == expected
 
 
@@ -286,8 +286,8 @@ def test_skypilot_installs_and_starts_torchrun_on_each_machine(repo):
     words = (repo / "calls").read_text().splitlines()[-1].split()
     assert {"--nnodes=2", "--nproc_per_node=8", "--rdzv_endpoint=10.0.0.7:29500", "--rdzv_conf=is_host=0"} <= set(words)
     folder = "/runs/qwen3_1_7b_gsm8k-sky-managed-1_grpo_5-0"
-    expected = ["train_grpo.py", "configs/qwen3_1_7b_gsm8k.py", "--run-dir", folder, "--checkpoint.interval", "20"]
-    expected += ["--model.path", "Qwen/Qwen3-8B", "--metrics.wandb-project", "grpo", "--resume"]
+    expected = f"train_grpo.py configs/qwen3_1_7b_gsm8k.py --run-dir {folder} --checkpoint.interval 20"
+    expected = f"{expected} --model.path Qwen/Qwen3-8B --metrics.wandb-project grpo --resume".split()
     assert words[-len(expected) :] == expected
     load(GRPOConfig, str(ROOT / expected[1]), expected[2:])  # those flags exist
     done = sky(repo, "run", MIN_GPUS="17")

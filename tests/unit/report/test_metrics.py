@@ -85,15 +85,6 @@ def test_timer_leaves_start_up_out_of_the_step(clock):
     assert timer.close_step() == {"time/train": 5.0, "time/other": 0.0, "time/step": 5.0}
 
 
-def test_the_driver_says_what_start_up_waits_for(clock, capsys, monkeypatch):
-    monkeypatch.setattr(step_timer, "BEGAN", clock.now)
-    for is_driver in (True, False):
-        timer = StepTimer(is_driver)
-        clock.now += 3.0
-        with timer.startup("loading the policy"):
-            assert capsys.readouterr().out == ("starting    3 s  loading the policy\n" if is_driver else "")
-
-
 # --- metrics of rollouts
 
 

@@ -75,13 +75,6 @@ def test_a_signal_before_the_first_step_of_a_notebooks_second_run_ends_it_at_onc
     assert result.returncode == 128 + signal.SIGTERM
 
 
-def test_the_last_line_of_a_stopped_run():
-    line = stopping.obey_stop("SIGTERM", 12, "runs/a")
-    assert line.startswith("stopped by SIGTERM, saved after step 12; everything is in runs/a, continue with ")
-    assert line.endswith("--resume")
-    assert "before the first step, nothing is saved" in stopping.obey_stop("SIGTERM", 0, "runs/a")
-
-
 def test_what_an_earlier_start_left_in_the_store_answers_nobody():
     """Ranks 0 to 2 meet, then 3 other processes in the same store, which has all words of the first three."""
     store, soon = dist.HashStore(), datetime.timedelta(seconds=600)
