@@ -254,7 +254,7 @@ def test_every_method_is_listed_with_what_follows_from_its_flags():
     for algorithm, cells in methods().values():
         resolved = algorithm.resolved
         slots = resolved.advantages, resolved.aggregation
-        assert ["path/file.py:function" if ":" in name else name for name in slots] == cells[:2]
+        assert ["its file" if ":" in name else name for name in slots] == cells[:2]
         assert cells[2] in ("-", f"{resolved.clip_low} / {resolved.clip_high}"), cells
         losses.add(resolved.loss)
         advantages.add(resolved.advantages)
