@@ -1,11 +1,13 @@
 """What does this environment say? Whole episodes before a run: `python -m grpo.check_environment guess.py:Guess`.
 
     python -m grpo.check_environment path/file.py:Class [RECIPE.py] [--field value ...]       or :function, a tool
+    python -m grpo.check_environment path/file.py:agent                          or "a command line": an agent
     python -m grpo.check_environment path/file.py:Class --play                                you are the model
 
 It plays three episodes with random calls, within the limits of a run, and shows each turn with its answers, the reward,
 how the episode ended and the seconds of a turn. Rows are the recipe's; without a recipe a row is empty. The chat
-template is a plain one: what the model's own can carry, `--dry-run` says. Exit code 1 if an episode is lost.
+template is a plain one: what the model's own can carry, `--dry-run` says. An agent is a command line or a function with
+an argument `base_url`, and is shown with the tree of its sequences. Exit code 1 if an episode is lost.
 """
 
 import inspect
@@ -14,6 +16,7 @@ import sys
 
 from grpo import features
 from grpo.config.user_files import load_function
+from grpo.config.values import names_function
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
 from grpo.tools.command import subject_of, tool_config
@@ -30,14 +33,24 @@ def main(arguments: list[str] | None = None) -> int:
     has_recipe = bool(words) and not words[0].startswith("-")
     examples = [Example()]
     with refuse_bad_input():
-        flags = ["--environment.tools", subject, "--environment.name", ""]
-        if inspect.isclass(load_function(subject, "environment")):
-            flags = ["--environment.name", subject]
-        config = tool_config([*words, *flags])
+        config = tool_config([*words, *flags_of(subject)])
         if has_recipe:
             examples = list(itertools.islice(load_sources(config.data)[0].examples(), NUM_EPISODES))
         ((_, rehearse),) = features.turned_on(config, "rehearse")
     return int(rehearse(config, examples, 1 if by_hand else NUM_EPISODES, by_hand))
+
+
+def flags_of(subject: str) -> list[str]:
+    """Return the flags that make the subject the run's environment. Raises ValueError if it cannot be loaded."""
+    agent = ["--environment.agent", subject, "--environment.tools", "--environment.name", ""]
+    if not names_function(subject):
+        return agent
+    loaded = load_function(subject, "environment")
+    if inspect.isclass(loaded):
+        return ["--environment.name", subject, "--environment.agent", ""]
+    if "base_url" in inspect.signature(loaded).parameters:
+        return agent
+    return ["--environment.tools", subject, "--environment.name", "", "--environment.agent", ""]
 
 
 if __name__ == "__main__":

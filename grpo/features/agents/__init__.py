@@ -37,6 +37,15 @@ def check(config: Any, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
     print(f"agent {config.environment.agent}")
 
 
+def rehearse(config: Any, examples: Sequence[Any], num_episodes: int, by_hand: bool) -> bool:
+    """Play episodes of an agent without a model, and print them. Returns whether one was lost."""
+    from grpo.features.agents import rehearsal
+
+    if by_hand:
+        raise SystemExit("--play is for environments; an agent is answered by words")
+    return rehearsal.rehearse(config, examples, num_episodes)
+
+
 def reward_part(config: Any) -> tuple[str, Any]:
     """Return the part of the reward that an agent gives, with its name."""
     from grpo.rewards.pool import EpisodePart

@@ -73,8 +73,17 @@ class Episode:
             waited=session.waited,
             counts={"calls": num_calls},
         )
-        nothing = (Piece.written(self.prompt.ids), Piece.sampled([], [], version))
-        return Rollout(self.prompt, 0, session.sequences() or (nothing,), ended_by=self.ended_by, episode=episode)
+        nothing = (
+            Piece.written(self.prompt.ids),
+            Piece.sampled([], [], version),
+        )
+        return Rollout(
+            self.prompt,
+            0,
+            session.sequences() or (nothing,),
+            ended_by=self.ended_by,
+            episode=episode,
+        )
 
 
 class Agents:
@@ -85,8 +94,16 @@ class Agents:
         self.config = config.environment
         self.max_prompt_tokens = config.data.max_prompt_tokens
         top_p = config.generator.sampling.get("top_p", 1)
-        self.allowed = ALLOWED | {"temperature": tuple(config.generator.temperature), "top_p": (top_p,)}
-        self.writer = Writer(load_tokenizer(folder, config.data), config.data, stop_token_ids, self.config.calls)
+        self.allowed = ALLOWED | {
+            "temperature": tuple(config.generator.temperature),
+            "top_p": (top_p,),
+        }
+        self.writer = Writer(
+            load_tokenizer(folder, config.data),
+            config.data,
+            stop_token_ids,
+            self.config.calls,
+        )
         self.num_processes = self.config.num_processes or min(config.generator.max_num_seqs, MOST_NUM_SEQS)
         self.workers = Workers(
             "agents",
@@ -120,7 +137,14 @@ class Agents:
         episodes = []
         most = self.max_prompt_tokens + max_tokens
         for index, (prompt, _) in enumerate(rollouts):
-            session = Session(next(self.numbers), self.writer, self.config, most, self.allowed, inbox)
+            session = Session(
+                next(self.numbers),
+                self.writer,
+                self.config,
+                most,
+                self.allowed,
+                inbox,
+            )
             episodes.append(Episode(prompt, index, session))
         index_of = {episode.session: episode.index for episode in episodes}
         waiting = iter(episodes)
@@ -140,7 +164,13 @@ class Agents:
                 if turn.session.is_closed:
                     turn.session.settle(turn, None)
                 else:
-                    add(index_of[turn.session], turn.prompt_ids, turn.number, turn.max_tokens, turn)
+                    add(
+                        index_of[turn.session],
+                        turn.prompt_ids,
+                        turn.number,
+                        turn.max_tokens,
+                        turn,
+                    )
             if loop.num_running:
                 for turn, piece in loop.step().items():
                     turn.session.settle(turn, piece)
@@ -153,7 +183,12 @@ class Agents:
         session.idle_since = time.monotonic()
         episode.process = self.free.pop()
         self.endpoint.sessions[session.key] = session
-        arguments = [episode.prompt.columns, self.endpoint.url, session.key, MODEL]
+        arguments = [
+            episode.prompt.columns,
+            self.endpoint.url,
+            session.key,
+            MODEL,
+        ]
         data = json.dumps(arguments).encode()
         return Call(session.number, data, NO_DEADLINE, conversation=episode.process)
 
@@ -168,7 +203,13 @@ class Agents:
         for number, episode in [*playing.items()]:
             seconds = self.config.call_seconds if episode.session.turns else self.config.reset_seconds
             if episode.session.idle_seconds > seconds:
-                yield number, {"failed": f"took longer than {seconds:g} s without a request", "cause": "late"}
+                yield (
+                    number,
+                    {
+                        "failed": f"took longer than {seconds:g} s without a request",
+                        "cause": "late",
+                    },
+                )
 
     def _end(self, episode: Episode, outcome: dict[str, Any], loop: EngineLoop) -> None:
         """Close an episode, with what its agent left and what it has in the engine.

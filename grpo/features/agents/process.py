@@ -38,12 +38,22 @@ def load_agent(agent: str) -> Callable[..., tuple[float | None, bool]]:
     return play
 
 
-def run_command(command: str, row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> float | None:
+def run_command(
+    command: str,
+    row: Mapping[str, Any],
+    base_url: str,
+    api_key: str,
+    model: str,
+) -> float | None:
     """Run a command with the endpoint in its environment and the row on its input. Its last line is the reward.
 
     A last line that is empty, or none at all, is no reward.
     """
-    endpoint = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
+    endpoint = {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "OPENAI_MODEL": model,
+    }
     done = subprocess.run(
         command,
         shell=True,

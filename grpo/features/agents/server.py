@@ -38,7 +38,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """List the models, of which there is one."""
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}
+        model = {
+            "id": MODEL,
+            "object": "model",
+            "created": 0,
+            "owned_by": "run",
+        }
         self._answer(lambda session: {"object": "list", "data": [model]})
 
     def do_POST(self) -> None:
@@ -55,22 +60,45 @@ class Handler(BaseHTTPRequestHandler):
             value = answer(self.server.sessions[key])
         except Refusal as refusal:
             status = refusal.status
-            value = {"error": {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}}
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            value = {
+                "error": {
+                    "message": str(refusal),
+                    "type": "invalid_request_error",
+                    "code": refusal.code,
+                }
+            }
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            IndexError,
+        ) as error:
             status = 400
-            value = {"error": {"message": f"no request that can be read: {error!r}", "type": "invalid_request_error"}}
+            value = {
+                "error": {
+                    "message": f"no request that can be read: {error!r}",
+                    "type": "invalid_request_error",
+                }
+            }
         if value is not None:
             self._send(status, json.dumps(value))
 
     def _complete(self, session: Session) -> dict[str, Any] | None:
         """Return a completion. None if it was streamed, or the agent has hung up."""
         if not self.path.endswith("/chat/completions"):
-            raise Refusal(f"{self.path} is not served, only /v1/chat/completions and /v1/models", 404)
+            raise Refusal(
+                f"{self.path} is not served, only /v1/chat/completions and /v1/models",
+                404,
+            )
         num_bytes = int(self.headers.get("Content-Length", 0))
         if num_bytes > MAX_BYTES:
             raise Refusal(f"{num_bytes} bytes are more than {MAX_BYTES}", 413)
         body = json.loads(self.rfile.read(num_bytes))
-        turn = session.ask(body, is_retry=self.headers.get("x-stainless-retry-count", "0") != "0")
+        turn = session.ask(
+            body,
+            is_retry=self.headers.get("x-stainless-retry-count", "0") != "0",
+        )
         turn.is_done.wait()
         session.finish(turn)
         readable, _, _ = select.select([self.connection], [], [], 0)
@@ -109,7 +137,13 @@ def completion_of(turn: Turn) -> dict[str, Any]:
         "object": "chat.completion",
         "created": int(time.time()),
         "model": MODEL,
-        "choices": [{"index": 0, "message": turn.message, "finish_reason": finish_reason}],
+        "choices": [
+            {
+                "index": 0,
+                "message": turn.message,
+                "finish_reason": finish_reason,
+            }
+        ],
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_sampled,
@@ -123,5 +157,8 @@ def stream_of(completion: dict[str, Any]) -> str:
     (choice,) = completion["choices"]
     delta = dict(choice["message"])
     delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta.get("tool_calls", []))]
-    part = {"object": "chat.completion.chunk", "choices": [choice | {"message": None, "delta": delta}]}
+    part = {
+        "object": "chat.completion.chunk",
+        "choices": [choice | {"message": None, "delta": delta}],
+    }
     return f"data: {json.dumps(completion | part)}\n\ndata: [DONE]\n\n"

@@ -134,9 +134,17 @@ class Session:
         """Find the answer that a request goes on from, and write what follows it."""
         config = self.config
         if len(self.turns) >= config.max_turns:
-            self._end("turns", f"the episode has had its {config.max_turns} turns", 429)
+            self._end(
+                "turns",
+                f"the episode has had its {config.max_turns} turns",
+                429,
+            )
         if 0 < config.rollout_seconds < self.waited + self.idle_seconds:
-            self._end("seconds", f"the episode has had its {config.rollout_seconds:g} seconds", 429)
+            self._end(
+                "seconds",
+                f"the episode has had its {config.rollout_seconds:g} seconds",
+                429,
+            )
         tools = body.get("tools") or None
         if tools:
             self.writer.read_calls  # noqa: B018, it raises if calls cannot be read
@@ -247,7 +255,10 @@ def _plain(message: dict[str, Any]) -> Message:
         plain["tool_call_id"] = message["tool_call_id"]
     calls = []
     for call in message.get("tool_calls") or []:
-        function = {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
+        function = {
+            "name": call["function"]["name"],
+            "arguments": json.loads(call["function"]["arguments"]),
+        }
         calls.append({"id": call["id"], "type": "function", "function": function})
     return plain | {"tool_calls": calls} if calls else plain
 

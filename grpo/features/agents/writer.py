@@ -31,7 +31,13 @@ KEPT_CHARACTERS = 10_000
 class Writer:
     """Writes prompts in the words of the run's chat template, on any thread."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, stop_ids: Collection[int], calls: str):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataConfig,
+        stop_ids: Collection[int],
+        calls: str,
+    ):
         """calls: how the model writes them, `environment.calls`."""
         self.tokenizer = tokenizer
         self.data = data
@@ -53,7 +59,10 @@ class Writer:
         marked = []
         for place, message in enumerate(messages):
             if place == last:
-                message = {"role": "assistant", "content": MARK.format(place)}  # its calls are a part of what it wrote
+                message = {
+                    "role": "assistant",
+                    "content": MARK.format(place),
+                }  # its calls are a part of what it wrote
             elif "tool_calls" not in message:
                 message = message | {"content": MARK.format(place)}
             marked.append(message)
@@ -72,7 +81,11 @@ class Writer:
                 end = begin + len(mark)
                 if place != last:
                     ids += self.encode(text[position:begin])
-                    unmarked = [*marked[:place], messages[place], *marked[place + 1 :]]
+                    unmarked = [
+                        *marked[:place],
+                        messages[place],
+                        *marked[place + 1 :],
+                    ]
                     written = self.render(json.dumps([unmarked, tools]))
                     content = messages[place]["content"]
                     if written.startswith(text[:begin]) and written.endswith(text[end:]):
@@ -88,8 +101,17 @@ class Writer:
         calls = []
         for call in self.read_calls(text, tools=tools) if tools else []:
             if not isinstance(call, str):  # one that cannot be read
-                function = {"name": call.name, "arguments": json.dumps(call.arguments)}
-                calls.append({"id": f"{name}-{len(calls)}", "type": "function", "function": function})
+                function = {
+                    "name": call.name,
+                    "arguments": json.dumps(call.arguments),
+                }
+                calls.append(
+                    {
+                        "id": f"{name}-{len(calls)}",
+                        "type": "function",
+                        "function": function,
+                    }
+                )
         if calls:
             message["tool_calls"] = calls
         return message

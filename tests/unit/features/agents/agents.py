@@ -78,11 +78,11 @@ def branches(row: dict, base_url: str, api_key: str, model: str) -> float:
 
 
 async def many(row: dict, base_url: str, api_key: str, model: str) -> float:
-    """Ask 128 things at once."""
+    """Ask 128 things at once, or as many as the row says."""
     import openai
 
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=300)
-    questions = [[{"role": "user", "content": f"question number {number}"}] for number in range(128)]
+    questions = [[{"role": "user", "content": f"question number {number}"}] for number in range(row.get("number", 128))]
     answers = [client.chat.completions.create(model=model, messages=messages) for messages in questions]
     return float(len(await asyncio.gather(*answers)))
 

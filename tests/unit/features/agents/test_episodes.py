@@ -13,6 +13,7 @@ from grpo.features.agents import problems
 from grpo.features.agents.episodes import Agents
 from grpo.features.agents.process import load_agent
 from grpo.features.environments.tools import load_toolboxes
+from grpo.tools.check_environment import main as check_environment
 from grpo.types import Piece, Prompt, Rollout
 from tests.tiny_models import SMALL
 from tests.unit import chat_templates as templates
@@ -26,6 +27,18 @@ answer=$(curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $
   -d '{"messages": [{"role": "user", "content": "Hello?"}], "max_tokens": 2}')
 echo "$answer" "$question" >&2
 echo "$answer" | grep -c chat.completion
+"""
+
+MINE = f"""
+import sys
+sys.path.insert(0, {str(AGENTS.parent)!r})
+from agents import branches
+
+def run(row, base_url, api_key, model):
+    return branches({{"question": "hi"}}, base_url, api_key, model)
+
+def breaks(row, base_url, api_key, model):
+    raise ValueError("mine")
 """
 
 
@@ -176,6 +189,17 @@ def test_the_examples_agent_offers_its_tool_as_a_run_with_turns_does():
     example = pytest.importorskip("configs.examples.gsm8k_agent")
     (toolbox,) = load_toolboxes(EnvironmentConfig(tools=("configs/examples/calculator.py:calculate",))).values()
     assert toolbox.schemas == [example.TOOL]
+
+
+def test_an_agent_is_played_without_a_model_and_its_tree_is_shown(plays, capsys):
+    named("branches")
+    pathlib.Path("mine.py").write_text(MINE)
+    assert check_environment(["mine.py:run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("reward 1.0; ended by done") == 3
+    assert shown.count("sequence 0\n") == 3 and shown.count("sequence 2, behind > ") == 3
+    assert check_environment(["mine.py:breaks"]) == 1
+    assert "lost ValueError: mine" in capsys.readouterr().out
 
 
 def test_causes_are_told_apart(plays):
