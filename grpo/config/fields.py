@@ -684,8 +684,9 @@ class GRPOConfig(RunConfig):
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that are computed at one time."""
-        return self.completions_per_step * self.max_sequence_tokens
+        """Most tokens that are computed at one time. Each turn of an agent may be a sequence."""
+        most_sequences = self.environment.max_turns if self.environment.agent else 1
+        return most_sequences * self.completions_per_step * self.max_sequence_tokens
 
     @property
     def updates_per_step(self) -> int:
