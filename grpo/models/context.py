@@ -36,15 +36,13 @@ class AttentionByHeads(RowRanks):
     def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **options: Any) -> Tensor:
         """Attend from this rank's places to all that they see. Returns [B, L, N, H].
 
-        Key-value heads are repeated until they divide over the ranks. Raises ValueError if the query heads do not.
+        Key-value heads are repeated until they divide over the ranks; query heads do (`hf_folder.check_trainer`).
         """
         ranks = self.row_ranks
         if ranks is None:
             return self.attend(q_BLNH, k_BLNH, v_BLNH, **options)
         num_ranks = ranks.size()
-        num_heads, num_kv_heads = q_BLNH.shape[2], k_BLNH.shape[2]
-        if num_heads % num_ranks:
-            raise ValueError(f"{num_heads} heads of queries do not divide over {num_ranks} ranks")
+        num_kv_heads = k_BLNH.shape[2]
         repeats = math.lcm(num_kv_heads, num_ranks) // num_kv_heads
         if repeats > 1:
             k_BLNH = k_BLNH.repeat_interleave(repeats, dim=2)

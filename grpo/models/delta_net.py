@@ -41,10 +41,8 @@ class DocumentChunks(NamedTuple):
 def document_chunks(micro: MicroBatch) -> DocumentChunks:
     """Cut a micro-batch's documents into chunks. Waits for the device, which knows how long the documents are.
 
-    Raises ValueError if documents share a prompt, whose state they would have to start from.
+    They share no prompts (`ShardedModel.lay_out`), whose state they would have to start from.
     """
-    if micro.shared is not None:
-        raise ValueError("gated delta nets cannot share prompts; set --trainer.no-share-prompts")
     lengths_S = micro.document_starts.diff()
     rank_S = lengths_S.argsort(descending=True, stable=True).argsort()
     first_offset_C = torch.arange(

@@ -30,11 +30,10 @@ CONSOLE_COLUMNS = {
     "entropy": "ent {:<6}",
     "completion/length_mean": "len {:<6}",
     "grad_norm": "grad {:<6}",
-    "mismatch/mean": "diff {:<6}",
+    "mismatch/mean": "mismatch {:<6}",
     "tokens_per_second": "{} tok/s",
     "time/step": "{} s",
 }
-DIFF = "diff is the mean distance of the engine's log-probs from the trainer's, in nats"
 ETA_STEPS = 20  # over which the time left is averaged: smooth, and soon free of the slow first steps, which compile
 
 
@@ -64,7 +63,6 @@ class RunLog:
         self.num_steps = num_steps
         self.last_line = f"done; everything is in {run_dir}"  # of the run, printed when all is closed
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.is_diff_explained = False
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
         self.curve_reader = CurveReader(kl_is_to_start)
         drop_batches_after(run_dir, start_step)
@@ -88,9 +86,6 @@ class RunLog:
         """Record one finished step everywhere; one call per step."""
         if "time/step" in metrics:
             self.step_seconds.append(metrics["time/step"])
-        if "mismatch/mean" in metrics and not self.is_diff_explained:
-            self.is_diff_explained = True
-            print(DIFF)
         columns = [f"step {self._progress(step)}"]
         parts = reward_parts(metrics)
         for name, column in CONSOLE_COLUMNS.items():

@@ -23,14 +23,12 @@ import torch
 
 from grpo.data.chat import open_tokenizer
 from grpo.data.recorded import batch_path
-from grpo.report.samples import is_number
 from grpo.text import replace_file
 from grpo.tools.recorded import read_step
 from grpo.types import Record, TrainBatch
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DATA = "<!-- data -->"  # where the data go in the template
-INFORMATIVE = "sampling/informative_frac"  # only with dynamic sampling
 CHARACTER_BYTES = 4  # most bytes of a character in UTF-8, and so most tokens
 
 
@@ -57,11 +55,6 @@ def write_page(runs: list[PageRun]) -> Path:
     steps = []
     pieces = []
     for run in runs:
-        notes = {}
-        for record in itertools.chain(*run.lines.values()):
-            if is_number(record.get(INFORMATIVE)):
-                share = f"{record[INFORMATIVE]:.0%} of those sampled had different rewards"
-                notes[record["step"]] = f"of the groups that were trained on ({share})"
         spell = functools.cache(partial(speller, run.models))  # opens a tokenizer only if there is a batch
         # the kind is empty for completions that were trained on
         by_step = itertools.groupby(run.rollouts, lambda record: (record["step"], record.get("kind", "")))
@@ -77,7 +70,6 @@ def write_page(runs: list[PageRun]) -> Path:
                     "step": step,
                     "kind": kind or "trained on",
                     "rollouts": len(records),
-                    "note": "" if kind else notes.get(step, ""),
                 }
             )
             pieces.append(_packed(records))

@@ -80,7 +80,6 @@ def test_what_is_refused_has_a_remedy(tmp_path):
     hf = read_hf_config(folder)
     quantized = GeneratorConfig(engine={"quantization": "fp8"})
     for remedy, call in {
-        "no-share-prompts": lambda: document_chunks(types.SimpleNamespace(shared=object())),
         "tensor_parallel=2 must be 1": lambda: check_folder(folder, 64, 2),
         "needs trainer.context_parallel=1: its gated delta nets": lambda: check_trainer(
             folder, hf, TrainerConfig(context_parallel=2)

@@ -239,9 +239,8 @@ def test_console_line(tmp_path, capsys):
         "step  11/200   6%  10 s  eta 31m30s",  # 189 steps of 10 s
         "step  12/200   6%  reward 0.5     loss -0.0123  4.56k tok/s  20 s  eta 47m00s",  # 188 steps of 15 s
         "step  13/200   6%  teacher kl 0.25    eta 46m45s",
-        "diff is the mean distance of the engine's log-probs from the trainer's, in nats",
-        "step  14/200   7%  reward -       loss 0       kl -       diff 0.002   eta 46m30s",
-        "step  15/200   8%  reward 0.3     right 0.25    brief 0.5     diff 0.001   eta 46m15s",
+        "step  14/200   7%  reward -       loss 0       kl -       mismatch 0.002   eta 46m30s",
+        "step  15/200   8%  reward 0.3     right 0.25    brief 0.5     mismatch 0.001   eta 46m15s",
         "eval  13/200   6%  accuracy 0.812 ± 0.0276  reward_mean 0.9",
     ]
 

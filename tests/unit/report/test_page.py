@@ -92,20 +92,6 @@ def test_one_step_alone(recorded_run, capsys):
         main([str(recorded_run), "--html", "--step", "3"])
 
 
-def test_a_step_with_dynamic_sampling_says_that_groups_are_left_out(recorded_run):
-    """Its list has the groups that were trained on alone, and its curves are of all that were sampled."""
-    file = recorded_run / "metrics.jsonl"
-    metrics = read_lines(file)
-    metrics[1]["sampling/informative_frac"] = 0.375
-    write_lines(file, metrics)
-    held_out = read_lines(recorded_run / "completions.jsonl")[-1] | {"kind": "greedy"}
-    write_lines(recorded_run / "evaluation.jsonl", [held_out])
-    main([str(recorded_run), "--html"])
-    first, second, greedy = pieces(recorded_run)[0]["steps"]
-    assert first["note"] == greedy["note"] == ""
-    assert "38%" in second["note"]
-
-
 @pytest.mark.parametrize("text", ["12+30=<answer>42</answer>", " é日本 👩‍👧 x\n\n  y", "\u202e half: \ufffd."])
 def test_texts_of_tokens_are_the_whole_text(tmp_path, text):
     """Characters of several tokens too, none of which is shown as a broken one."""
