@@ -72,11 +72,9 @@ def _earned_before(rollout: Rollout, turn: int) -> float:
 def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[TrainBatch]:
     """Cut a step's batch into mini-batches of whole groups, in order, their numbers of groups differing by at most one.
 
-    Fewer than `num_parts` if there are fewer groups. Raises ValueError if the batch is not whole groups.
+    Fewer than `num_parts` if there are fewer groups.
     """
-    num_groups, rest = divmod(batch.num_rollouts, group_size)
-    if rest:
-        raise ValueError(f"{batch.num_rollouts} rollouts are not whole groups of {group_size}")
+    num_groups = batch.num_rollouts // group_size
     num_parts = min(num_parts, num_groups)
     edges_R = torch.arange(num_parts + 1) * num_groups // num_parts * group_size
     # the last letter of a field's name says what it is laid out by

@@ -54,7 +54,7 @@ class RewardPool:
         self.config = config
         self.functions = load_functions(config, None, max_completion_tokens)
         self.opening = opening
-        self._rollouts: list[Rollout] | None = None  # those submitted and not collected
+        self._rollouts: list[Rollout] = []  # those submitted
         self._scopes: list[CallScope] = []
         self.workers: dict[bool, Workers] = {}  # by whether they are confined
         try:
@@ -76,10 +76,8 @@ class RewardPool:
 
         step: counted from 1, as in the log. `timeout_seconds` holds for each completion of a group, once for a step.
 
-        Raises ValueError if JSON cannot hold a column, and RuntimeError if earlier rollouts were not collected.
+        Raises ValueError if JSON cannot hold a column.
         """
-        if self._rollouts is not None:
-            raise RuntimeError(f"{len(self._rollouts)} rollouts were submitted and not collected")
         self._scopes = []
         calls = {confined: [] for confined in self.workers}
         sizes = {"step": len(rollouts), "group": group_size, "completion": 1}
@@ -116,7 +114,6 @@ class RewardPool:
         A process that dies costs its own call alone. Raises RuntimeError if none can go on.
         """
         rollouts = self._rollouts
-        self._rollouts = None
         rewards = [dict.fromkeys(self.functions) for _ in rollouts]
         failures = [{} for _ in rollouts]
         for workers in self.workers.values():

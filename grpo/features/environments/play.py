@@ -257,7 +257,7 @@ class Player:
         if config.rollout_seconds and seconds > config.rollout_seconds:
             return self._end(episode, "seconds")
         turns = self.turns[episode.environment]
-        suffix = turns.ids(answers, episode.ids[-1], reply["role"])
+        suffix = turns.ids(answers, reply["role"])
         if episode.num_behind_prompt + len(suffix) >= self.max_tokens:
             return self._end(episode, "tokens")
         episode.write(suffix)

@@ -96,19 +96,12 @@ class Turns:
         ids += self._encode(after)
         return ids
 
-    def ids(
-        self,
-        answers: list[str],
-        last: int,
-        role: str = "",
-    ) -> list[int]:
-        """Return the ids after a turn that ended with token `last`: rest of its end, answers, opening of the next turn.
+    def ids(self, answers: list[str], role: str = "") -> list[int]:
+        """Return the ids after a turn that has ended: the rest of its end, answers, the opening of the next turn.
 
         role: who answers: empty for `reply_as`, `user` after a turn without calls. Several answers of the user become
-        one message. Raises ValueError if `last` ends no turn.
+        one message.
         """
-        if last not in self.stop_token_ids:
-            raise ValueError(f"a turn ended with token {last}, which is none of {sorted(self.stop_token_ids)}")
         role = role or self.role
         if role == "user":
             answers = ["\n\n".join(answers)]

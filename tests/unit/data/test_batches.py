@@ -57,5 +57,3 @@ def test_mini_batches_are_whole_groups_in_order():
     micro = one_row(second)
     assert micro.sequence_BT.tolist() == [[5] * 12 + [4] * 10 + [3] * 8 + [2] * 6] and micro.num_sequences == 6
     assert len(split_groups(batch, group_size=2, num_parts=5)) == 3  # no part is empty
-    with pytest.raises(ValueError, match="6 rollouts are not whole groups of 4"):
-        split_groups(batch, group_size=4, num_parts=1)

@@ -95,12 +95,9 @@ settled = settings(max_examples=25, deadline=None, derandomize=True, database=No
 
 @carried
 @settled
-@given(TEXT, st.lists(st.tuples(MODEL_TEXT, ANSWERS), max_size=3), st.sampled_from(templates.STOPS))
-def test_a_conversation_is_what_the_template_writes(number, question, rounds, stop):
-    """Whatever is answered: its ids read as the template writes it, and only the template's tokens are special.
-
-    What follows a turn is the same, whichever token ended it.
-    """
+@given(TEXT, st.lists(st.tuples(MODEL_TEXT, ANSWERS), max_size=3))
+def test_a_conversation_is_what_the_template_writes(number, question, rounds):
+    """Whatever is answered: its ids read as the template writes it, and only the template's tokens are special."""
     turns = case(number)
     written, _ = render(turns.tokenizer, turns.data, prompt_messages(turns.data, "Where?"), True, SCHEMAS)
     assert turns.opening("Where?") == turns.tokenizer(written, add_special_tokens=False)["input_ids"]
@@ -110,10 +107,9 @@ def test_a_conversation_is_what_the_template_writes(number, question, rounds, st
         before = list(ids)
         sampled = tokenizer(text, add_special_tokens=False)["input_ids"]
         sampled += tokenizer(turns.frames[turns.role][0])["input_ids"][:1]
-        ids = ids + sampled + turns.ids(answers, sampled[-1])
+        ids = ids + sampled + turns.ids(answers)
         assert ids[: len(before) + len(sampled)] == before + sampled
-        assert turns.ids(answers, tokenizer.convert_tokens_to_ids(stop)) == ids[len(before) + len(sampled) :]
-        plain += sampled + turns.ids(["x"] * len(answers), sampled[-1])
+        plain += sampled + turns.ids(["x"] * len(answers))
         told = ["\n\n".join(answers)] if turns.role == "user" else answers
         messages += [{"role": "assistant", "content": text}, *({"role": turns.role, "content": t} for t in told)]
     assert OPENED_THOUGHTS.sub("", tokenizer.decode(ids)) == rendered(turns, messages)
@@ -162,20 +158,17 @@ def test_stop_tokens_that_are_missing():
         ValueError, match=r"begins with .*'<\|observation\|>'.* \(ids \[\d+\]\), at which the model does not stop"
     ):
         turns_for(templates.GLM, "tool", stops=["<eos>", "<|user|>"])
-    turns = turns_for(templates.QWEN2, "tool")
-    with pytest.raises(ValueError, match="a turn ended with token 7, which is none of"):
-        turns.ids(["4"], 7)
 
 
 def test_turns_with_and_without_calls():
     """The answer to a call is the tool's, the answer to a text the user's."""
     turns = turns_for(templates.QWEN2, "tool", has_reply=True)
     end = turns.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    to_call, to_text = (turns.tokenizer.decode(turns.ids(["42"], end, role)) for role in ("", "user"))
+    to_call, to_text = (turns.tokenizer.decode(turns.ids(["42"], role)) for role in ("", "user"))
     assert to_call == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert to_text == "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"
     alone = Turns(turns.tokenizer, DataConfig(system_prompt="Be brief"), [end], [], "tool", has_reply=True)
-    assert alone.ids(["42"], end) == turns.ids(["42"], end, "user")
+    assert alone.ids(["42"]) == turns.ids(["42"], "user")
     assert turns.tokenizer.decode(alone.opening("Hi<|im_end|>")) == (
         "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|><|im_end|>\n<|im_start|>assistant\n"
     )
@@ -184,5 +177,4 @@ def test_turns_with_and_without_calls():
 
 def test_half_a_character_is_escaped():
     turns = case(0)
-    end = turns.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert "a\\ud800b" in turns.tokenizer.decode(turns.ids(["a\ud800b"], end))
+    assert "a\\ud800b" in turns.tokenizer.decode(turns.ids(["a\ud800b"]))
