@@ -32,9 +32,6 @@ OPERATOR_ERRORS = (TypeError, AttributeError, LookupError, ArithmeticError, Recu
 TRIED_TEXT = "a" * 200
 HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SYSTEM_ROLES = ("system", "developer")
-WORDS = re.compile(r"\w+")
-# Arguments that transformers reads itself
-OF_LIBRARY = ("chat_template", "continue_final_message")
 
 
 class Refused(BadRow):
@@ -208,14 +205,6 @@ def check_template(
         raise ValueError(f"{name} leaves the prompt out; write it as the content of `messages`{as_variable}")
     if messages[-1]["content"] not in text:
         raise ValueError(f"{name} leaves the assistant's answer out; {way_out}")
-    template = tokenizer.get_chat_template(data.chat_template_kwargs.get("chat_template"))
-    read = {*WORDS.findall(template), *OF_LIBRARY}
-    unread = [argument for argument in data.chat_template_kwargs if argument not in read]
-    if unread:
-        line = (
-            f"{name} does not read {', '.join(unread)} of data.chat_template_kwargs; correct the name, or leave it out"
-        )
-        print(printable(line), flush=True)
     adds_bos = tokenizer.bos_token and tokenizer("?")["input_ids"][0] == tokenizer.bos_token_id
     if data.prompt_template and adds_bos and not text.startswith(tokenizer.bos_token):
         line = (

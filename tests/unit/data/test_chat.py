@@ -96,20 +96,6 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("template", "more", "unread"),
-    [
-        (QWEN3, {}, "enable_thoughts"),
-        (MISTRAL, {}, "enable_thinking, enable_thoughts"),
-        (MISTRAL, {"chat_template": QWEN3}, "enable_thoughts"),
-    ],
-)
-def test_an_argument_that_the_template_does_not_read_is_said(template, more, unread, capsys):
-    kwargs = {"enable_thinking": False, "enable_thoughts": False} | more
-    check_template(tokenizer_with(template), DataConfig(system_prompt="", chat_template_kwargs=kwargs))
-    assert f"does not read {unread} of data.chat_template_kwargs" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("template", "fields", "opened", "said"), PROMPTS)
 def test_what_prompts_have_or_lack_is_said(template, fields, opened, said):
     found, notes = look_at_prompt(tokenizer_with(template), DataConfig(**fields))
