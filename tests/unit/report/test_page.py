@@ -17,7 +17,7 @@ from grpo.data.recorded import RecordedStep, save_step
 from grpo.tools.look import main
 from grpo.tools.page import speller
 from grpo.watch.failures import BadInput
-from tests import read_lines, write_lines
+from tests import write_lines
 from tests.browser import Page, open_browser
 from tests.rollouts import rewarded, sequence
 
