@@ -98,6 +98,17 @@ def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]])
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids in sequences]
 
 
+def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[str]:
+    """Return the text of each token. They join to the whole text.
+
+    A character of several tokens is the text of the last one, and the others are empty.
+    """
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Template
 # ---------------------------------------------------------------------------------------------------------------------

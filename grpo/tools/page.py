@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from grpo.data.chat import open_tokenizer
+from grpo.data.chat import open_tokenizer, token_texts
 from grpo.data.recorded import batch_path
 from grpo.text import replace_file
 from grpo.tools.recorded import read_step
@@ -29,7 +29,6 @@ from grpo.types import Record, TrainBatch
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DATA = "<!-- data -->"  # where the data go in the template
-CHARACTER_BYTES = 4  # most bytes of a character in UTF-8, and so most tokens
 
 
 @dataclass(frozen=True)
@@ -139,45 +138,11 @@ def add_tokens(
 
 
 def speller(models: list[str]) -> Callable[[list[int]], list[str]] | None:
-    """Return a function from token ids to the text of each token, or None if no model has a tokenizer.
-
-    The texts join to the whole text. A character of several tokens is the text of the last one, and the others are
-    empty.
-    """
-    tokenizer = None
+    """Return `token_texts` of the first of these models that has a tokenizer, or None."""
     for model in models:
         with contextlib.suppress(ValueError):
-            tokenizer = tokenizer or open_tokenizer(model)
-    if not tokenizer:
-        return None
-    decode = functools.partial(
-        tokenizer.decode,
-        skip_special_tokens=False,
-        clean_up_tokenization_spaces=False,
-    )
-    # some tokenizers drop a blank at the beginning
-    before = tokenizer.encode("a", add_special_tokens=False)
-    text_before = decode(before)
-
-    @functools.cache
-    def text_of(ids: tuple[int, ...]) -> str:
-        text = decode([*before, *ids])
-        return text[len(text_before) :]
-
-    def spell(ids: list[int]) -> list[str]:
-        texts = []
-        waiting = ()  # tokens of a character that is not complete
-        for token in ids:
-            waiting += (token,)
-            text = text_of(waiting)
-            if text.endswith("\ufffd") and len(waiting) < CHARACTER_BYTES:
-                texts.append("")
-            else:
-                texts.append(text)
-                waiting = ()
-        return texts
-
-    return spell
+            return partial(token_texts, open_tokenizer(model))
+    return None
 
 
 def _packed(value: Any) -> str:

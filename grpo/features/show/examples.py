@@ -8,6 +8,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from grpo.data.encode import Encoded
+from grpo.data.chat import token_texts
 from grpo.text import printable
 
 
@@ -26,21 +27,11 @@ def show_chat(example: Encoded, tokenizer: PreTrainedTokenizerBase) -> Text:
     Special tokens are shown; characters that would act on a terminal are escaped.
     """
     colored = Text()
-    end = 0
-    before = ""
+    texts = iter(token_texts(tokenizer, example.ids))
     for is_label, run in itertools.groupby(example.mask):
-        end += len(list(run))
-        # from the first token each time, because some tokenizers drop a blank at the beginning of what they decode
-        decoded = tokenizer.decode(
-            example.ids[:end],
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-        )
-        piece = printable(decoded[len(before) :])
+        piece = printable("".join(next(texts) for _ in run))
         if is_label:
-            marked = piece.replace("\n", "↵\n")
-            colored.append(marked, "bold green")
+            colored.append(piece.replace("\n", "↵\n"), "bold green")
         else:
             colored.append(piece, "dim")
-        before = decoded
     return colored
