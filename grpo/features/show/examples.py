@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from grpo.data.encode import Encoded
 from grpo.data.chat import token_texts
+from grpo.data.encode import Encoded
 from grpo.text import printable
 
 
