@@ -16,7 +16,7 @@ A feature is a folder whose `__init__.py` offers some of these, each asked for i
     open_tracker(config, ..)    gets metrics and samples as the log does                  run/session.py
     show_examples(examples, ..) prints examples of SFT                                    run/start.py
     rehearse(config, ..)        plays episodes without a model                    tools/check_environment.py
-    try_algorithm(algorithm)    calls a user's loss, advantages, aggregation                run/start.py
+    try_algorithm(algorithm)    calls a user's loss, advantages, aggregation              run/start.py
     check_loss(algorithm, ..)   checks promises of a loss                             tools/check_loss.py
     propose_layout, judge       whether a run fits the machine                            run/machine.py
 

@@ -91,7 +91,6 @@ def read_grpo(
         held_out = read_held_out(config, policy)
         if not config.environment.reward_name:  # whose rows may have one prompt for all, and differ in their columns
             ids = [prompt.ids for prompt in held_out]
-            rows = [order.rows for order in stream.orders.values()]
             prepare.warn_of_repeated_rows("evaluation", ids, rows)
     scorer = read_rewards(config, policy)
     start = Start(
