@@ -102,3 +102,10 @@ def test_loss_output_is_checked():
     ]:
         with pytest.raises(ValueError, match=message):
             check_loss_output(output, inputs, "own")
+
+
+def test_gdpo_is_refused_with_a_penalty_in_the_reward():
+    gdpo = "configs/examples/methods/gdpo.py:gdpo"
+    try_algorithm(complete_of(advantages=gdpo, kl_coef=0.1))
+    with pytest.raises(ValueError, match="gdpo sees reward functions, and no penalty .* set kl_in loss"):
+        try_algorithm(complete_of(advantages=gdpo, kl_coef=0.1, kl_in="reward"))
