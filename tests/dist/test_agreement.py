@@ -12,10 +12,6 @@ CASES = [  # model, trainers, trainer tensor_parallel, generators, generator ten
     ("llama3", 2, 2, 1, 1),
     pytest.param("llama3", 2, 2, 2, 1, marks=pytest.mark.slow),  # two replicas
     ("moe", 1, 1, 2, 2),
-    pytest.param("olmo3", 2, 2, 1, 1, marks=pytest.mark.slow),  # windows, and vLLM's backend for transformers' models
-    pytest.param("qwen2-untied", 2, 1, 2, 2, marks=pytest.mark.slow),
-    pytest.param("qwen3-tied", 1, 1, 1, 1, marks=pytest.mark.slow),
-    pytest.param("mistral", 1, 1, 2, 2, marks=pytest.mark.slow),
 ]
 TRAINERS = {"1 rank": (1, 1), "FSDP 2": (2, 1), "TP 2": (2, 2)}
 

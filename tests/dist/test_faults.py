@@ -89,28 +89,6 @@ def check_cell(rank: str, phase: str, kind: str, result: subprocess.CompletedPro
     assert output.count("Traceback") == (2 if kind == "raise" else 1), output  # torchrun's own is one
 
 
-LATE = """
-import os, time
-from grpo.config import RolesConfig
-from grpo.roles.process_groups import setup_roles
-from grpo.watch.failures import run_script
-
-if os.environ["RANK"] == "2":
-    time.sleep(600)
-run_script(lambda: setup_roles(RolesConfig(num_trainers=3, num_references=0, num_generators=0), deadline_minutes=0.1))
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_never_starts_is_named(tmp_path):
-    """Nobody is watched before all ranks have met; that has a deadline too."""
-    (tmp_path / "late.py").write_text(LATE)
-    result = run_torchrun(str(tmp_path / "late.py"), nproc=3)
-    line = "of 3 ranks, these did not start within 6 s: 2"
-    assert result.returncode == 1 and f"error: rank 0 (rank) failed in phase start: {line}" in result.stdout
-    assert line in result.stdout.partition("Root Cause")[2]
-
-
 def test_a_stop_signal_at_any_rank_reaches_the_driver():
     """SIGTERM at the generator: all ranks end between two steps, without an error."""
     result = run_torchrun(PROGRAM, 3, "sync", "term", LONG_DEADLINE, nproc=4)

@@ -30,9 +30,7 @@ CASES = {
     ],
 }
 SLOW_CASES = {
-    2: [("qwen2-yarn", 1, 1, "none", 1)],
     4: [
-        ("llama3", 2, 1, "none", 1),
         ("qwen3-tied", 2, 2, "none", 1),  # replicas x TP
         ("llama3", 1, 4, "none", 0),  # replicas alone
         ("qwen3_5-tied", 1, 2, "none", 0),

@@ -8,13 +8,12 @@ import pytest
 from grpo.folder.checkpoint import check_checkpoint
 from tests.e2e.conftest import BY_CHANCE
 from tests.e2e.runs import assert_same_run, read_completions, read_metrics, run_tiny, split, steps_of
-from tests.torchrun import run_python
 
 # what has a state or an order to resume: further rounds, evaluations, two updates per batch
 SAMPLING = f"--sampling.dynamic --reward.functions {BY_CHANCE} 1"
 EVALUATION = "--evaluation.interval 3 --evaluation.num-prompts 4 --evaluation.num-samples 2"
 LENGTH = "--num-steps 6 --algorithm.num-mini-batches 2"
-FLAGS = f"{split(1, 1, 1)} --overlap-steps 1 {SAMPLING} {EVALUATION} {LENGTH} --checkpoint.interval 3 --record --resume"
+FLAGS = f"{split(1, 1, 1)} --overlap-steps 1 {SAMPLING} {EVALUATION} {LENGTH} --checkpoint.interval 3 --resume"
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +57,3 @@ def test_6_steps_equal_3_a_crash_and_3(run, model, tmp_path):
 
     assert "starting at step 3" in output
     assert_same_run(run, crashed)
-
-
-def test_a_replay_repeats_it(run, tmp_path):
-    """What a step trained on was recorded with the versions that sampled it; one process is enough to train on it."""
-    run_python("-m", "grpo.replay", run, f"--run-dir {tmp_path}/again")
-    assert_same_run(run, tmp_path / "again", only_steps=True)
-    assert [m["lag/max"] for m in steps_of(tmp_path / "again")] == [0, 1, 1, 1, 1, 1]
