@@ -170,7 +170,8 @@ def table_of(run_dirs: Sequence[Path], runs: list[list[Record]]) -> list[list[st
     """Return the rows of the summary's table. A row is a name and a text for each run."""
     rows = [["", *map(str, run_dirs)]]
     names = names_in(runs)
-    for name in names:
+    judged = [name for name in names if name != "loss" or "reward/mean" not in names]  # a policy's loss judges nothing
+    for name in judged:
         for ending, best in JUDGED.items():
             if name.endswith(ending):
                 rows.append([name, *(first_to_last(values_of(records, name), best) for records in runs)])
