@@ -7,9 +7,9 @@ from grpo.config.fields import REWARD_MODEL
 
 def reward_part(config: Any) -> tuple[str, Any]:
     """Open its tokenizer on rank 0. Returns the part of the reward that it computes; its model comes with `load`."""
-    from grpo.features.reward_model.model import ModelPart, open_reward_model
+    from grpo.features.reward_model.model import open_reward_model
 
-    return REWARD_MODEL, ModelPart(open_reward_model(config.reward.model, config.trainer))
+    return REWARD_MODEL, open_reward_model(config.reward.model, config.trainer)
 
 
 def load(config: Any, folder: str, roles: Any) -> Any:

@@ -100,15 +100,17 @@ class RewardModel:
 # What it reads, on the driver
 
 
-@dataclass(frozen=True)
-class RewardReader:
-    """How the reward model reads conversations."""
+@dataclass
+class ModelPart:
+    """The part of the reward that the model gives, on the driver, and how it reads conversations."""
 
     tokenizer: "PreTrainedTokenizerBase"
     max_tokens: int
     """Most tokens of a conversation."""
     pad_token_id: int | None
     """Padding token. Transformers scores at the last token that is not padding."""
+    model: RewardModel | None = None
+    """Set once it is loaded."""
 
     def read(self, conversations: Sequence[list[Message]]) -> list[list[int] | str]:
         """Return each conversation's token ids, by the model's own chat template, or the reason it cannot be scored."""
@@ -134,8 +136,23 @@ class RewardReader:
         limits = "its max_position_embeddings, trainer.micro_batch_tokens"
         return f"not 1 to {self.max_tokens} tokens of the reward model's ({limits})"
 
+    def values(self, rollouts: Sequence[Rollout], opening: str) -> list[tuple[float | None, str]]:
+        """Return for each rollout its score, or None and the reason. opening: as in `conversation`."""
+        messages = [conversation(rollout, opening) for rollout in rollouts]
+        conversations = self.read(messages)
+        readable = [ids for ids in conversations if isinstance(ids, list)]
+        scores = iter(self.model.scores(readable))
+        results = []
+        for ids in conversations:
+            if isinstance(ids, str):  # not ids, but the reason why it cannot be read
+                results.append((None, ids))
+                continue
+            score = finite_or_none(next(scores))
+            results.append((score, "its score is not finite" if score is None else ""))
+        return results
 
-def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
+
+def open_reward_model(path: str, trainer: TrainerConfig) -> ModelPart:
     """Check a reward model (a folder or hub name) before its weights are loaded.
 
     Raises FileNotFoundError or ValueError if the folder, its model, its tokenizer or chat template cannot be used.
@@ -154,7 +171,7 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
     row = MICRO_BATCH_TOKENS if trainer.micro_batch_tokens == "auto" else trainer.micro_batch_tokens
     max_tokens = min(hf.max_position_embeddings, row) - 1  # `RewardModel.scores` adds one
     print(f"reward model {path}: reads up to {max_tokens} tokens of its own")
-    return RewardReader(tokenizer, max_tokens, hf.pad_token_id)
+    return ModelPart(tokenizer, max_tokens, hf.pad_token_id)
 
 
 def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
@@ -167,28 +184,3 @@ def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
         return [{"role": m["role"], "content": m["content"]} for m in messages]  # calls stand in the content already
     answer = as_messages(opening + rollout.text, "assistant")
     return as_messages(rollout.prompt.content) + answer
-
-
-class ModelPart:
-    """The part of the reward that the model gives, on the driver. `model` is set once it is loaded."""
-
-    model: RewardModel
-
-    def __init__(self, reader: RewardReader):
-        """Hold what reads rollouts."""
-        self.reader = reader
-
-    def values(self, rollouts: Sequence[Rollout], opening: str) -> list[tuple[float | None, str]]:
-        """Return for each rollout its score, or None and the reason. opening: as in `conversation`."""
-        messages = [conversation(rollout, opening) for rollout in rollouts]
-        conversations = self.reader.read(messages)
-        readable = [ids for ids in conversations if isinstance(ids, list)]
-        scores = iter(self.model.scores(readable))
-        results = []
-        for ids in conversations:
-            if isinstance(ids, str):  # not ids, but the reason why it cannot be read
-                results.append((None, ids))
-                continue
-            score = finite_or_none(next(scores))
-            results.append((score, "its score is not finite" if score is None else ""))
-        return results
