@@ -294,7 +294,7 @@ def error_of(*arguments: object, nproc: int) -> str:
 def test_another_number_of_processes_than_roles():
     """Before any group exists."""
     error = error_of(nproc=2)
-    for part in ("2 trainer + 1 reference + 1 generator", "needs 4", "started 2", "--roles.num-trainers 1"):
+    for part in ("2 trainer + 1 reference + 1 generator", "needs 4", "started 2", "--dry-run --gpus 2"):
         assert part in error
 
 
