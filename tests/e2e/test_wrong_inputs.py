@@ -106,7 +106,7 @@ CASES = {
     "train_grpo.py configs/toy_sft.py": "train_sft.py",
     "train_grpo.py {here}/lr.py": "trainer.learning_rate",
     # ranks
-    f"2: train_grpo.py {TINY} --model.path {{model}}": "for 2 processes: --roles",
+    f"2: train_grpo.py {TINY} --model.path {{model}}": "--dry-run --gpus 2 names",
     f"2: train_grpo.py {TINY} --roles.num-trainers 2 --roles.num-generators 0 --roles.num-references 0": "generator",
     f"2: {ROWS}/none.jsonl --roles.num-trainers 2": "none.jsonl does not exist",
     f"3: {GRPO} --roles.num-trainers 3 --prompts-per-step 32": "--prompts-per-step 33",
