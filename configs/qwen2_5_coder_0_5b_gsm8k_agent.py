@@ -8,7 +8,8 @@ the run, with the same prompts and rewards:
     torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_gsm8k_agent.py --environment.agent "" \\
         --environment.tools configs/examples/calculator.py:calculate --run-dir runs/qwen2_5_coder_0_5b_gsm8k_turns
 
-A right answer is rewarded with a call or without. Nothing has been measured with it yet.
+A right answer is rewarded with a call or without. On an H200 accuracy went from 0.23 to 0.39 in 50 steps of 5.9 s, and
+from 0.22 to 0.37 in steps of 3.6 s without the endpoint. Both soon call the calculator hardly ever.
 """
 
 from configs.examples.gsm8k_agent import MAX_TURNS, SYSTEM_PROMPT
