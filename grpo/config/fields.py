@@ -161,7 +161,7 @@ class TrainerConfig:
     """What AdamW's two moments are held in; bfloat16 saves 4 of 16 bytes per parameter (arXiv:2412.19437). An update is
     computed in float32 either way."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay: each update takes learning rate x weight_decay x weight off."""
+    """Decoupled weight decay: each update takes learning rate x weight_decay x weight off, of norms and biases too."""
     warmup_steps: Count = 0
     """Steps of linear warm-up: the n-th of them has n / warmup_steps of the peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -451,8 +451,8 @@ class AlgorithmConfig:
     loss: str = "grpo"
     """grpo, dr_grpo, dapo, gspo, cispo, sapo, reinforce, or your own `path/file.py:function`."""
     advantages: str | None = None
-    """How a reward r becomes an advantage. group_std: (r - mean) / std of its group; group_mean: r - mean;
-    rloo: r - mean of the others in its group; none: r as it is;
+    """How a reward r becomes an advantage. group_std: (r - mean) / (std + 1e-4) of its group (std over G - 1);
+    group_mean: r - mean; rloo: r - mean of the others in its group; none: r as it is;
     or your own `path/file.py:function`. With an environment also return_to_go, an advantage for each
     turn: what its rollout earned from that turn on - mean of that over the others in its group that reached the turn;
     a turn earns what it adds to `get_reward`, the last one also the reward functions' sum."""
@@ -555,7 +555,8 @@ class CheckpointConfig:
     keep: Positive = 2
     """How many of the newest checkpoints are kept."""
     keep_best: str = ""
-    """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
+    """Held-out metric, such as accuracy, reward_mean or sample_reward_mean; where it is highest, that checkpoint stays
+    beside the newest. Empty: none."""
     export: bool = True
     """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
     push_to_hub: str = ""
