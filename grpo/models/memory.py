@@ -38,6 +38,7 @@ CHECKPOINTING = ("none", "logits", "selective", "full")
 # the rest. A gated delta rule computes with many more for each value that it gives.
 BLOCK_VALUES = 1.85
 RULE_VALUES = 90
+ROUTER_SKEW = 2  # tokens for the experts of one rank over the mean; a router that sends it more needs more
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Needs:
         if has_experts(hf):  # what they give is in float32
             outputs += hf.num_experts_per_tok * 2 * (hf.moe_intermediate_size + hf.hidden_size)
             if trainer.expert_parallel > 1:  # what is sent to them and back
-                selective += hf.num_experts_per_tok * 2 * hf.hidden_size
+                selective += ROUTER_SKEW * hf.num_experts_per_tok * 2 * hf.hidden_size
         of_block = BLOCK_VALUES * outputs
         values = of_block
         if has_states(hf):

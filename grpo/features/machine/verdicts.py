@@ -54,6 +54,8 @@ def judge(asked: Any, needs: Any, device: Any, proposed: dict[str, Any]) -> int:
     """Print the table of a dry run, or a warning for each problem; see the hook."""
     verdicts = [check_versions(), *check_memory(needs, device), check_disk(needs)]
     problems = [verdict for verdict in verdicts if verdict.outcome == "PROBLEM"]
+    if advice := whole_replicas(needs, device):
+        print(advice)
     if not asked.dry_run:
         for row in problems:
             print(f"warning: {row.what}: it needs {row.needs}, there is {row.has}; {row.to_do}")
@@ -161,6 +163,28 @@ def most_row_ranks(needs: Any) -> int:
     return math.gcd(shards, hf.num_attention_heads // trainer.tensor_parallel)
 
 
+def whole_replicas(needs: Any, device: Any) -> str:
+    """Name the flag with which each trainer rank has whole layers and gathers none, if memory and config allow it."""
+    trainer = needs.config.trainer
+    replicas = needs.config.roles.num_trainers // trainer.tensor_parallel
+    if replicas <= trainer.data_replicas or trainer.context_parallel * trainer.expert_parallel > 1:
+        return ""
+    changes = {"trainer.data_replicas": replicas}
+    if not device.num_gpus or peak(needs, device, changes) > TIGHT_FRAC * device.gib:
+        return ""
+    return f"faster, with room for whole layers on each trainer: {flags_of(changes)}"
+
+
+def peak(needs: Any, device: Any, changes: dict[str, Any]) -> float:
+    """Return the most that a trainer's GPU holds with these flags, infinite if they do not go with the config."""
+    try:
+        changed = needs.changed(changes)
+        validate(changed.config)
+    except ValueError:
+        return math.inf
+    return changed.peak(device.gib)
+
+
 def ways_out(needs: Any, device: Any) -> str:
     """Name the fewest flags with which a trainer rank fits, and LoRA if it fits with that."""
     ways = (
@@ -174,23 +198,18 @@ def ways_out(needs: Any, device: Any) -> str:
     )
 
     @functools.cache
-    def peak(*changes: tuple[str, Any]) -> float:
-        try:
-            changed = needs.changed(dict(changes))
-            validate(changed.config)
-        except ValueError:  # flags that do not go with this config
-            return math.inf
-        return changed.peak(device.gib)
+    def peak_of(*changes: tuple[str, Any]) -> float:
+        return peak(needs, device, dict(changes))
 
     some = [chosen for n in range(len(ways)) for chosen in itertools.combinations(ways, n + 1)]
     enough = []
     for limit in (TIGHT_FRAC * device.gib, device.gib):  # what is tight is better than nothing
-        fewest = next((chosen for chosen in some if peak(*chosen) <= limit), None)
+        fewest = next((chosen for chosen in some if peak_of(*chosen) <= limit), None)
         if fewest:
             enough.append(flags_of(dict(fewest)))
             break
     lora = ("trainer.lora_rank", 16)
-    if not has_states(needs.policy.hf) and peak(lora) <= limit:
+    if not has_states(needs.policy.hf) and peak_of(lora) <= limit:
         enough.append(flags_of(dict([lora])))
     return "it fits with " + " or ".join(enough) if enough else "it needs more trainers, or larger GPUs"
 

@@ -291,10 +291,10 @@ def test_sequences_that_engines_get_at_one_time():
 
 
 def test_the_table_of_layouts_has_the_memory_and_fits():
-    """Each trainer's and engine's GiB as the arithmetic gives them, within 80 GB, with what a sleeping engine keeps."""
+    """Each trainer's GiB as the arithmetic gives them, within 80 GB, with what a sleeping engine keeps."""
     rows = table("GPUs")
     assert [int(row[0]) for row in rows] == [1, 2, 4, 8]
-    for gpus, roles, trainer, weights, command in rows:
+    for gpus, roles, trainer, command in rows:
         words = shlex.split(command.strip("`"))
         assert words[:3] == ["torchrun", f"--nproc_per_node={gpus}", "train_grpo.py"]
         config = config_of(" ".join(words[3:]))
@@ -304,7 +304,6 @@ def test_the_table_of_layouts_has_the_memory_and_fits():
         of_row = decided(QWEN3_1_7B, config, GPU_GIB)
         assert of_row.config.trainer.activation_checkpointing == "none"
         assert float(trainer) == round(sum(of_row.training.values()), 1), gpus
-        assert float(weights) == round(of_row.engine_weights, 1)
         assert of_row.peak(GPU_GIB) < 74.7
 
 

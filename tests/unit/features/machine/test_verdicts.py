@@ -11,7 +11,7 @@ from grpo import config as c
 from grpo.config.checks import check_world_size, validate
 from grpo.features.machine import propose_layout, verdicts
 from grpo.features.machine.layouts import layouts_for
-from grpo.features.machine.verdicts import check_disk, check_gpus, check_memory, check_versions
+from grpo.features.machine.verdicts import check_disk, check_gpus, check_memory, check_versions, whole_replicas
 from grpo.models.memory import Device
 from grpo.run import machine
 from grpo.run.machine import fit_to_machine
@@ -168,6 +168,20 @@ def test_advice_fits(name):
     config = c.change(grpo(roles=COLOCATED), full | changes)
     row = next(row for row in check_memory(needs(raw, config), device) if row.outcome == "PROBLEM")
     assert row.to_do.startswith(flags)
+
+
+def test_whole_replicas_are_advised_where_they_fit():
+    """1.7B on GPUs of 141 GiB fits four times; 8B, whose states are 122 GiB, does not, nor do rows on several ranks."""
+    h200 = Device(4, "H200", 139.8)
+    four = c.RolesConfig(colocated=True, num_trainers=4, num_references=0)
+    config = c.change(grpo(roles=four), {"generator.gpu_memory_utilization": 0.35, "trainer.micro_batch_tokens": 8192})
+    advised = {"trainer.data_replicas": 4}
+    assert whole_replicas(needs(QWEN3_1_7B, config), h200).endswith("--trainer.data-replicas 4")
+    after = needs(QWEN3_1_7B, c.change(config, advised))
+    assert {row.outcome for row in check_memory(after, h200)} == {"fits"}
+    assert not whole_replicas(after, h200)
+    assert not whole_replicas(needs(QWEN3_8B, config), h200)
+    assert not whole_replicas(needs(QWEN3_1_7B, c.change(config, {"trainer.context_parallel": 2})), h200)
 
 
 DISK = {  # checkpoint config -> (checkpoints at one time, exports)
