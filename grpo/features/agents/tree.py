@@ -137,13 +137,13 @@ class Session:
             self._end(
                 "turns",
                 f"the episode has had its {config.max_turns} turns",
-                429,
+                403,
             )
         if 0 < config.rollout_seconds < self.waited + self.idle_seconds:
             self._end(
                 "seconds",
                 f"the episode has had its {config.rollout_seconds:g} seconds",
-                429,
+                403,
             )
         tools = body.get("tools") or None
         if tools:
@@ -172,7 +172,7 @@ class Session:
         return turn
 
     def _end(self, ended_by: str, text: str, status: int, code: str = "limit") -> None:
-        """Refuse a request at a limit, which explains what the agent does next."""
+        """Refuse a request at a limit, which explains what the agent does next. No client sends a 403 again."""
         self.ended_by = ended_by
         raise Refusal(text, status, code)
 

@@ -15,6 +15,7 @@ from grpo.features.agents.process import load_agent
 from grpo.features.environments.tools import load_toolboxes
 from grpo.tools.check_environment import main as check_environment
 from grpo.types import Piece, Prompt, Rollout
+from tests import ROOT
 from tests.tiny_models import SMALL
 from tests.unit import chat_templates as templates
 from tests.unit.features.environments.test_turns_suffix import tokenizer_for
@@ -167,6 +168,16 @@ def test_histories_that_branch_repeat_or_are_hostile(plays, agent, shape, reward
     assert (rollouts[0].ended_by, rollouts[0].episode["failure"]) == ("done", "")
     assert shapes(rollouts) == {shape} and rollouts[0].episode["reward"] == reward
     assert len(engine.given) == shape[0]  # no request was sampled twice
+
+
+@pytest.mark.skipif(not shutil.which("curl") or not shutil.which("jq"), reason="curl or jq is not installed")
+def test_the_pages_script_sends_any_question_and_a_wrong_answer_is_no_failure(plays, folder):
+    script = (ROOT / "docs" / "agents.md").read_text().partition("```bash\n")[2].partition("```")[0]
+    pathlib.Path("agent.sh").write_text(script)
+    question = "\"Why?\"\nIt's 5\\6 $HOME `ls`."
+    rollouts, engine = plays("bash agent.sh", *({"question": question, "answer": answer} for answer in ("", "no")))
+    assert [(rollout.ended_by, rollout.episode["reward"]) for rollout in rollouts] == [("done", 1.0), ("done", 0.0)]
+    assert all(question in folder[1].decode(ids) for ids in engine.given.values())
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")

@@ -129,6 +129,6 @@ def test_limits_say_themselves_before_the_agent_is_killed(session):
     assert refused.value.code == "context_length_exceeded" and session.ended_by == "tokens"
     session.config = EnvironmentConfig(agent="made.py:run", max_turns=1)
     answer(session, {"messages": [{"role": "user", "content": "hi"}]}, 70)
-    with pytest.raises(Refusal, match="1 turns"):
+    with pytest.raises(Refusal, match="1 turns") as refused:
         session.ask({"messages": [{"role": "user", "content": "ho"}]}, False)
-    assert session.ended_by == "turns"
+    assert session.ended_by == "turns" and refused.value.status == 403  # harnesses ask again for minutes after a 429
