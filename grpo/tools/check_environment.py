@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 def flags_of(subject: str) -> list[str]:
     """Return the flags that make the subject the run's environment. Raises ValueError if it cannot be loaded."""
     agent = ["--environment.agent", subject, "--environment.tools", "--environment.name", ""]
-    if not names_function(subject):
+    if not names_function(subject) and not subject.endswith(".py"):
         return agent
     loaded = load_function(subject, "environment")
     if inspect.isclass(loaded):
