@@ -222,7 +222,8 @@ def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> N
         raise ValueError(
             f"reward function {name} cannot be called with completions and the columns {', '.join(columns)} (`answer` "
             f"is the one that data.answer_column names): {error}; "
-            f"end its arguments with **columns and list the columns it needs in data.columns{''.join(hints)}"
+            "end its arguments with **columns, and list the columns it needs in data.columns or return them from "
+            f"data.row{''.join(hints)}"
         ) from error
 
 

@@ -127,7 +127,7 @@ def dry_run(config: Config, script: str, read: Read) -> bool:
     reward_model = ""
     with refuse_bad_input(), tempfile.TemporaryDirectory() as build_dir:
         if hf_folder.has_config_alone(folder):
-            print(f"{folder} has no weights or no tokenizer: data and rewards are not checked")
+            print(f"{folder} has no weights or no tokenizer: data, rewards and formulas are not checked")
             hf = hf_folder.read_hf_config(folder)
             hf_folder.check_trainer(folder, hf, config.trainer)
             tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
