@@ -83,7 +83,16 @@ OTHER_TOOLS_FLAGS = {
     "--help",
 }
 OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
-OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step", "--turns", "--play"}
+OTHER_TOOLS_FLAGS |= {
+    "--argjson",
+    "--no-deps",
+    "--torch-backend",
+    "--logdir",
+    "--standalone",
+    "--step",
+    "--turns",
+    "--play",
+}
 OTHER_TOOLS_FLAGS |= {"--shape", "--jobs", "--roles", "--phases", "--kinds", "--array", "--env", "--file", "--tag"}
 OTHER_TOOLS_FLAGS |= {"--num", "--cases", "--worst", "--prompt", "--evaluation", "--html", "--methods", "--layers"}
 OTHER_TOOLS_FLAGS |= {"--partition", "--account", "--mem", "--gres", "--gpus-per-node"}
