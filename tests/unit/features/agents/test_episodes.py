@@ -174,7 +174,7 @@ def test_histories_that_branch_repeat_or_are_hostile(plays, agent, shape, reward
 def test_the_pages_script_sends_any_question_and_a_wrong_answer_is_no_failure(plays, folder):
     script = (ROOT / "docs" / "agents.md").read_text().partition("```bash\n")[2].partition("```")[0]
     pathlib.Path("agent.sh").write_text(script)
-    question = "\"Why?\"\nIt's 5\\6 $HOME `ls`."
+    question = '"Why?"\nIt\'s 5\\6 $HOME `ls`.'
     rollouts, engine = plays("bash agent.sh", *({"question": question, "answer": answer} for answer in ("", "no")))
     assert [(rollout.ended_by, rollout.episode["reward"]) for rollout in rollouts] == [("done", 1.0), ("done", 0.0)]
     assert all(question in folder[1].decode(ids) for ids in engine.given.values())
