@@ -131,4 +131,4 @@ def test_limits_say_themselves_before_the_agent_is_killed(session):
     answer(session, {"messages": [{"role": "user", "content": "hi"}]}, 70)
     with pytest.raises(Refusal, match="1 turns") as refused:
         session.ask({"messages": [{"role": "user", "content": "ho"}]}, False)
-    assert session.ended_by == "turns" and refused.value.status == 403  # harnesses ask again for minutes after a 429
+    assert session.ended_by == "turns" and refused.value.status == 403  # clients ask again after a 429
