@@ -172,7 +172,7 @@ class Session:
         return turn
 
     def _end(self, ended_by: str, text: str, status: int, code: str = "limit") -> None:
-        """Refuse a request at a limit, which explains what the agent does next. No client sends a 403 again."""
+        """Refuse a request at a limit, which explains what the agent does next."""
         self.ended_by = ended_by
         raise Refusal(text, status, code)
 
