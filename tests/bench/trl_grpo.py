@@ -16,7 +16,8 @@ float32 trains float32 weights under bfloat16 autocast, as ours are, bfloat16 th
 
 Writes metrics.jsonl into the run folder, or `--out`, under our names, each line as soon as it is known, with the
 seconds since the launch. A step goes from the end of the one before to its own; evaluations, greedy by the trainer's
-engine, are not in it. After `--limit` seconds no further step begins.
+engine, are not in it. After `--limit` seconds no further step begins; with `--saved FOLDER` TRL then saves there, and
+the next launch goes on from there in the same file.
 """
 
 import argparse
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=pathlib.Path, help="default: metrics.jsonl in the run folder")
     parser.add_argument("--limit", type=float, default=float("inf"))
+    parser.add_argument("--saved", type=pathlib.Path, help="save at the limit and go on from here")
     options, rest = parser.parse_known_args()
     config = load(GRPOConfig, str(DEFAULT_RECIPE), rest)
     policy = read_policy(config)
@@ -72,7 +74,7 @@ def main() -> None:
     functions = load_functions(config.reward, config.data.reward_columns, config.generator.max_completion_tokens)
     rows = [as_row(prompt, tokenizer) for prompt in prompts]
     log = Log(config, tokenizer, functions, [row["prompt"] for row in rows], [len(p.ids) for p in prompts], started)
-    log.open(options.out, options.limit)
+    log.open(options.out, options.limit, options.saved)
     # TRL leaves the type to vLLM, which makes bfloat16 of float32
     vllm_generation.LLM = partial(vllm_generation.LLM, dtype=config.model.dtype)
     trainer = GRPOTrainer(
@@ -85,7 +87,8 @@ def main() -> None:
     )
     log.trainer = trainer
     trainer._generate = log.timed(trainer._generate)
-    trainer.train()
+    saved = sorted(options.saved.glob("checkpoint-*"), key=os.path.getmtime) if options.saved else []
+    trainer.train(resume_from_checkpoint=str(saved[-1]) if saved else None)
     sys.stdout.flush()
     os._exit(0)  # the engine's threads would keep the process for a while
 
@@ -94,7 +97,7 @@ def trl_config(config: GRPOConfig, options: argparse.Namespace) -> TRLConfig:
     """Write the recipe in TRL's words."""
     trainer = config.trainer
     return TRLConfig(
-        output_dir=f"{config.run_dir}/trl",
+        output_dir=str(options.saved or f"{config.run_dir}/trl"),
         model_init_kwargs={"dtype": options.weights},
         per_device_train_batch_size=options.rows,
         gradient_accumulation_steps=config.completions_per_step // options.rows,
@@ -159,12 +162,14 @@ class Log(TrainerCallback):
         self.last_end = 0.0
         self.generating = 0.0
 
-    def open(self, out: pathlib.Path | None, limit: float) -> None:
-        """Begin the file. limit: see the docstring of the file."""
+    def open(self, out: pathlib.Path | None, limit: float, saved: pathlib.Path | None) -> None:
+        """Begin the file, or go on with it. The arguments are those of the docstring of the file."""
         self.limit = limit
+        self.saved = saved
         self.file = out or pathlib.Path(self.config.run_dir) / "metrics.jsonl"
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text("")
+        if not saved or not saved.exists():
+            self.file.write_text("")
 
     def reward(self, prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
         """Score as the recipe does; TRL's reward function. Raises RuntimeError for prompts that are not ours."""
@@ -197,8 +202,9 @@ class Log(TrainerCallback):
         return [sum(parts) for parts in zip(*values, strict=True)]
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.evaluate(0)
-        self.write(step=0, **{"time/startup": time.perf_counter() - self.started})
+        if state.global_step == 0:
+            self.evaluate(0)
+        self.write(step=state.global_step, **{"time/startup": time.perf_counter() - self.started})
         self.last_end = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -213,7 +219,9 @@ class Log(TrainerCallback):
         interval = self.config.evaluation.interval
         if interval and (state.global_step % interval == 0 or state.global_step == args.max_steps):
             self.evaluate(state.global_step)
-        control.should_training_stop |= self.seconds > self.limit
+        if self.seconds > self.limit:
+            control.should_training_stop = True
+            control.should_save = self.saved is not None
         self.last_end = time.perf_counter()
 
     def on_train_end(self, args, state, control, **kwargs):
