@@ -95,7 +95,7 @@ OTHER_TOOLS_FLAGS |= {
 }
 OTHER_TOOLS_FLAGS |= {"--shape", "--jobs", "--roles", "--phases", "--kinds", "--array", "--env", "--file", "--tag"}
 OTHER_TOOLS_FLAGS |= {"--num", "--cases", "--worst", "--prompt", "--evaluation", "--html", "--methods", "--layers"}
-OTHER_TOOLS_FLAGS |= {"--partition", "--account", "--mem", "--gres", "--gpus-per-node"}
+OTHER_TOOLS_FLAGS |= {"--partition", "--account", "--mem"}
 MOST_LINES = 120  # of the page that a newcomer reads first, 30 of them what the quickstart prints
 MOST_BYTES = 14 * 1024  # of any other page, except the reference
 
