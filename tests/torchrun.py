@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from tests import ROOT
-from tests.forks import Fork, can_fork
+from tests.forks import STARTING, Fork, can_fork
 
 # Seconds for a program to end. A busy machine takes a tenth of it, and a hang ends long before CI's limit.
 DEADLINE = 600.0
@@ -68,7 +68,8 @@ def start_python(*arguments: object, network_of: int = 0, **variables: str) -> s
     network_of: the process whose network and hostname it gets.
     """
     words = words_of(arguments)
-    environment = os.environ | SETTINGS | variables
+    with STARTING:  # which changes os.environ for a moment, in another thread
+        environment = os.environ | SETTINGS | variables
     if can_fork():
         return Fork(words, environment, ROOT, network_of)
     enter = ["nsenter", "--net", "--uts", f"--target={network_of}"] if network_of else []

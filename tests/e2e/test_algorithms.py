@@ -57,7 +57,7 @@ def test_several_updates_at_several_temperatures(model, tmp_path):
 
 def test_verifiers_that_fail_cost_their_completion_alone(model, tmp_path):
     rewards = f"--reward.functions {REWARDS}:fails_for_some 1 {REWARDS}:digit_share 1"
-    output = run_tiny(model, tmp_path / "run", ONE_RANK, rewards, "--reward.timeout-seconds 600 --reward.num-workers 4")
+    output = run_tiny(model, tmp_path / "run", ONE_RANK, rewards, "--reward.num-workers 4")
     lines = read_completions(tmp_path / "run")
     reasons = {0: "signal 9", 1: "KeyError: 'no such thing'"}
     for m in read_metrics(tmp_path / "run"):

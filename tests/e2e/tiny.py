@@ -26,7 +26,7 @@ config = GRPOConfig(
     roles=RolesConfig(num_trainers=2, num_references=1, num_generators=1),
     deadline_minutes=10,  # a busy machine may compile for minutes
     data=DataConfig(path=f"{ROWS}:addition", system_prompt="", max_prompt_tokens=16),
-    reward=RewardConfig(functions={f"{REWARDS}:digit_share": 1.0}),
+    reward=RewardConfig(functions={f"{REWARDS}:digit_share": 1.0}, timeout_seconds=600),
     generator=GeneratorConfig(max_completion_tokens=12),
     trainer=TrainerConfig(
         micro_batch_tokens=128,  # several micro-batches per step

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -16,6 +15,7 @@ import yaml
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from tests import ROOT
+from tests.unit.workers.processes import wait_until
 
 TORCH = re.search(r"^torch==.*$", (ROOT / "requirements-cpu.txt").read_text(), re.MULTILINE)[0]
 
@@ -53,14 +53,19 @@ def repo(tmp_path) -> pathlib.Path:
 
 def launch(repo: pathlib.Path, script: str, *arguments: str, failing: str = "", **environment: str):
     """Run a script of launch/ and return its process and the calls of stubs that install or start something."""
-    process = start(repo, script, *arguments, failing=failing, **environment)
-    process.stdout, process.stderr = process.communicate(timeout=600)
+    process = finished(start(repo, f"launch/{script}", *arguments, failing=failing, **environment))
     calls = (repo / "calls").read_text()
     return process, re.findall(r"^(?:uv|srun) .*|.*(?:-m venv|ensurepip|pip (?:un)?install).*", calls, re.M)
 
 
-def start(repo: pathlib.Path, script: str, *arguments: str, failing: str = "", **environment: str) -> subprocess.Popen:
-    """Start a script of launch/; its calls of stubs land in the file `calls`."""
+def finished(process: subprocess.Popen) -> subprocess.Popen:
+    """Wait for a process; its outputs become texts."""
+    process.stdout, process.stderr = process.communicate(timeout=600)
+    return process
+
+
+def start(repo: pathlib.Path, *arguments: str, failing: str = "", **environment: str) -> subprocess.Popen:
+    """Start bash with these arguments; its calls of stubs land in the file `calls`."""
     (repo / "calls").write_text("")
     environment = {
         "PATH": f"{repo}/bin:{os.environ['PATH']}",
@@ -69,9 +74,8 @@ def start(repo: pathlib.Path, script: str, *arguments: str, failing: str = "", *
         "FAILING": failing,
         **environment,
     }
-    command = ["bash", f"launch/{script}", *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=repo, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(["bash", *arguments], cwd=repo, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 VENV = "python3.11 -m venv --clear .venv"
@@ -141,15 +145,10 @@ def test_sbatch_stops_the_run_before_its_time_is_up_and_requeues(repo, obeys):
     (repo / "bin" / "srun").write_text(STUB + WAITING_SRUN)
     (repo / ".cache").mkdir(exist_ok=True)
     (repo / ".cache/stop-123456").touch()  # of the job before it was requeued
-    process = start(repo, "grpo.sbatch", OBEYS=obeys, **SLURM)
-    for _ in range(12_000):
-        if (repo / "started").exists():
-            break
-        time.sleep(0.05)
-    assert process.poll() is None
+    process = start(repo, "launch/grpo.sbatch", OBEYS=obeys, **SLURM)
+    wait_until((repo / "started").exists, "srun to start")
     process.send_signal(signal.SIGUSR1)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors
+    assert finished(process).returncode == 0, process.stderr
     requeued = "scontrol requeue 123456" in (repo / "calls").read_text().splitlines()
     assert requeued == bool(obeys)
 
@@ -224,15 +223,16 @@ def test_multinode_with_two_agents_on_one_machine(repo):
     python = repo / ".venv" / "bin" / "python"
     python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
     (repo / "program.py").write_text(PROGRAM)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {"NNODES": "2", "GPUS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {"NNODES": "2", "GPUS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1"}
     environment |= {"TRAIN_SCRIPT": "program.py", "OMP_NUM_THREADS": "1", "GRPO_DEVICE": "cpu"}
-    agents = [start(repo, "multinode.sh", "recipe.py", NODE_RANK=rank, **environment) for rank in ("1", "0")]
-    for agent in agents:
-        _, errors = agent.communicate(timeout=600)
-        assert agent.returncode == 0, errors
+    with socket.socket() as held:  # bound all the time, or another process could get the port; the store may share it
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        environment["MASTER_PORT"] = str(held.getsockname()[1])
+        command = ("launch/multinode.sh", "recipe.py")
+        agents = [start(repo, *command, NODE_RANK=rank, **environment) for rank in ("1", "0")]
+        for agent in agents:
+            assert finished(agent).returncode == 0, agent.stderr
     said = [(repo / f"rank{rank}").read_text().split() for rank in range(4)]
     assert [words[:2] for words in said] == [["0", "4"], ["1", "4"], ["0", "4"], ["1", "4"]]
     assert all(words[2:] == ["recipe.py", "--resume"] for words in said)
@@ -258,22 +258,13 @@ def test_multinode_refuses_what_cannot_work(repo, message):
     assert "torch.distributed.run" not in (repo / "calls").read_text()
 
 
-def sky(repo: pathlib.Path, part: str, **environment: str) -> subprocess.CompletedProcess:
+def sky(repo: pathlib.Path, part: str, **environment: str) -> subprocess.Popen:
     """Run the commands of a part of skypilot.yaml as SkyPilot does, with its variables; stubs note their calls."""
     task = yaml.safe_load((repo / "launch" / "skypilot.yaml").read_text())
     fixed = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_RANK": "1"}
     fixed |= {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_TASK_ID": "sky-managed-1_grpo_5-0"}
-    fixed |= {"PATH": f"{repo}/bin:{os.environ['PATH']}", "PYTHON": f"{repo}/bin/python3.11", "FAILING": ""}
     fixed |= {name: str(value) for name, value in (task["envs"] | task["secrets"]).items()}
-    (repo / "calls").write_text("")
-    return subprocess.run(
-        ["bash", "-c", task[part]],
-        cwd=repo,
-        env=fixed | {"CALLS": str(repo / "calls")} | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return finished(start(repo, "-c", task[part], **fixed | environment))
 
 
 def test_skypilot_installs_and_starts_torchrun_on_each_machine(repo):

@@ -624,11 +624,12 @@ def test_nothing_outlives_the_driver(how, send, socket, tmp_path):
         detached = read_pids(tmp_path)
         started = {pid for pid in (*family(supervisor), *detached) if alive(pid)}
         assert len(started) >= 5 and started.issuperset(detached)
+        handle = os.pidfd_open(supervisor)  # its number may soon be another process's
         send(driver.pid, how)
         while alive(supervisor):
-            for _ in range(10_000):  # without a pause, so that one comes at each moment of its end
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(supervisor, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                for _ in range(10_000):  # without a pause, so that one comes at each moment of its end
+                    signal.pidfd_send_signal(handle, signal.SIGTERM)
         wait_until(lambda: not any(map(alive, started)), f"{started} to be gone")
     finally:
         driver.kill()

@@ -517,7 +517,7 @@ def in_a_program(job: dict[str, Any]) -> str:
     """What the attacks print as a program."""
     from grpo.features.programs.run import Limits, run_python
 
-    return run_python(_PROGRAM, json.dumps(job), Limits(240.0, memory_gib=2.0)).stdout
+    return run_python(_PROGRAM, json.dumps(job), Limits(600.0, memory_gib=2.0)).stdout
 
 
 def try_all(mode: str) -> dict[str, dict[str, str]]:

@@ -24,7 +24,7 @@ TOOLS = [
 def client_of(base_url: str, api_key: str, **options):
     import openai
 
-    return openai.OpenAI(base_url=base_url, api_key=api_key, timeout=300, **{"max_retries": 0, **options})
+    return openai.OpenAI(base_url=base_url, api_key=api_key, timeout=600, **{"max_retries": 0, **options})
 
 
 def rounds(row: dict, base_url: str, api_key: str, model: str) -> float:
@@ -81,7 +81,7 @@ async def many(row: dict, base_url: str, api_key: str, model: str) -> float:
     """Ask 128 things at once, or as many as the row says."""
     import openai
 
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=300)
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=600)
     questions = [[{"role": "user", "content": f"question number {number}"}] for number in range(row.get("number", 128))]
     answers = [client.chat.completions.create(model=model, messages=messages) for messages in questions]
     return float(len(await asyncio.gather(*answers)))

@@ -21,6 +21,7 @@ from tests.unit import chat_templates as templates
 from tests.unit.features.environments.test_turns_suffix import tokenizer_for
 
 AGENTS = pathlib.Path(__file__).parent / "agents.py"
+DEADLINES = {"reset_seconds": 600.0, "call_seconds": 600.0}  # of what must succeed on a busy machine
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 SHELL = """
 question=$(cat)
@@ -95,7 +96,7 @@ def plays(folder, monkeypatch, tmp_path):
     with contextlib.ExitStack() as stack:
 
         def play(agent: str, *rows: dict, **fields) -> tuple[list[Rollout], Engine]:
-            environment = EnvironmentConfig(agent=agent, **{"max_turns": 200, "memory_gib": 4.0, **fields})
+            environment = EnvironmentConfig(agent=agent, **{"max_turns": 200, "memory_gib": 4.0, **DEADLINES, **fields})
             config = GRPOConfig(
                 data=DataConfig(max_prompt_tokens=3000),
                 generator=GeneratorConfig(max_completion_tokens=1000),
@@ -214,11 +215,16 @@ def test_an_agent_is_played_without_a_model_and_its_tree_is_shown(plays, capsys)
 
 
 def test_causes_are_told_apart(plays):
-    kinds = ["raises first", "raises", "dies", "sleeps", "leaves", "never stops"]
-    rows = [{"kind": kind} for kind in kinds]
-    rollouts, _ = plays(f"{AGENTS}:fails", *rows, call_seconds=5.0, max_turns=4, hung_reward=-1.0)
-    ends = {kind: (rollout.ended_by, rollout.episode["reward"]) for kind, rollout in zip(kinds, rollouts, strict=True)}
-    assert ends == {
+    found = {}
+    for seconds, kinds in (
+        (600.0, ("raises first", "raises", "dies", "leaves")),
+        (5.0, ["sleeps"]),
+        (20.0, ["never stops"]),
+    ):
+        rows = [{"kind": kind} for kind in kinds]
+        rollouts, _ = plays(f"{AGENTS}:fails", *rows, call_seconds=seconds, max_turns=4, hung_reward=-1.0)
+        found |= zip(kinds, rollouts, strict=True)
+    assert {kind: (rollout.ended_by, rollout.episode["reward"]) for kind, rollout in found.items()} == {
         "raises first": ("lost", None),  # before any answer of the policy
         "raises": ("hung", -1.0),
         "dies": ("hung", -1.0),
@@ -226,8 +232,8 @@ def test_causes_are_told_apart(plays):
         "leaves": ("done", 0.5),
         "never stops": ("turns", -1.0),  # told of the limit first, then killed
     }
-    assert "the agent's own bug" in rollouts[0].episode["failure"]
-    assert "cannot read it" in rollouts[1].episode["turns"][-1]["failed"]
+    assert "the agent's own bug" in found["raises first"].episode["failure"]
+    assert "cannot read it" in found["raises"].episode["turns"][-1]["failed"]
 
 
 def test_what_does_not_go_with_an_agent_is_refused():

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import pytest
 
@@ -16,9 +15,10 @@ from grpo.config import EnvironmentConfig
 from grpo.features.environments.host import MAX_OPENING_CHARACTERS, EnvironmentHost
 from grpo.workers.supervisor import LINE_BYTES
 from tests.unit.features.environments.conversations import call, say
+from tests.unit.workers.processes import wait_until
 
 ROOM = """
-    import asyncio, errno, os, pathlib, signal, subprocess, time
+    import errno, os, signal, subprocess, time
 
     class Room:
         def reset(self, start: int = 0, seed: int = 0, rollout: int = 0, fails: str = ""):
@@ -53,17 +53,11 @@ ROOM = """
             if what == "flood": return "x" * 10**7
             if what == "smile": return "\U0001f600" * 10**5
             if what == "raise": raise KeyError("attic")
-            if what == "file": open("/no/such/file")
-            if what == "port": raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
-            if what == "own timeout": raise TimeoutError("it took longer than I wait")
-            if what == "cancel": raise asyncio.CancelledError()
             if what == "interrupt": raise KeyboardInterrupt()
-            if what == "picture": return [{"type": "image", "image": "a"}]
             if what == "too much": self.count = 1e308 * 10
             if what == "broken": self.fails = "reward"
             if what == "net": raise ConnectionResetError(errno.ECONNRESET, "the server is gone")
             if what == "killed": os.kill(os.getpid(), signal.SIGKILL)
-            if what == "disk": raise OSError(errno.ENOSPC, "full")
             return "done"
 
         def get_reward(self):
@@ -194,7 +188,7 @@ def test_the_reward_so_far_is_asked_for_only_where_turns_earn(host):
 def test_what_the_policy_causes_is_told_to_it(room):
     for text in (call("fly"), call("add", number="three"), "<tool_call>{", call("add", number=1).replace("1", "1e999")):
         assert turn(room, text)["counts"]["bad_calls"] == 1
-    for what in ("raise", "file", "port", "own timeout", "cancel", "interrupt", "picture"):
+    for what in ("raise", "interrupt"):
         reply = turn(room, call("do", what=what))
         assert len(reply["answers"]) == reply["counts"]["tool_errors"] == 1 and not reply["ended"]
     for what in ("flood", "smile"):
@@ -214,7 +208,6 @@ def test_what_the_policy_causes_is_told_to_it(room):
         ("die", "hung"),
         ("killed", "lost"),
         ("net", "lost"),
-        ("disk", "lost"),
     ],
 )
 def test_a_failure_has_its_cause_and_costs_its_own_deadline(room, what, kind):
@@ -282,8 +275,7 @@ def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
     served = host(name="served.py:Served")
     first, _, pid = (say(served, episode, "reset", {}, 0, 0)["text"] for episode in range(3))
     assert say(served, 0, "finish")["reward"] == 1.0
-    while command_of(first):  # until it has died
-        time.sleep(0.01)
+    wait_until(lambda: not command_of(first), "it to die")
     say(served, 3, "reset", {}, 0, 0)  # so that the supervisor has looked
     for episode in (1, 2):
         assert say(served, episode, "turn", "well?")["answers"] == ["None"]
@@ -294,7 +286,7 @@ def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
 def test_functions_share_processes_and_a_late_one_is_told(host):
     tools = host(num_processes=1, name="", tools=("room.py:look",))
     for episode in range(3):
-        tools.ask(episode, "turn", [call("look", place="cellar")], 120.0)
+        tools.ask(episode, "turn", [call("look", place="cellar")], 600.0)
     replies = []
     while len(replies) < 3:
         replies += tools.poll(600)
@@ -336,16 +328,16 @@ def test_what_a_file_starts_as_it_is_imported_goes_on(host, tmp_path):
         import pathlib, subprocess
         helper = subprocess.Popen(["sleep", "1000.5"])
         class Other:
-            def reset(self): return str("sleep" in pathlib.Path(f"/proc/{helper.pid}/cmdline").read_text())
+            def reset(self): return str(helper.pid)
             def reply(self, text): return None
     """
     made = host(name=write(tmp_path, code))
     for _ in range(2):  # between two episodes nothing is at work
-        assert say(made, 0, "reset", {}, 0, 0)["text"] == "True"
+        helper = say(made, 0, "reset", {}, 0, 0)["text"]
+        assert "1000.5" in command_of(helper)
         say(made, 0, "finish")
-    helpers = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if "1000.5" in command_of(pid)]
     made.close()
-    assert helpers and not any("1000.5" in command_of(pid) for pid in helpers)
+    assert "1000.5" not in command_of(helper)
 
 
 def command_of(pid: str) -> str:
@@ -409,15 +401,11 @@ def test_what_an_async_class_left_running_goes_on_between_two_calls(host, tmp_pa
     def wait_for_beats() -> None:
         beats = tmp_path / "beats"
         wanted = beats.stat().st_size + 5
-        give_up_at = time.monotonic() + 600
-        while beats.stat().st_size < wanted:
-            assert time.monotonic() < give_up_at, "it stands still"
-            time.sleep(0.01)
+        wait_until(lambda: beats.stat().st_size >= wanted, "it to go on")
 
     wait_for_beats()
     say(made, 0, "turn", "leave")
-    while not (tmp_path / "left").exists():  # SystemExit ends no process, but the waiting in the loop
-        time.sleep(0.01)
+    wait_until((tmp_path / "left").exists, "it to leave")  # SystemExit ends no process, but the waiting in the loop
     assert say(made, 0, "turn", "")["answers"] == ["Go on."]
     wait_for_beats()
 

@@ -173,12 +173,16 @@ def test_a_class_with_async_tools_and_its_reward_functions(folder):
 
     episode = {"opening": begun["text"], "turns": [], "reward": told["reward"], "info": told["info"], "failure": ""}
     rollout = completion([1], prompt=Prompt(0, [1], content="Open it."), episode=episode)
-    reward = RewardConfig(functions={"vault.py:reward_func": 1.0, "vault.py:tries": 1.0}, num_workers=1)
+    reward = rewards_of("vault.py:reward_func", "vault.py:tries")
     load_functions(reward, ["prompt", "code", *EPISODE_COLUMNS])  # the check before a run
     (scored,) = scores(reward, rollout)
     assert scored.rewards == {"vault.py:reward_func": pytest.approx(1 / 3), "vault.py:tries": pytest.approx(-0.1)}
-    (scored,) = scores(RewardConfig(functions={"vault.py:asks_too_much": 1.0}, num_workers=1), rollout)
+    (scored,) = scores(rewards_of("vault.py:asks_too_much"), rollout)
     assert "sees no client of an environment" in scored.failures["vault.py:asks_too_much"]
+
+
+def rewards_of(*names: str, seconds: float = 600.0, **fields) -> RewardConfig:
+    return RewardConfig(functions=dict.fromkeys(names, 1.0), num_workers=2, timeout_seconds=seconds, **fields)
 
 
 def scores(reward: RewardConfig, *rollouts: Rollout) -> list[Rollout]:
@@ -223,9 +227,7 @@ def test_reward_functions_of_an_agent_get_all_its_turns_with_their_calls(folder)
     episode = {"opening": None, "turns": turns, "reward": None, "info": {}, "failure": ""}
     prompt = Prompt(0, [1], {"answer": "42"}, content=[{"role": "user", "content": "How far?"}])
     name = "agent.py:asks_then_answers"
-    reward = RewardConfig(
-        functions={name: 1.0, "regex_match": 1.0}, options={"regex_match": {"pattern": "^42$"}}, num_workers=1
-    )
+    reward = rewards_of(name, "regex_match", options={"regex_match": {"pattern": "^42$"}})
     (scored,) = scores(reward, completion([1], prompt=prompt, episode=episode, text="42"))
     assert scored.rewards == {name: 111.0, "regex_match": 1.0}
 
@@ -260,9 +262,8 @@ def test_reward_functions_of_conversational_rows(folder):
     """Messages, token ids, default arguments, and coroutines that see the whole step at once."""
     (folder / "mine.py").write_text(textwrap.dedent(REWARDS))
     names = [f"mine.py:{name}" for name in ("accuracy_reward", "short_enough", "judge")]
-    weights = dict.fromkeys([*names, "regex_match"], 1.0)
     options = {names[1]: {"max_len": 3}, "regex_match": {"pattern": "7"}}
-    reward = RewardConfig(functions=weights, options=options, num_workers=2, timeout_seconds=600.0)
+    reward = rewards_of(*names, "regex_match", options=options)
     load_functions(reward, ["solution"])  # the check before a run
     rollouts = []
     for i, (text, ids) in enumerate([("so 7", [1, 2, 3]), ("so 8 or", [1, 2, 3, 4])]):
@@ -271,8 +272,7 @@ def test_reward_functions_of_conversational_rows(folder):
     scored = scores(reward, *rollouts)
     found = [[rollout.rewards[name] for name in (*names, "regex_match")] for rollout in scored]
     assert found == [[1.0, 1.0, 208.0, 1.0], [0.0, 0.0, 211.0, 0.0]]
-    hanging = RewardConfig(functions={"mine.py:hangs": 1.0}, num_workers=1, timeout_seconds=2.0)
     late = {"mine.py:hangs": "took longer than 2 s"}  # once, not for each
-    assert [r.failures for r in scores(hanging, *rollouts)] == [late] * 2
+    assert [r.failures for r in scores(rewards_of("mine.py:hangs", seconds=2.0), *rollouts)] == [late] * 2
     with pytest.raises(ValueError, match="trainer_state is TRL's: take `step`"):
-        load_functions(RewardConfig(functions={"mine.py:watches": 1.0}), ["solution"])
+        load_functions(rewards_of("mine.py:watches"), ["solution"])

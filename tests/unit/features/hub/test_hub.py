@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 
 from grpo.config import CheckpointConfig, ModelConfig, RewardConfig, SFTConfig
 from grpo.config.checks import validate
@@ -85,9 +86,8 @@ def test_what_may_not_be_written_is_refused_before_the_run(hub, refused):
         open_repository("other/sums")
 
 
-def test_without_a_network_it_is_refused_before_the_run(hub):
-    hub.shutdown()
-    hub.server_close()
+def test_without_a_network_it_is_refused_before_the_run(hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nobody listens there, nor will
     with pytest.raises(ValueError, match="push_to_hub=sums cannot be written.*the network"):
         open_repository("sums")
 

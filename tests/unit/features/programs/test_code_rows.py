@@ -32,7 +32,7 @@ def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path
     assert ["add_0" in train[0]["question"], "add_2" in train[1]["question"]] == [True, True]
     assert ["add_1" in test[0]["question"], "add_3" in test[1]["question"]] == [True, True]
     programs = [f"```python\ndef add_3(x):\n    return x + {n}\n```" for n in (3, 2)]
-    assert code_reward(programs, tests=[test[1]["tests"]] * 2) == [1.0, 0.0]
+    assert code_reward(programs, tests=[test[1]["tests"]] * 2, timeout_seconds=600.0) == [1.0, 0.0]
 
 
 ADD = "def add(a, b):\n    return a + b"

@@ -4,7 +4,6 @@ import importlib.util
 import math
 import pathlib
 import sys
-import time
 from collections.abc import Iterator
 from unittest import mock
 
@@ -16,6 +15,7 @@ from grpo.report.log import RunLog
 from grpo.run.command_line import checked_config
 from grpo.types import Prompt
 from tests.rollouts import completion
+from tests.unit.workers.processes import wait_until
 
 METRICS = MetricsConfig(tensorboard=False, wandb_project="additions")
 ROLLOUT = completion(
@@ -97,8 +97,6 @@ def test_the_package_itself_offline(monkeypatch, tmp_path):
     log.completions(1, [ROLLOUT], ["1+2="])
     log.close()
     (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 600  # a process of wandb's own writes it
-    while not (b"loss" in (content := written.read_bytes()) and b"samples" in content):
-        assert time.monotonic() < deadline, content
-        time.sleep(0.1)
+    for word in (b"loss", b"samples"):
+        wait_until(lambda word=word: word in written.read_bytes(), "wandb's own process to write")
     assert list((tmp_path / "wandb").glob("offline-run-*/files/media/table/samples_*.table.json"))
