@@ -11,7 +11,6 @@ shows the end of its log, and the others go on. The exit code is 1 if one failed
 import argparse
 import concurrent.futures
 import itertools
-import json
 import random
 import shutil
 import sys
@@ -47,7 +46,6 @@ WINDOWED = {
 }
 WORK = ROOT / "runs" / "gpu_checks"
 MODELS = WORK / "models"
-SAMPLING = ({"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.8, "top_k": 20, "min_p": 0.05})
 # Small enough for several engines on one GPU, none of which may look at how much is free
 CACHE_BYTES = 2**29
 # Metrics that are printed of each step of a run
@@ -78,10 +76,6 @@ def all_checks() -> dict[str, str]:
         checks[f"trainer_{name}"] = f"tests/bench/windows.py trainer {MODELS}/{name}"
     for name, dtype in itertools.product(WINDOWED, ("float32", "bfloat16")):
         checks[f"engine_{name}_{dtype}"] = f"tests/bench/windows.py engine {MODELS}/{name} {dtype} {CACHE_BYTES}"
-    engine = {"enforce_eager": True, "kv_cache_memory_bytes": CACHE_BYTES}
-    for dtype, sampling in itertools.product(("float32", "bfloat16"), SAMPLING):
-        options = " 16 ".join(json.dumps(values, separators=(",", ":")) for values in (sampling, engine))
-        checks[f"kept_{'+'.join(sampling)}_{dtype}"] = f"tests/bench/kept_ids.py {MODELS}/qwen3 {dtype} {options}"
     plain = "--trainer.no-compile"
     moves = f"{plain} --algorithm.kl-coef 0.1 --algorithm.reference-interval 2"
     lora = f"{plain} --trainer.lora-rank 8"
@@ -128,7 +122,7 @@ def run_check(name: str, command: str) -> bool:
     for line in records(run_dir):
         values = [f"{metric} {line[metric]:.6g}" for metric in SHOWN if line.get(metric) is not None]
         shown.append(f"    step {line['step']}: {', '.join(values)}")
-    shown += [f"    {line}" for line in lines if " tokens, mean " in line or line.startswith(("kept: ", "sampler: "))]
+    shown += [f"    {line}" for line in lines if " tokens, mean " in line]
     if code != 0:
         shown += [f"    | {line[:300]}" for line in lines[-60:]]
     print("\n".join(shown), flush=True)

@@ -21,54 +21,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 from configs.examples.toys import trained_tokenizer
 from grpo.config import DataConfig
 from grpo.data.turns import tokenize, write_prompt
+from tests.unit.models.test_memory import CODER_0_5B, LLAMA3_1_8B, QWEN3_0_6B, QWEN3_1_7B, QWEN3_30B_A3B
 
-COMMON = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28, "tie_word_embeddings": True}
-EXPERTS = {"model_type": "qwen3_moe", "norm_topk_prob": True, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 SHAPES = {
-    "qwen3-0.6b": COMMON | {"hidden_size": 1024, "intermediate_size": 3072},
-    "qwen3-1.7b": COMMON | {"hidden_size": 2048, "intermediate_size": 6144},
-    "qwen2.5-0.5b": COMMON
-    | {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "head_dim": 64,
-        "intermediate_size": 4864,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 24,
-    },
-    "qwen2.5-1.5b": COMMON
-    | {
-        "model_type": "qwen2",
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-    },
-    "qwen3-30b-a3b": COMMON
-    | EXPERTS
-    | {
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 48,
-    },
-    "llama3.1-8b": COMMON
-    | {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": False,
-    },
+    "qwen3-0.6b": QWEN3_0_6B,
+    "qwen3-1.7b": QWEN3_1_7B,
+    "qwen2.5-0.5b": CODER_0_5B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "llama3.1-8b": LLAMA3_1_8B,
 }
-HEAD_DIM = 128  # where a shape names none
 NUM_PROMPTS = 512
 
 
@@ -88,19 +49,15 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Write model, tokenizer and prompts."""
-    shape = {"head_dim": HEAD_DIM, "vocab_size": 151_936, "max_position_embeddings": 40_960} | SHAPES[arguments.shape]
-    shape["num_hidden_layers"] = arguments.num_layers or shape["num_hidden_layers"]
+    shape = SHAPES[arguments.shape]
+    if arguments.num_layers:
+        shape = shape | {"num_hidden_layers": arguments.num_layers}
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(400)]
     tokenizer = trained_tokenizer([" ".join(rng.choices(words, k=50)) for _ in range(50)], vocab_size=1024)
     tokenizer.save_pretrained(arguments.folder)
-    config = transformers.AutoConfig.for_model(
-        **({"model_type": "qwen3"} | shape),
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,
-    )
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    config = transformers.AutoConfig.for_model(**shape | ids)
     write_at_once(config, arguments.folder)
 
     data = DataConfig(system_prompt="")

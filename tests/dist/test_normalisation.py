@@ -1,4 +1,4 @@
-"""The gradient does not depend on how a step is split, nor on what stands outside the loss mask."""
+"""The gradient does not depend on how a step is split."""
 
 from tests.tiny_models import make_tiny
 from tests.torchrun import torchrun

@@ -47,22 +47,11 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(run):
     assert all("lora_" in name for name in weights + moments)
 
 
-def test_the_run_leaves_merged_weights_and_adapters(run, model):
-    """W + 8 / 2 * B A, and the rest as it was."""
-    base, merged = (load_file(folder / "model.safetensors") for folder in (model, run / "model"))
-    adapters = load_file(run / "model-adapter" / "adapter_model.safetensors")
+def test_the_run_says_in_the_adapters_folder_what_they_belong_to(run, model):
+    """That merged weights and adapters are what PEFT makes of them, tests/dist/test_lora_parity.py shows."""
     config = json.loads((run / "model-adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (RANK, 8, 7)
     assert config["base_model_name_or_path"] == str(model)
-    for name, weight in base.items():
-        place = f"base_model.model.{name.removesuffix('.weight')}"
-        if name.endswith("_proj.weight"):
-            a, b = adapters.pop(f"{place}.lora_A.weight"), adapters.pop(f"{place}.lora_B.weight")
-            assert a.shape[0] == b.shape[1] == RANK and b.abs().max() > 1e-3
-            torch.testing.assert_close(merged[name], weight + 4 * b @ a, atol=1e-6, rtol=1e-6)
-        else:
-            assert torch.equal(merged[name], weight), name
-    assert adapters == {}
 
 
 def test_4_steps_equal_2_resume_and_2(run, model, tmp_path):

@@ -12,11 +12,8 @@ import pathlib
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 import train_grpo
 import train_sft
@@ -32,6 +29,7 @@ from grpo.watch.failures import BadInput
 from tests.e2e.runs import RANK_0, TINY, split
 from tests.tiny_models import SMALL
 from tests.torchrun import ROOT, finish, run_torchrun, start_python
+from tests.unit.models.test_malformed_models import set_tensors
 
 REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
 ALONE = "--roles.colocated --roles.num-trainers 1 --roles.num-references 0 --model.path {model} --run-dir {run}"
@@ -66,15 +64,6 @@ def needs(completions, gold): return [1.0 for _ in completions]
 FILES["chats.jsonl"] *= 50
 
 
-def set_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[pathlib.Path], None]:
-    def spoil(folder: pathlib.Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return spoil
-
-
 def other_words(folder: pathlib.Path) -> None:
     toys.trained_tokenizer(["1 + 1"], 300).save_pretrained(folder)
 
@@ -84,8 +73,8 @@ TENSOR = "model.layers.1.mlp.up_proj.weight"
 MODELS = {
     "no_weights": (lambda folder: (folder / "model.safetensors").unlink(), "no .safetensors files"),
     "words": (other_words, "has 261 tokens and the model vocab_size=32"),
-    "missing": (set_weights(lambda tensors: tensors.pop(TENSOR)), f"lack 1 tensors .* {TENSOR}"),
-    "nan": (set_weights(lambda tensors: tensors[TENSOR].fill_(float("nan"))), f"{TENSOR} holds NaN"),
+    "missing": (set_tensors(lambda tensors: tensors.pop(TENSOR)), f"lack 1 tensors .* {TENSOR}"),
+    "nan": (set_tensors(lambda tensors: tensors[TENSOR].fill_(float("nan"))), f"{TENSOR} holds NaN"),
 }
 
 SFT_OF_CHATS = f"{SFT} --model.path {{model}} --data.path {{here}}/asked.jsonl --evaluation.interval 1"

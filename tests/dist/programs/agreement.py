@@ -9,8 +9,7 @@ import json
 import sys
 
 import torch
-import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from grpo.config import (
     AlgorithmConfig,
@@ -33,6 +32,7 @@ from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.types import Prompt, Requests, TrainBatch
+from tests.dist.programs.parity import original_values
 from train_grpo import grpo_objective
 
 TOLERANCE = 1e-4  # nats, in float32
@@ -70,7 +70,9 @@ def main() -> None:
         if roles.trains:
             # the reference stays what it was, however far the policy went
             generator_error = difference(batch, trainer, roles)
-            reference_error = largest(batch.ref_logprobs_N - start_logprobs(start, batch), batch)
+            with torch.no_grad():
+                start_N = original_values(start, batch)[0]
+            reference_error = largest(batch.ref_logprobs_N - start_N, batch)
             assert (batch.kept_C is None) == (not config.generator.sampling)
             if batch.kept_C is not None:  # log-probs of the whole distribution are others
                 num_kept_N = batch.token_C[batch.kept_C >= 0].bincount(minlength=batch.num_tokens)
@@ -189,24 +191,6 @@ def step(trainer: Trainer, config: GRPOConfig, batch: TrainBatch) -> None:
     metrics = StepMetrics(batch.num_sequences)
     trainer.forward_backward(batch, grpo_objective(config, batch, config.algorithm.kl_coef, True), metrics)
     trainer.optimizer_step()
-
-
-@torch.no_grad()
-def start_logprobs(start: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
-    """Log-probs [N] by transformers with the weights of the start."""
-    logprobs = []
-    sequences = batch.ids_N.split(batch.lengths_S.tolist())
-    first = 0
-    for ids, temperature in zip(sequences, batch.temperatures_S.tolist(), strict=True):
-        logits_TV = start(ids[None]).logits[0, :-1] / temperature
-        for t, logits_V in enumerate(logits_TV, start=1):
-            if batch.kept_C is not None and batch.loss_mask_N[first + t]:
-                is_kept_V = torch.zeros_like(logits_V, dtype=torch.bool)
-                is_kept_V[batch.kept_C[(batch.token_C == first + t) & (batch.kept_C >= 0)].long()] = True
-                logits_V[~is_kept_V] = -torch.inf
-        first += len(ids)
-        logprobs.append(F.pad(logits_TV.log_softmax(-1).gather(1, ids[1:, None])[:, 0], (1, 0)))
-    return torch.cat(logprobs)
 
 
 def is_trained(name: str, trainer: Trainer) -> bool:

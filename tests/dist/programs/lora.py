@@ -21,6 +21,7 @@ from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.types import TrainBatch
+from tests.dist.programs.normalisation import difference
 from tests.dist.programs.parity import original_values, random_batch
 from tests.tiny_models import tensors_of
 from train_sft import label_objective
@@ -86,8 +87,8 @@ def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
     moved = {name for name, value in tensors_of(first).items() if not torch.equal(value, merged[name])}
     assert {name.split(".")[-2] for name in moved} == {*options.lora_targets}, f"{case}: {sorted(moved)}"
     assert len(moved) == len(names) / 2
-    errors = [relative(merged, expected)]
-    errors += [relative(merged, tensors_of(other)) for other in (reloaded, exported)]
+    errors = [difference(merged, expected)]
+    errors += [difference(merged, tensors_of(other)) for other in (reloaded, exported)]
     with torch.no_grad():
         values_N = original_values(exported, batch)[0]
     logprobs_N = trainer.logprobs(batch)
@@ -155,12 +156,6 @@ def check_bfloat16(options: TrainerConfig, folder: str, batch: TrainBatch, roles
         held = torch.float32 if learns else torch.bfloat16
         assert (parameter.dtype, parameter.grad is not None) == (held, learns), f"{case}: {name}"
         assert not learns or parameter.grad.dtype == torch.float32, f"{case}: {name}"
-
-
-def relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Largest difference, relative to the largest weight of that tensor."""
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    return max(((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in wanted)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_distance
 from grpo.types import TrainBatch
-from tests.dist.programs.normalisation import IN_ORDER, NOT_FINITE, make_step, objective_of
+from tests.dist.programs.normalisation import IN_ORDER, make_step, objective_of
 
 CONFIG = GRPOConfig(algorithm=AlgorithmConfig(kl_coef=0.1).resolved)
 FIELDS = {"reference": "ref_logprobs_N", "old": "old_logprobs_N", "advantages": "advantages_N"}
@@ -50,10 +50,6 @@ def main() -> None:
         if roles.is_driver:
             print(f"{place}: skipped on both ranks, then as if it had not been", flush=True)
 
-    # outside the loss mask anything may stand
-    outside = dataclasses.replace(good, ref_logprobs_N=good.ref_logprobs_N.where(good.loss_mask_N, torch.nan))
-    assert not outside.generator_logprobs_N.isfinite().all() and NOT_FINITE in outside.sequence_S
-    assert step(trainer, outside)[1]["skipped_frac"] == 0
     close_roles(roles)
 
 

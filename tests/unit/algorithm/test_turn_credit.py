@@ -9,9 +9,7 @@ import torch
 
 from grpo.config import AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig
 from grpo.data.batches import make_batch
-from grpo.data.recorded import RecordedStep, save_step
 from grpo.metrics import StepMetrics
-from grpo.tools.recorded import check_recorded, read_step
 from grpo.types import Piece, Prompt, Rollout, TrainBatch
 from tests.rollouts import conversation, over_the_wire, rewarded
 from tests.rows import one_row
@@ -152,16 +150,3 @@ def test_the_loss_with_lost_rollouts_is_that_of_a_batch_without_them(kind, loss)
         found.append((value.item(), sorted(gradients)))
     assert found[1][0] == pytest.approx(found[0][0], abs=1e-6) and abs(found[0][0]) > 1e-3
     assert found[1][1] == pytest.approx(found[0][1], abs=1e-7)
-
-
-def test_a_recorded_step_has_its_turns_and_one_without_them_is_refused(tmp_path):
-    draw = random.Random(3)
-    _, batch = batch_of(4, [played(draw) for _ in range(16)], "return_to_go")
-    save_step(str(tmp_path), 1, RecordedStep(batch, 4, {}))
-    found = read_step(str(tmp_path), 1).batch
-    assert torch.equal(found.turn_N, batch.turn_N) and torch.equal(found.earned_N, batch.earned_N)
-    check_recorded(str(tmp_path), [1], 4, needs_turns=True)
-    bare = dataclasses.replace(batch, turn_N=None, earned_N=None)
-    save_step(str(tmp_path), 1, RecordedStep(bare, 4, {}))
-    with pytest.raises(ValueError, match="does not say what turns earned"):
-        check_recorded(str(tmp_path), [1], 4, needs_turns=True)

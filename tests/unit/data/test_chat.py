@@ -1,11 +1,10 @@
 """Tokenizers and chat templates: what is refused, what is said of them, and prompts of any length."""
 
-import json
 import random
 import resource
 
 import pytest
-from tokenizers import Tokenizer, models, processors
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from configs.examples import toys
@@ -63,24 +62,6 @@ def test_texts_are_those_of_decode(cleans_up):
     sequences = [[draw.randrange(len(tokenizer)) for _ in range(length)] for length in (0, 1, 2, 30, 200)]
     assert detokenize(tokenizer, sequences) == [tokenizer.decode(ids, skip_special_tokens=False) for ids in sequences]
     assert detokenize(tokenizer, []) == []
-
-
-def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=PLAIN)
-    fast.save_pretrained(tmp_path / "model")
-    config = tmp_path / "model/tokenizer_config.json"
-    entries = json.loads(config.read_text()) | {
-        "tokenizer_class": "MyTokenizer",
-        "auto_map": {"AutoTokenizer": ["evil.MyTokenizer", "evil.MyTokenizer"]},
-    }
-    config.write_text(json.dumps(entries))
-    (tmp_path / "model/evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    assert type(chat.load_tokenizer(str(tmp_path / "model"))) is PreTrainedTokenizerFast  # by tokenizer.json alone
-    (tmp_path / "model/tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="bring tokenizer.json"):
-        chat.load_tokenizer(str(tmp_path / "model"))
-    assert not (tmp_path / "ran").exists()
 
 
 # template, fields of the data, (the thought that the prompt opens, what is said)

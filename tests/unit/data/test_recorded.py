@@ -16,7 +16,7 @@ from grpo.types import TrainBatch
 from tests.rollouts import rewarded, sequence
 
 
-def recorded(with_reference: bool = True) -> RecordedStep:
+def recorded(with_reference: bool = True, with_turns: bool = False) -> RecordedStep:
     """Two sequences of 2 and 3 tokens; one sampled log-prob is not finite."""
     first = sequence(torch.tensor([1, 2]), torch.tensor([False, True]), torch.tensor([0.0, -0.5]), temperature=0.7)
     logprobs_T = torch.tensor([0.0, -1.5, -torch.inf])
@@ -25,14 +25,17 @@ def recorded(with_reference: bool = True) -> RecordedStep:
     batch = make_batch(samples)
     if with_reference:
         batch = replace(batch, ref_logprobs_N=torch.arange(5.0) / 3)
+    if with_turns:
+        batch = replace(batch, turn_N=torch.arange(5), earned_N=torch.arange(5.0) / 4)
     batch = rewarded(batch, torch.tensor([1.0, 0.0]), torch.tensor([[1.0, torch.nan]]), torch.tensor([True, False]))
     return RecordedStep(batch, 2, {"reward/mean": 1.0})
 
 
 def test_a_step_comes_back_as_it_was(tmp_path):
-    step = recorded()
+    step = recorded(with_turns=True)
     save_step(tmp_path, 7, step)
     back = read_step(tmp_path, 7)
+    check_recorded(tmp_path, [7], 2, needs_turns=True)
     for field in fields(TrainBatch):
         mine, theirs = getattr(step.batch, field.name), getattr(back.batch, field.name)
         torch.testing.assert_close(theirs, mine, rtol=0, atol=0, equal_nan=True, msg=field.name)
@@ -49,13 +52,15 @@ def test_missing_steps_are_refused(tmp_path):
         check_recorded(tmp_path, [1, 2, 3, 4], group_size=2)
 
 
-def test_other_groups_and_a_missing_reference_are_refused(tmp_path):
+def test_other_groups_a_missing_reference_and_missing_turns_are_refused(tmp_path):
     save_step(tmp_path, 1, recorded(with_reference=False))
     check_recorded(tmp_path, [1], group_size=2)
     with pytest.raises(ValueError, match="groups of 2, not of group_size=4"):
         check_recorded(tmp_path, [1], group_size=4)
     with pytest.raises(ValueError, match="reference, which algorithm.kl_coef=0.1 needs"):
         check_recorded(tmp_path, [1], 2, "algorithm.kl_coef=0.1")
+    with pytest.raises(ValueError, match="does not say what turns earned"):
+        check_recorded(tmp_path, [1], 2, needs_turns=True)
 
 
 def test_what_save_step_did_not_write_is_refused_by_name(tmp_path):

@@ -19,12 +19,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
 from grpo.config import CheckpointConfig, GRPOConfig
-from grpo.config.recipes import as_recipe, written_fields
+from grpo.config.recipes import written_fields
 from grpo.folder import checkpoint
 from grpo.folder.checkpoint import CheckpointSaver, SafeReader
 from grpo.folder.run_folder import begin_run, step_folders, step_of
 from grpo.run.saved import find_saved
-from grpo.tools import export
 from grpo.tools.export import find_checkpoint
 from grpo.watch.failures import BadInput
 from tests.unit.folder.room import largest_file
@@ -178,26 +177,6 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     for step in ("best", "3"):
         with pytest.raises(ValueError, match=f"no checkpoint of step {step}; there are: 4, 5"):
             find_checkpoint(tmp_path, step, "")
-
-
-def test_all_ranks_export_the_checkpoint_that_the_first_one_found(tmp_path, monkeypatch):
-    """A run that goes on has saved step 20 since."""
-    (tmp_path / "config.py").write_text(as_recipe(GRPOConfig()))
-    loaded = []
-    first_ranks = (tmp_path / "step-00000010", tmp_path / "model-step-00000010")
-    stand_ins = {
-        "find_checkpoint": lambda *_: tmp_path / "step-00000020",
-        "broadcast": lambda *_: first_ranks,
-        "setup_trainers": lambda: SimpleNamespace(control=None, device="cpu", is_driver=False),
-        "load_model": lambda folder, _: loaded.append(folder),
-        "export_hf": lambda _, target, *__: loaded.append(target),
-    }
-    for name in ("check_checkpoint", "fetch_folder", "build_model", "load_tokenizer", "learned_form", "close_roles"):
-        stand_ins[name] = lambda *_, **__: None
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(export, name, stand_in, raising=False)
-    export.main([str(tmp_path)])
-    assert loaded == [*first_ranks]
 
 
 # ---- Damage

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.config import CompileConfig
@@ -33,24 +32,6 @@ LENGTHS = [[3, 4, 1], [5, 3]]  # of the documents of two rows of 8 tokens
 def masks_of(lengths):
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     return DocumentMasks(*create_varlen_metadata_for_document(positions)[:4], shared=None)
-
-
-def test_the_longest_length_becomes_a_tensor_behind_fsdp():
-    """Which would move it to the GPU with all other tensors that a forward is given."""
-    hf = transformers.AutoConfig.for_model("qwen3", vocab_size=8, hidden_size=16, num_hidden_layers=2)
-    config = titan_config(hf, "flash", 4)
-    with torch.device("meta"):
-        model = config.build()
-    given = []
-    bounds = torch.tensor([0, 3, 7, 8], dtype=torch.int32)
-    micro = SimpleNamespace(document_starts=bounds, longest_document=4, shared=None)
-    for name in ("ids_BT", "positions_BT", "targets_BT", "temperatures_BT", "scored_M", "kept"):
-        setattr(micro, name, None)
-    layers = dict.fromkeys("01", lambda hidden, masks, positions: given.append(masks))
-    parts = dict.fromkeys(("tok_embeddings", "norm", "lm_head"), lambda *of: (None, None)) | {"layers": layers}
-    model._modules.update(parts)
-    model(micro)
-    assert given[0].max_q.device.type == "cpu" and given[0].max_q == 4
 
 
 @pytest.mark.parametrize(

@@ -61,21 +61,16 @@ def test_equals_log_softmax_where_it_is_wanted(chunk_tokens, trains_head, entrop
 
 
 def test_kept_logits_change_no_digit():
-    outcomes, sizes = [], []
+    outcomes = []
     for keep_logits in (False, True):
         head = new_head(chunk_tokens=5, keep_logits=keep_logits)
         hidden = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
         of_tokens = torch.randint(VOCABULARY, (1, TOKENS)), torch.rand(1, TOKENS) + 0.5
         logprobs, entropy = head(hidden, *of_tokens, ALL)
-        node = logprobs.grad_fn
-        while "ChunkedLogprobs" not in node.name():
-            node = node.next_functions[-1][0]
-        sizes.append([saved.numel() for saved in node.saved_tensors])
         (logprobs + 0.3 * entropy).sum().backward()
         outcomes.append([logprobs, entropy, hidden.grad, head.weight.grad])
     for without, kept in zip(*outcomes, strict=True):
         assert torch.equal(without, kept)
-    assert sizes[1] == sizes[0] + [tokens * VOCABULARY for tokens in (5, 5, 3)]
 
 
 def test_compiled_twice_for_any_number_of_tokens(monkeypatch):

@@ -120,15 +120,23 @@ def test_what_ended_completions_in_grpo_ends_answers_of_the_folder_it_leaves(tmp
 
 @pytest.mark.parametrize("model_type", ["qwen3", "their_own"])
 def test_code_that_comes_with_a_model_is_not_run(tmp_path, model_type):
+    """A tokenizer is what tokenizer.json says, whatever class another file names."""
+    toys.addition_tokenizer().save_pretrained(tmp_path)
     auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": auto_map}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": auto_map}))
+    for name, facts in (
+        ("config", {"model_type": model_type}),
+        ("tokenizer_config", {"tokenizer_class": "T", "eos_token": "<eos>"}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(facts | {"auto_map": auto_map}))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     if model_type == "qwen3":  # transformers' own class
         assert type(read_hf_config(str(tmp_path))).__module__.startswith("transformers.")
     else:
         with pytest.raises(ValueError, match="is a their_own model"):
             read_hf_config(str(tmp_path))
-    with pytest.raises((ValueError, OSError)):
-        load_tokenizer(str(tmp_path))
+    template = DataConfig(prompt_template="{question}")
+    assert type(load_tokenizer(str(tmp_path), template)) is transformers.PreTrainedTokenizerFast
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="bring tokenizer.json"):
+        load_tokenizer(str(tmp_path), template)
     assert not (tmp_path / "ran").exists()

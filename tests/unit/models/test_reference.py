@@ -1,4 +1,4 @@
-"""The reference: a teacher's log-probs and the gradient they give, one that moves, and the policy's start with LoRA."""
+"""The reference: a teacher's log-probs and the gradient they give, and one that moves."""
 
 from types import SimpleNamespace
 
@@ -135,21 +135,3 @@ def test_a_reference_that_moves_is_the_average_of_the_policys_weights(folders):
 
 def local(weight: torch.Tensor) -> torch.Tensor:
     return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_with_adapters_the_reference_is_the_policys_start(folders):
-    roles = SimpleNamespace(device=torch.device("cpu"), is_driver=False)
-    options = TrainerConfig(compile=False, activation_checkpointing="none", micro_batch_tokens=64, lora_rank=2)
-    model = ModelConfig(dtype="float32")
-    trainer = Trainer(model, options, folders[0], 1, roles)
-    batch = three_sequences()
-    start = Reference(model, options, "", 1, roles, trainer.model)
-    before_N = start.logprobs(batch)
-    assert torch.equal(trainer.logprobs(batch), before_N)  # adapters begin as nothing
-    with torch.no_grad():
-        for parameter in trainer.model.module.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1)
-    assert torch.equal(start.logprobs(batch), before_N)
-    assert (trainer.logprobs(batch) - before_N).abs().max() > 0.01

@@ -193,10 +193,3 @@ def test_a_completion_cannot_leave_its_quotation(scores, server):
     scores(forged)
     assert not any(sign in server.contents[0] for sign in ("<", "[INST]", "[/INST]", "\n"))
     assert json.loads(server.contents[0]) == {"question": "What?", "answer": forged}
-
-
-def test_the_latest_scores_alone_are_kept(judge, server, monkeypatch):
-    monkeypatch.setattr(judge.module, "MOST_KNOWN", 2)
-    for text in ("a", "b", "c", "b", "a"):
-        assert judge(text) == [0.7]
-    assert server.asked == {"a": 2, "b": 1, "c": 1} and len(judge.module.KNOWN) == 2

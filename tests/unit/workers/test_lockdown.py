@@ -66,14 +66,3 @@ def test_what_newer_versions_of_landlock_refuse_is_denied_without_them(code, sti
     assert attempt("", code) == "done"
     assert attempt(lock, code) == "PermissionError"
     assert attempt(lock, still).endswith("done")
-
-
-@pytest.mark.skipif(not kernel.has_capability(kernel.CAP_DAC_READ_SEARCH), reason="there is no such capability to keep")
-def test_one_capability_may_be_kept_by_another_user(tmp_path):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "file").chmod(0o600)
-    leave = "kernel.prctl(kernel.PR_SET_KEEPCAPS, 1); os.setresuid(65534, 65534, 65534)\n"
-    read, write = f"open({str(tmp_path / 'file')!r})", f"open({str(tmp_path / 'file')!r}, 'w')"
-    assert attempt(leave + "kernel.drop_capabilities()", read) == "PermissionError"
-    keep = leave + "kernel.drop_capabilities([kernel.CAP_DAC_READ_SEARCH])"
-    assert (attempt(keep, read), attempt(keep, write)) == ("done", "PermissionError")

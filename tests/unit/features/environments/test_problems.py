@@ -35,10 +35,3 @@ def test_an_environment_is_reward_enough():
     validate(config)
     assert (config.environment.enabled, config.environment.reward_name) == (True, "Guess")
     assert not SFTConfig().environment.enabled
-
-
-def test_several_classes_go_by_a_column():
-    config = change(GRPOConfig(), SEVERAL | {"data.columns": {"environment": "kind"}})
-    validate(config)
-    assert config.environment.all_classes == SEVERAL["environment.name"]
-    assert config.data.reward_columns["environment"] == "kind"

@@ -1,6 +1,5 @@
 """A column chooses among several environments: each row sees the tools of its own, and plays with its own class."""
 
-import contextlib
 import json
 import textwrap
 
@@ -8,11 +7,9 @@ import pytest
 
 from grpo.config import DataConfig, EnvironmentConfig, EvaluationConfig
 from grpo.data.prepare import load_eval_prompts
-from grpo.features.environments.host import EnvironmentHost
 from grpo.features.environments.tools import load_toolboxes
 from tests.unit import chat_templates as templates
 from tests.unit.data.test_data import encoder_of, prepared
-from tests.unit.features.environments.conversations import call, played
 from tests.unit.features.environments.test_turns_suffix import tokenizer_for
 
 CLASSES = """
@@ -79,11 +76,3 @@ def test_an_unknown_environment_is_told_with_its_row(data, tmp_path):
     with pytest.raises(ValueError, match="row 3: column 'environment' is"):
         encoder = encoder_of(data, tokenizer_for(templates.QWEN2), tools=tools)
         load_eval_prompts(EvaluationConfig(), encoder)
-
-
-def test_a_rollout_plays_with_the_class_of_its_row(data):
-    with contextlib.closing(EnvironmentHost(CONFIG, "hermes", 2)) as host:
-        _, dived, wet = played(host, {"question": "?"}, call("dive"), environment="wet")
-        begun, replied, dry = played(host, {"question": "?"}, call("dive"), environment="dry")
-    assert (dived["answers"], wet["reward"]) == (["At 1 m."], 1.0)
-    assert (begun["text"], replied["answers"], dry["reward"]) == ("Up: ?", ["Blue."], None)
