@@ -83,12 +83,12 @@ def train(config: GRPOConfig, session: Session) -> None:
     roles = session.roles
     timer = session.timer
     trainer, reference, generator = session.start_up()  # also evaluates before the first step
-    driver = Driver.of(session)
+    driver = Driver(session)
 
     for step in session.steps():  # the number of steps done; the log and reward functions say step + 1
-        source_weights = config.data.weights  # a function of the step goes here, for prompts drawn from now on
+        source_shares = config.data.weights  # a function of the step goes here, for prompts drawn from now on
         keep_prompt = None  # a filter goes here, a function of a Prompt (types.py): False draws another
-        plan = driver.plan(step, source_weights, keep_prompt)  # the same on all ranks
+        plan = driver.plan(step, source_shares, keep_prompt)  # the same on all ranks
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, driver.state)
             break

@@ -37,7 +37,7 @@ def train(config: SFTConfig, session: Session) -> None:
     roles = session.roles
     timer = session.timer
     trainer, _, generator = session.start_up()  # also evaluates before the first step
-    driver = SFTDriver.of(session)
+    driver = SFTDriver(session)
     held_out = {}
     if config.validation.interval:
         for source in config.validation.held_out(config.data):

@@ -317,7 +317,7 @@ class Rollout:
         return min((piece.version for piece in self.sampled), default=0)
 
     @property
-    def answer(self) -> str:
+    def judged(self) -> str:
         """Text that reward functions judge: what the model wrote, or its last turn in an episode."""
         if self.episode is None:
             return self.text

@@ -18,6 +18,7 @@ ALSO = {
     "hub": [],
     "machine": [],
     "programs": [],
+    "qwen3_5": [],
     "reward_model": [
         "tests/e2e/test_reward_model.py",
         "tests/dist/test_reward_model.py",

@@ -28,7 +28,7 @@ from multiprocessing import forkserver
 from typing import NoReturn
 from unittest import mock
 
-from grpo.run.command_line import quiet_libraries
+from grpo.libraries import quiet_libraries
 from grpo.workers import kernel
 
 MODULES = (

@@ -8,7 +8,7 @@ import pathlib
 import tempfile
 
 from grpo.config.recipes import change, for_one_process
-from grpo.run.command_line import quiet_libraries
+from grpo.libraries import quiet_libraries
 
 quiet_libraries()  # before torch and vLLM are imported
 RECIPES, RUNS = pathlib.Path("configs").absolute(), tempfile.mkdtemp()

@@ -58,31 +58,31 @@ def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
 def correct_importance(
     loss_BT: Tensor, metrics: Metrics, x: LossInputs, config: AlgorithmConfig
 ) -> tuple[Tensor, Metrics]:
-    """Return the per-token loss weighted by `importance_weights`, and the metrics with what that changed.
+    """Return the per-token loss times `importance_factors`, and the metrics with what that changed.
 
-    `mismatch/corrected_frac` is new: tokens whose weight was cut off or masked. `loss/active_frac` then leaves out
-    tokens of weight 0.
+    `mismatch/corrected_frac` is new: tokens whose factor was cut off or masked. `loss/active_frac` then leaves out
+    tokens of factor 0.
     """
-    weights_BT, corrected_BT = importance_weights(x, config)
+    factors_BT, corrected_BT = importance_factors(x, config)
     metrics = metrics | {"mismatch/corrected_frac": corrected_BT}
     if "loss/active_frac" in metrics:
-        metrics["loss/active_frac"] = metrics["loss/active_frac"] * (weights_BT != 0)
-    return weights_BT * loss_BT, metrics
+        metrics["loss/active_frac"] = metrics["loss/active_frac"] * (factors_BT != 0)
+    return factors_BT * loss_BT, metrics
 
 
-def importance_weights(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return weights of the per-token loss that make up for a generator that differs from the policy.
+def importance_factors(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Return factors of the per-token loss that make up for a generator that differs from the policy.
 
     With w = policy / generator of a token, clamped to exp(+-20), and low and high from the config:
     `none`: 1. `truncate`: min(w, high), truncated importance sampling (TIS; Yao et al. 2025, "Your Efficient RL
     Framework Secretly Brings You Off-Policy RL Training"). `mask_tokens`: w where it lies in [low, high], else 0
     (IcePop; Ling Team 2025, arXiv:2510.18855). `mask_sequences`: 1 for a sequence whose geometric mean of w lies in
     [low, high], 0 for all tokens of any other sequence.
-    A token of weight 0 stays in the loss's denominator, which is counted before any forward: masking makes a step
-    smaller, it does not give the remaining tokens more weight.
+    A token of factor 0 stays in the loss's denominator, which is counted before any forward: masking makes a step
+    smaller, it does not make the remaining tokens count more.
 
     Returns:
-        weights [B, T], detached, 1 outside the mask; and bool [B, T], the loss tokens that were cut off or masked.
+        factors [B, T], detached, 1 outside the mask; and bool [B, T], the loss tokens that were cut off or masked.
     """
     kind = config.importance_correction
     low = config.importance_correction_low
@@ -96,18 +96,18 @@ def importance_weights(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, 
     ratio_BT = clamped(difference_BT).exp()
     if kind == "truncate":
         corrected_BT = (ratio_BT > high) & mask_BT
-        weights_BT = ratio_BT.clamp(max=high)
+        factors_BT = ratio_BT.clamp(max=high)
     else:
         corrected_BT = ((ratio_BT < low) | (ratio_BT > high)) & mask_BT
         kept_BT = ratio_BT if kind == "mask_tokens" else torch.ones_like(ratio_BT)
-        weights_BT = kept_BT.masked_fill(corrected_BT, 0)
-    return weights_BT.where(mask_BT, 1), corrected_BT
+        factors_BT = kept_BT.masked_fill(corrected_BT, 0)
+    return factors_BT.where(mask_BT, 1), corrected_BT
 
 
 def token_kl(x: LossInputs, config: AlgorithmConfig) -> Tensor:
     """Estimate KL(policy || reference) at each token by `kl_estimator`: [B, T], nats, with a gradient.
 
-    `k3_weighted` is w * r * k3. Here r is policy / old policy, with a gradient, and w the weight by
+    `k3_weighted` is w * r * k3. Here r is policy / old policy, with a gradient, and w the factor by
     `importance_correction`, without. Its gradient is w * r * d * grad logp, where d = log policy - log reference, as
     the two other terms cancel. Over tokens that the generator drew, w * r is policy / generator unless it was cut, so
     both value and gradient are those of the KL without bias (DeepSeek-AI 2025, "DeepSeek-V3.2", section on the unbiased
@@ -116,12 +116,12 @@ def token_kl(x: LossInputs, config: AlgorithmConfig) -> Tensor:
     log_ratio_BT = clamped(x.logprobs_BT - x.ref_logprobs_BT)
     if config.kl_estimator != "k3_weighted":
         return kl(log_ratio_BT, config.kl_estimator)
-    weights_BT, _ = importance_weights(x, config)
+    factors_BT, _ = importance_factors(x, config)
     old_BT = x.old_logprobs_BT
     if config.old_logprobs == "generator" and config.importance_correction in ("truncate", "mask_tokens"):
         old_BT = x.logprobs_BT.detach()
     ratio_BT = clamped(x.logprobs_BT - old_BT).exp()
-    return weights_BT * ratio_BT * kl(log_ratio_BT, "k3")
+    return factors_BT * ratio_BT * kl(log_ratio_BT, "k3")
 
 
 def kl(log_ratio: Tensor, estimator: str) -> Tensor:

@@ -85,12 +85,12 @@ def cispo(x: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     (neither A nor the weight is 0).
     """
     ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).detach().exp()
-    weights_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
+    factors_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
     low_BT = ratio_BT < 1 - config.clip_low
     high_BT = ratio_BT > 1 + config.clip_high
     metrics = _cut_metrics(ratio_BT, x, low_BT, high_BT)
-    metrics["active_frac"] = (x.advantages_BT != 0) & (weights_BT != 0)
-    return -weights_BT * x.advantages_BT * x.logprobs_BT, metrics
+    metrics["active_frac"] = (x.advantages_BT != 0) & (factors_BT != 0)
+    return -factors_BT * x.advantages_BT * x.logprobs_BT, metrics
 
 
 def sapo(
@@ -119,12 +119,12 @@ def sapo(
 
     ratio_BT = ratio_BT.detach()
     gate_BT = gate_BT.detach()
-    weights_BT = 4 * gate_BT * (1 - gate_BT)
+    factors_BT = 4 * gate_BT * (1 - gate_BT)
     return loss_BT, {
-        "gate_mean": weights_BT,
+        "gate_mean": factors_BT,
         "ratio_mean": ratio_BT,
         "ratio_max": ratio_BT,
-        "active_frac": (x.advantages_BT != 0) & (weights_BT > 0) & ~is_held(ratio_BT),
+        "active_frac": (x.advantages_BT != 0) & (factors_BT > 0) & ~is_held(ratio_BT),
     }
 
 

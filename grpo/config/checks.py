@@ -49,8 +49,6 @@ READ_WITH = {
 }
 # Adapters need about ten times the learning rate of all weights, which is 1e-6 to 3e-6 in GRPO
 LEAST_LORA_RATE = 5e-6
-# Random weights need about a thousand times the rate of weights that are trained already
-LEAST_RATE_FROM_NOTHING = 1e-5
 OFF: tuple = (False, "", {}, (), "constant")  # values of a switch
 
 
@@ -79,8 +77,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield from _correction_problems(algorithm, config)
     yield from _reward_problems(config)
     yield from _step_problems(config)
-    for _, problems in features.turned_on(config, "problems"):
-        yield from problems(config)
+    for problems in features.call(config, "problems", config):
+        yield from problems
 
 
 def _data_problems(data: DataConfig) -> Iterator[str]:
@@ -162,9 +160,6 @@ def _feature_problems(config: GRPOConfig) -> Iterator[str]:
     algorithm = config.algorithm
     roles = config.roles
     sampling = config.sampling
-    # options for which vLLM reads more of a completion than its next token
-    reads_text = needs_texts(config.generator)
-    text_options = "generator.stop, or generator.sampling other than top_p, top_k and min_p,"
     if config.overlap_steps and roles.colocated:
         yield (
             "overlap_steps does not go with roles.colocated: every rank samples and trains in turns; set "
@@ -175,16 +170,15 @@ def _feature_problems(config: GRPOConfig) -> Iterator[str]:
         yield "sampling.dynamic needs a group_size of at least 2: it drops groups of equal rewards"
     if config.generator.sleep and not roles.colocated:
         yield "generator.sleep needs roles.colocated: it leaves the memory to a trainer on the same GPU"
-    idle = roles.num_references and not (config.needs_reference or config.reward.model)
-    if idle:
+    if roles.num_references and not (config.needs_reference or config.reward.model):
         yield (
             "nobody would read what roles.num_references and model.reference_path give; set --roles.num-references 0 "
             "and drop the other, or set algorithm.kl_coef, distill_coef or reward.model"
         )
-    if reads_text and sampling.carry_over:
+    if needs_texts(config.generator) and sampling.carry_over:
         yield (
-            f"{text_options} does not go with sampling.carry_over: it would see the end of a completion alone; use "
-            "generator.stop_token_ids"
+            "generator.stop, or generator.sampling other than top_p, top_k and min_p, does not go with "
+            "sampling.carry_over: it would see the end of a completion alone; use generator.stop_token_ids"
         )
 
     if config.reference_moves:
@@ -300,11 +294,6 @@ def cautions(config: Config) -> Iterator[str]:
             f"trainer.learning_rate={trainer.learning_rate:g} hardly moves adapters, which need about ten times the "
             "rate of all weights, and bfloat16 rounds most of so small a change away; set --trainer.learning-rate 1e-5 "
             "or more"
-        )
-    if config.model.is_built and 0 < trainer.learning_rate < LEAST_RATE_FROM_NOTHING:
-        yield (
-            f"trainer.learning_rate={trainer.learning_rate:g} hardly moves a model that starts from random weights, as "
-            f"one built by {config.model.path} may; set --trainer.learning-rate 1e-3 for a small one"
         )
     if isinstance(config, SFTConfig):
         return

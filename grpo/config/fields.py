@@ -278,11 +278,6 @@ class HeldOutConfig:
             )
         return [replace(data.all_sources[0], split="test")]
 
-    @property
-    def num_sets(self) -> int:
-        """Number of held-out data sets."""
-        return 1 if isinstance(self.path, str) else len(self.path) or 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(HeldOutConfig):
@@ -515,12 +510,13 @@ class AlgorithmConfig:
                     f"algorithm.{slot}={name!r} is unknown; use {', '.join(built_in)}, or a function in a file of "
                     "yours or in configs/examples/methods, such as configs/examples/methods/dppo.py:dppo"
                 )
-        defaults: dict[str, Any] = {"old_logprobs": "policy"} | PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS)
+        defaults: dict[str, Any] = {"old_logprobs": "policy"} | PAPER_DEFAULTS.get(self.loss, GRPO_DEFAULTS)
         by_policy = self.old_logprobs in (None, "policy")
         defaults["importance_correction"] = "truncate" if by_policy else "none"
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
+# What a loss takes for fields left at None, also one from a user's file
 GRPO_DEFAULTS: dict[str, Any] = {
     "advantages": "group_std",
     "aggregation": "sequence_mean",
@@ -538,7 +534,6 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
     "sapo": GRPO_DEFAULTS,
     "reinforce": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "token_mean"},
 }
-OWN_LOSS_DEFAULTS = GRPO_DEFAULTS  # for a loss from a user's file
 
 
 ADVANTAGES = ("group_std", "group_mean", "rloo", "return_to_go", "none")
@@ -625,7 +620,8 @@ class RunConfig:
         evaluation = self.evaluation
         if not evaluation.interval:
             return 0
-        return evaluation.num_prompts * evaluation.num_sets * max(1, evaluation.num_samples)
+        num_sets = 1 if isinstance(evaluation.path, str) else len(evaluation.path) or 1
+        return evaluation.num_prompts * num_sets * max(1, evaluation.num_samples)
 
     @property
     def completions_at_once(self) -> int:
@@ -695,11 +691,6 @@ class GRPOConfig(RunConfig):
         return self.algorithm.num_mini_batches * self.algorithm.num_epochs
 
     @property
-    def ratio_is_1(self) -> bool:
-        """True if policy and old policy are the same whenever a gradient is taken, so that no clip can act."""
-        return self.updates_per_step == 1 and self.algorithm.resolved.old_logprobs == "policy"
-
-    @property
     def has_lag(self) -> bool:
         """True if the generators' weights may be older than the policy at the start of a step."""
         return self.overlap_steps > 0 or self.sampling.carry_over > 0
@@ -717,7 +708,8 @@ class GRPOConfig(RunConfig):
     @property
     def reference_has_model(self) -> bool:
         """True if the reference has its own weights. False if it is the policy with its adapters off."""
-        return self.needs_reference and not self.reference_is_base
+        is_base = self.trainer.lora_rank and not self.roles.num_reference_ranks and not self.model.reference_path
+        return self.needs_reference and not is_base
 
     @property
     def reference_moves(self) -> bool:
@@ -728,11 +720,6 @@ class GRPOConfig(RunConfig):
     def reference_tensor_parallel(self) -> int:
         """Number of ranks that share each layer of the reference: the trainer's, or less if its ranks do not divide."""
         return math.gcd(self.roles.num_reference_ranks or self.roles.num_trainers, self.trainer.tensor_parallel)
-
-    @property
-    def reference_is_base(self) -> bool:
-        """True if the reference is the policy with its adapters off."""
-        return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not self.model.reference_path
 
 
 # Tokens of an example that are labels, see grpo/data/turns.py
@@ -757,7 +744,7 @@ class SFTConfig(RunConfig):
     """What a row has. prompt_completion: `data.prompt_column` and `completion_column`; messages: a chat; alpaca:
     `instruction`, `input` and `output`; text: `text`, without turns; auto: the first of these that a data set has."""
     completion_column: str = "completion"
-    """Column that holds the answer to learn for `data.prompt_column`."""
+    """Column that holds the completion to learn for `data.prompt_column`."""
     train_on: TrainOn = "assistant"
     """Tokens that are labels. assistant: all assistant turns, with the token that ends each; last: the last assistant
     turn; all: every token, as always in plain text."""

@@ -19,11 +19,7 @@ from grpo.config.values import check_fields, field_paths, settings
 
 SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 # Fields meant for one start: in a saved config they would continue or delete the run that it describes
-FOR_ONE_START: dict[str, Any] = {
-    "resume": False,
-    "allow_changes": False,
-    "overwrite": False,
-}
+FOR_ONE_START: dict[str, Any] = dict.fromkeys(("resume", "allow_changes", "overwrite"), False)
 
 # Sections and fields that a resume may change. Samples and gradients do not depend on them, except through the order in
 # which floating point numbers are added and, with sampling.carry_over, through which groups are complete when a step
@@ -85,8 +81,7 @@ def load(
     first = (arguments or ["-"])[0]
     if not first.startswith("-") and (first.endswith(".py") or "=" not in first):
         recipe = arguments.pop(0)
-    config_types = config_type if isinstance(config_type, tuple) else (config_type,)
-    default: Any = load_recipe(recipe, *config_types)
+    default: Any = load_recipe(recipe, config_type)
     is_first = os.environ.get("RANK", "0") == "0"
     flags = [_checked_flag(word, default) for word in arguments]
     written: Any = _apply_flags(flags, default, prints_help=is_first)
@@ -181,7 +176,7 @@ def _value_parsers():
     return registry
 
 
-def load_recipe(path: str, *config_types: type) -> Any:
+def load_recipe(path: str, *config_types: type | tuple[type, ...]) -> Any:
     """Run a recipe file and return the `config` it binds, which must be of one of the types.
 
     A relative path in it starts in the folder that the run starts in.
@@ -201,11 +196,10 @@ def load_recipe(path: str, *config_types: type) -> Any:
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
         raise ValueError(f"{path}{cause_and_line(error, path)}") from error
     if not isinstance(config, config_types):
-        names = " or ".join(config_type.__name__ for config_type in config_types)
         script = SCRIPTS.get(type(config), "no script")
         raise ValueError(
-            f"{path} must bind `config` to a {names}, see configs/README.md; it binds {type(config).__name__}, which "
-            f"is for {script}"
+            f"{path} must bind `config` to a config of this script, see configs/README.md; it binds "
+            f"{type(config).__name__}, which is for {script}"
         )
     return config
 
@@ -224,9 +218,7 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
     for path, value in changes.items():
         paths = list(field_paths(config))
         if path not in paths:
-            siblings = [name for name in paths if name.rpartition(".")[0] == path.rpartition(".")[0]]
-            hint = near_miss(path, paths) or f"; there are {', '.join(siblings or paths)}"
-            raise ValueError(f"there is no field {path}{hint}")
+            raise ValueError(f"there is no field {path}{near_miss(path, paths)}; docs/reference.md lists all")
         section, _, name = path.rpartition(".")
         if section:
             value = dataclasses.replace(getattr(config, section), **{name: value})
@@ -316,4 +308,4 @@ def is_resume_safe(path: str, config: Config) -> bool:
         return False
     if isinstance(config, SFTConfig) and section in ("reward", "generator"):  # only evaluation reads them
         return True
-    return section in RESUME_SAFE.split() or path in RESUME_SAFE.split()
+    return bool({section, path} & {*RESUME_SAFE.split()})

@@ -80,13 +80,11 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(fits(entry, parts[0]) for entry in value)
     if origin is MutableMapping:
-        if not isinstance(value, dict):
-            return False
-        return all(fits(name, str) and fits(entry, parts[1]) for name, entry in value.items())
+        return isinstance(value, dict) and all(fits(name, str) and fits(value[name], parts[1]) for name in value)
     if kind in (int, float):  # True is an int to Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     if kind is str:  # a lone surrogate, which a command line in another encoding leaves, fits into no file; NUL no path
-        return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" or c == "\0" for c in value)
+        return isinstance(value, str) and not re.search("[\ud800-\udfff\0]", value)
     return isinstance(value, kind)
 
 
@@ -155,10 +153,6 @@ class Source:
         name = f"[{self.name}]" if self.name else ""
         revision = f"@{self.revision}" if self.revision else ""
         return f"{self.path}{name}{revision}:{self.split}"
-
-    @property
-    def name_and_text(self) -> str:
-        return f"{self.label} ({self.text})" if self.label else self.text
 
 
 def parse_source(spec: str, field: str, label: str = "", split: str = "train") -> Source:

@@ -3,12 +3,13 @@
 Fields travel by their suffix: `x_T` of a piece is `x_N` of a batch and `x_BT` of a micro-batch, whatever x is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 import torch
 
-from grpo.types import Rollout, TrainBatch
+from grpo.data.encode import Encoded
+from grpo.types import Piece, Rollout, TrainBatch
 
 
 def make_batch(rollouts: Sequence[Rollout], turn_weight: float | None = None) -> TrainBatch:
@@ -60,6 +61,15 @@ def make_batch(rollouts: Sequence[Rollout], turn_weight: float | None = None) ->
         earned_N=laid.get("earned"),
         kept_C=laid["kept"] if (laid["kept"] >= 0).any() else None,
     )
+
+
+def make_sft_batch(examples: Iterable[Encoded]) -> TrainBatch:
+    """Lay examples of SFT end to end. The loss counts their labels."""
+    rollouts = []
+    for example in examples:
+        piece = Piece.written(example.ids, example.mask)
+        rollouts.append(Rollout.alone(piece, ended_by="tokens" if example.truncated else "stop"))
+    return make_batch(rollouts)
 
 
 def _earned_before(rollout: Rollout, turn: int) -> float:

@@ -131,7 +131,7 @@ def render(
 ) -> Rendered:
     """Write messages with the template.
 
-    opening: add what begins an answer. A template that is a text writes the last question and nothing after it.
+    opening: add what begins a reply. A template that is a text writes the last question and nothing after it.
     Raises Refused if the template does not take the messages.
     """
     import jinja2
@@ -161,7 +161,7 @@ def render(
 
 
 def short_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str:
-    """Write a prompt of one character, with the opening of the answer."""
+    """Write a prompt of one character, with the opening of the reply."""
     prompt = prompt_messages(data, "?")
     text, _ = render(tokenizer, data, prompt, opening=True)
     return text
@@ -172,11 +172,11 @@ def check_one_question(
     data: DataConfig,
     messages: Messages,
 ) -> None:
-    """Raise Refused for anything else than one question, perhaps with its answer."""
+    """Raise Refused for anything else than one question, perhaps with its reply."""
     roles = [message["role"] for message in messages if message["role"] not in SYSTEM_ROLES]
     if roles not in (["user"], ["user", "assistant"]):
         raise Refused(
-            f"{template_name(tokenizer, data)} writes one question for one answer, and this chat has "
+            f"{template_name(tokenizer, data)} writes one question for one reply, and this chat has "
             f"{', '.join(roles) or 'none'}; give a template that writes all `messages` as data.prompt_template "
             "FILE.jinja"
         )
@@ -192,11 +192,11 @@ def template_name(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str
 def check_template(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
-    answered: bool = False,
+    replied: bool = False,
 ) -> None:
     """Try the chat template on a short random message, and print what would surprise a user.
 
-    answered: the message has an answer, which must be written too. Raises ValueError if the template raises an error or
+    replied: the message has a reply, which must be written too. Raises ValueError if the template raises an error or
     leaves the message out.
     """
     if data.is_text_template:  # nothing is run
@@ -205,17 +205,17 @@ def check_template(
     way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
     question = f"What is {secrets.token_hex(4)}?"  # no template can know it
     messages = prompt_messages(data, question)
-    if answered:
+    if replied:
         messages.append({"role": "assistant", "content": f"It is {secrets.token_hex(4)}."})
     try:
-        text, _ = render(tokenizer, data, messages, opening=not answered)
+        text, _ = render(tokenizer, data, messages, opening=not replied)
     except Refused as error:
         raise ValueError(f"{error} (one short message); {way_out}") from error
     if question not in text:
         as_variable = ", or as {{ question }}" if data.prompt_template else ""
         raise ValueError(f"{name} leaves the prompt out; write it as the content of `messages`{as_variable}")
     if messages[-1]["content"] not in text:
-        raise ValueError(f"{name} leaves the assistant's answer out; {way_out}")
+        raise ValueError(f"{name} leaves the assistant's reply out; {way_out}")
     adds_bos = tokenizer.bos_token and tokenizer("?")["input_ids"][0] == tokenizer.bos_token_id
     if data.prompt_template and adds_bos and not text.startswith(tokenizer.bos_token):
         line = (

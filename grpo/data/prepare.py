@@ -243,7 +243,8 @@ def _encode_usable(rows: Rows, encoder: Encoder, max_rows: int | None = None) ->
     if len(usable) < (1 - WARNED_FRAC) * num_considered:
         name = f"warning: {name}"
     kept = EncodedRows(source, table, usable[:max_rows])
-    line = f"{name}: {len(kept.usable):,} of {len(table):,} rows of {source.name_and_text}{sizes}"
+    rows = f"{source.label} ({source.text})" if source.label else source.text
+    line = f"{name}: {len(kept.usable):,} of {len(table):,} rows of {rows}{sizes}"
     num_repeated = len(kept.usable) - len(np.unique(kept.keys))
     if num_repeated:
         line += f"; {num_repeated:,} of them have the tokens of an earlier one"

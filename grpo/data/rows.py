@@ -112,10 +112,10 @@ def _read_prompt(
 
 
 def _check_end(prompt: Messages, path: str) -> None:
-    """Raise BadRow for a prompt that ends with the assistant's answer. path: the column that it is from."""
+    """Raise BadRow for a prompt that ends with the assistant's reply. path: the column that it is from."""
     if prompt[-1]["role"] == "assistant":
         raise BadRow(
-            f"column {path!r} ends with the assistant's answer, which is not a part of the prompt; take {path}.:-1"
+            f"column {path!r} ends with the assistant's reply, which is not a part of the prompt; take {path}.:-1"
         )
 
 
@@ -235,9 +235,9 @@ def read_chat(row_format: RowFormat, columns: ChatColumns, row: Row) -> Example:
         chat = column_of(row, "messages", list)
     else:
         question = column_of(row, columns.prompt, str, list)
-        answer = column_of(row, columns.completion, str, list)
+        reply = column_of(row, columns.completion, str, list)
         before = as_messages(question)
-        after = as_messages(answer, "assistant")
+        after = as_messages(reply, "assistant")
         _check_end(before, columns.prompt)
         if after[0]["role"] != "assistant":
             raise BadRow(

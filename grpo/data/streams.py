@@ -116,20 +116,20 @@ class Stream:
         """Begin with the first row of each source."""
         self.orders = {rows.source.label: Order(rows, seed, data.shuffle) for rows in sources}
         self._owed = dict.fromkeys(self.orders, 0.0)  # rows
-        self.set_weights({rows.source.label: rows.source.weight for rows in sources})
+        self.set_shares({rows.source.label: rows.source.weight for rows in sources})
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Draw by these weights of the sources from now on; 1 for a source without one, 0 draws none.
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """Draw by these shares of the sources (`data.weights`) from now on; 1 for a source without one, 0 draws none.
 
-        Raises ValueError for an unknown name, and if no weight is above 0.
+        Raises ValueError for an unknown name, and if no share is above 0.
         """
-        unknown = [name for name in weights if name not in self.orders]
+        unknown = [name for name in shares if name not in self.orders]
         if unknown:
             raise ValueError(f"weights name {unknown}, and data.path has {list(self.orders)}")
-        self.weights = {name: float(weights.get(name, 1.0)) for name in self.orders}
-        total = sum(self.weights.values())
-        if min(self.weights.values()) < 0 or not 0 < total < math.inf:
-            raise ValueError(f"weights are {self.weights}; each must be 0 or more, and one above 0")
+        self.shares = {name: float(shares.get(name, 1.0)) for name in self.orders}
+        total = sum(self.shares.values())
+        if min(self.shares.values()) < 0 or not 0 < total < math.inf:
+            raise ValueError(f"weights are {self.shares}; each must be 0 or more, and one above 0")
 
     @property
     def num_drawn(self) -> int:
@@ -138,14 +138,14 @@ class Stream:
 
     @property
     def sources_drawn(self) -> list[str]:
-        """Names of the sources with a weight above 0."""
-        return [name for name, weight in self.weights.items() if weight]
+        """Names of the sources with a share above 0."""
+        return [name for name, share in self.shares.items() if share]
 
     def next_order(self) -> Order:
         """Return the source whose turn it is; the call counts as its draw."""
-        total = sum(self.weights.values())
-        for name, weight in self.weights.items():
-            self._owed[name] += weight / total
+        total = sum(self.shares.values())
+        for name, share in self.shares.items():
+            self._owed[name] += share / total
         # rounded, because max then takes the first of equals, in the order of the config
         name = max(self.sources_drawn, key=lambda name: round(self._owed[name], 9))
         self._owed[name] -= 1
@@ -169,7 +169,7 @@ class Stream:
 class PromptStream(Stream):
     """The run's prompts, one after the other without end. All that decides which ones are drawn meets here.
 
-    Rows that `data.row` left out are not in the sources. The weights say whose turn it is; that source's epoch gives
+    Rows that `data.row` left out are not in the sources. The shares say whose turn it is; that source's epoch gives
     the next row, which the curriculum may pass over; then `keep_prompt` may refuse it. Dynamic sampling, last, drops
     whole groups after they were sampled (`run/groups.py`).
     """
@@ -186,16 +186,16 @@ class PromptStream(Stream):
     def begin_step(
         self,
         step: int,
-        weights: Mapping[str, float] | None = None,
+        shares: Mapping[str, float] | None = None,
         keep_prompt: Callable[[Prompt], bool] | None = None,
     ) -> None:
         """Say what is drawn from now on. step: its number, counted as in the log, for the curriculum.
 
-        weights: of the sources, see `set_weights`; None leaves them. keep_prompt: prompts for which it returns False
+        shares: of the sources, see `set_shares`; None leaves them. keep_prompt: prompts for which it returns False
         are passed over.
         """
-        if weights is not None:
-            self.set_weights(weights)
+        if shares is not None:
+            self.set_shares(shares)
         self.keep_prompt = keep_prompt
         if self.curriculum:
             for order in self.orders.values():

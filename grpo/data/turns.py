@@ -22,7 +22,7 @@ from grpo.data.rows import Example, Message, Messages, Tools, as_messages
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Writes the first messages of a chat, with the opening of an answer if asked to; see `render` for the result
+# Writes the first messages of a chat, with the opening of a reply if asked to; see `render` for the result
 Writer = Callable[..., Rendered]
 # The ids of a text, and for each token whether it is a label
 Tokens = tuple[list[int], list[bool]]
@@ -64,7 +64,7 @@ def write_prompt(
     tools: Tools | None = None,
     more_tools: Tools | None = None,
 ) -> Written:
-    """Write a prompt with the opening of the answer.
+    """Write a prompt with the opening of the reply.
 
     A chat template writes special tokens itself; a text template begins with BOS. tools: of the row. more_tools: shown
     if the row has none. Raises Refused if the template does not take it.
@@ -86,8 +86,8 @@ def write_example(
     train_on: `assistant` learns every assistant turn, `last` the last one, `all` every token. A message with one of
     SWITCHES off is no label. Messages after the last learned turn are left out, except with `all`; a chat without a
     learned turn has no label. If the template writes no token that ends a turn, EOS follows the last turn. A template
-    that writes prompts only (a text as `data.prompt_template`) is followed by the answer and EOS; the chat must then be
-    one question and its answer. In a plain text every token is a label, and EOS comes last.
+    that writes prompts only (a text as `data.prompt_template`) is followed by the reply and EOS; the chat must then be
+    one question and its reply. In a plain text every token is a label, and EOS comes last.
 
     Raises Refused if the template does not take the chat, leaves out a part of a learned turn, or writes earlier
     messages in another way when more follow, so that turns cannot be told apart.
@@ -130,7 +130,7 @@ def write_example(
     spans = []
     if prompt is not None and prompt.startswith(whole):
         writes_prompts_only = True
-        # the template makes no more of the answer than of the question, so it writes prompts only
+        # the template makes no more of the reply than of the question, so it writes prompts only
         check_one_question(tokenizer, data, messages)
         text = prompt + messages[-1]["content"]
         spans = [(len(prompt), len(text))]
@@ -187,7 +187,7 @@ def _needs_bos(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, text: str
 
 
 def _without_eos(message: Message, eos: str) -> Message:
-    """Take EOS from the end of an answer: the template, or `tokenize`, writes the end of a turn."""
+    """Take EOS from the end of a reply: the template, or `tokenize`, writes the end of a turn."""
     content = message["content"].rstrip()
     if message["role"] != "assistant" or not content.endswith(eos):
         return message
@@ -311,7 +311,7 @@ def _prefix_spans(
     num_messages: int,
     name: str,
 ) -> list[Span]:
-    """Find each turn: from the opening of the answer to the end of the chat, if the chat ended with that turn.
+    """Find each turn: from the opening of the reply to the end of the chat, if the chat ended with that turn.
 
     Raises Refused with the first place where the template writes the beginning of the chat in another way.
     """
@@ -361,7 +361,7 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Written]) -> 
     """Tokenize each text on all cores, and say of each token whether it is a label.
 
     Where a turn begins within a token, the text is cut and its parts are tokenized alone: a generator gets the prompt
-    without the answer. Only a tokenizer that begins each text with a mark of its own keeps such a token. A token across
+    without the reply. Only a tokenizer that begins each text with a mark of its own keeps such a token. A token across
     another edge belongs to the side of its last character, so a label never reaches into the next turn. The first token
     is never a label: nothing predicts it.
     """
@@ -449,7 +449,7 @@ def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
 def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> int | None:
     """Return the special token that ends an assistant's turn as a label; EOS if the template writes none.
 
-    Return None if an ordinary token ends it, if the template marks no label in one question and its answer, or if it
+    Return None if an ordinary token ends it, if the template marks no label in one question and its reply, or if it
     does not take these.
     """
     example = Example(chat=[*as_messages("1+1"), *as_messages("2", "assistant")])

@@ -1,11 +1,12 @@
 """The door to the features, the only way from the core to them. Any folder beside this file can be deleted.
 
-A feature is a folder whose `__init__.py` offers some of these, each asked for in one place:
+A feature is a folder whose `__init__.py` offers some of these, each called in one place:
 
     problems(config)            what it needs and does not go with, a sentence each       config/checks.py
     REWARDS, TOOLS, CALLS       name -> "module:function": rewards, makers of tools, what
                                 reads calls of tools                  rewards/, environments, agents
-    tool_schemas(config)        of the tools that prompts show                            run/scorer.py
+    FAMILIES                    model_type -> "module:family"                      models/families.py
+    tool_schemas(config)        of the tools that prompts show                            run/start.py
     check(config, ..)           a check on rank 0, once the policy's files are read       run/scorer.py
     before_rewards(config)      a check on rank 0; returns a line to print                run/scorer.py
     reward_part(config)         name and part of the reward that no function computes     run/scorer.py
@@ -25,7 +26,7 @@ Standard library alone: worker processes and the checks of a config come through
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 # Name of a folder -> whether a config turns the feature on
@@ -37,8 +38,9 @@ FEATURES: dict[str, Callable[[Any], Any]] = {
     "reward_model": lambda config: config.reward.model,
     "show": lambda config: getattr(config, "show", 0),
     "wandb": lambda config: config.metrics.wandb_project,
-    # no config needs these two: they look at a run before it starts
+    # no config names these: two look at a run before it starts, and a model's folder says its family
     "machine": lambda config: "machine" in present(),
+    "qwen3_5": lambda config: "qwen3_5" in present(),
     "trial": lambda config: "trial" in present(),
 }
 
@@ -48,8 +50,12 @@ def present() -> list[str]:
     return [name for name in FEATURES if importlib.util.find_spec(f"grpo.features.{name}")]
 
 
-def turned_on(config: Any, hook: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the hook of each feature that the config turns on. Raises ValueError if one is deleted."""
+def call(config: Any, hook: str, *arguments: Any) -> list[Any]:
+    """Call the hook of each feature that the config turns on and that has it. Returns what each returns.
+
+    Raises ValueError if a feature that is turned on is deleted.
+    """
+    results = []
     for name, is_on in FEATURES.items():
         if not is_on(config):
             continue
@@ -57,15 +63,16 @@ def turned_on(config: Any, hook: str) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"the config needs grpo/features/{name}, which this checkout lacks; turn it off")
         feature = importlib.import_module(f"grpo.features.{name}")
         if hasattr(feature, hook):
-            yield name, getattr(feature, hook)
+            results.append(getattr(feature, hook)(*arguments))
+    return results
 
 
 def offers(hook: str) -> dict[str, Any]:
-    """Return the functions of all features that are here under this hook, by their own names."""
-    functions = {}
+    """Return what all features that are here offer under this hook, by its own names."""
+    offered = {}
     for feature in present():
         table = getattr(importlib.import_module(f"grpo.features.{feature}"), hook, {})
         for name, target in table.items():
             module, _, function = target.partition(":")
-            functions[name] = getattr(importlib.import_module(module), function)
-    return functions
+            offered[name] = getattr(importlib.import_module(module), function)
+    return offered

@@ -90,7 +90,7 @@ def whole_rows(own: Tensor, ranks: dist.ProcessGroup | None) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Whole rows from stretches. Each rank has the gradient of the whole row, and its own stretch of it is the answer.
+    """Whole rows from stretches. Each rank has the gradient of the whole row, of which its own stretch goes back.
 
     FSDP adds up what the ranks of a row give each parameter.
     """

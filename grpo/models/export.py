@@ -109,9 +109,9 @@ def export_hf(
 
 
 def write_form(folder: pathlib.Path, form: ChatForm) -> None:
-    """Write the form's template into a model folder, and all ends of answers into its generation_config.json.
+    """Write the form's template into a model folder, and all ends of replies into its generation_config.json.
 
-    transformers reads the ends there alone: at a tokenizer's EOS that is not among them, answers would go on.
+    transformers reads the ends there alone: at a tokenizer's EOS that is not among them, replies would go on.
     """
     if form.template:
         (folder / "chat_template.jinja").write_text(form.template)  # it overrides the one in tokenizer_config.json

@@ -2,12 +2,13 @@
 
 An entry says how a family differs: which of its models cannot be trained, its block, its tensors' names, its norm,
 which of its linear layers take adapters. All share one decoder, torchtitan's Qwen3: grouped-query attention, some of it
-within windows, SwiGLU or a mixture of such experts, RMSNorm, rotary positions. blocks.py and delta_net.py have what
+within windows, SwiGLU or a mixture of such experts, RMSNorm, rotary positions. blocks.py has what
 torchtitan lacks. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets and the entropy
 instead of logits; a reward model has a head of one output instead.
 Left out: mixtures with shared experts, or with some dense blocks.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field, fields, replace
@@ -33,6 +34,7 @@ from torchtitan.protocols.module import Module
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from grpo import features
 from grpo.models.attention import (
     ATTENTIONS,
     FlashAttention,
@@ -43,7 +45,6 @@ from grpo.models.attention import (
 )
 from grpo.models.blocks import AllHeadsNorm, GeGLU, NormedBlock, OffsetNorm, ScaledEmbedding
 from grpo.models.context import RowRanks, own_stretch, whole_rows
-from grpo.models.delta_net import GatedAttention, GatedDeltaNet, document_chunks
 from grpo.models.experts import moe_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
 from grpo.text import one_line
@@ -83,7 +84,7 @@ WINDOWED = "sliding_attention"
 LINEAR = "linear_attention"
 # Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
 # the first GPU: DTensor's random states take the GPU's index from the rank within the role.
-_NO_INIT = dict.fromkeys(("weight", "bias", "A_log", "dt_bias"), skip_param_init)
+NO_INIT = dict.fromkeys(("weight", "bias", "A_log", "dt_bias"), skip_param_init)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Dense decoders
@@ -101,8 +102,8 @@ def dense_block(
         n_heads=hf.num_attention_heads,
         n_kv_heads=hf.num_key_value_heads,
         head_dim=head_dim_of(hf),
-        wqkv_param_init=_NO_INIT,
-        wo_param_init=_NO_INIT,
+        wqkv_param_init=NO_INIT,
+        wo_param_init=NO_INIT,
         inner_attention=ATTENTIONS[kind].Config(),
         rope=_rope(hf, layer),
         qk_norm=_norm(hf, head_dim_of(hf)) if family.qk_norm else None,
@@ -116,8 +117,8 @@ def dense_block(
         feed_forward=make_ffn_config(
             dim=hf.hidden_size,
             hidden_dim=hf.intermediate_size,
-            w1_param_init=_NO_INIT,
-            w2w3_param_init=_NO_INIT,
+            w1_param_init=NO_INIT,
+            w2w3_param_init=NO_INIT,
         ),
     )
 
@@ -223,7 +224,7 @@ def unsupported_in_gemma3(raw: dict[str, Any], config: PretrainedConfig) -> Iter
 def olmo3_block(hf: PretrainedConfig, dense: Qwen3TransformerBlock.Config) -> NormedBlock.Config:
     """Return torchtitan's config of a block of OLMo 3, whose layers have no norm before and one behind them."""
     head_dim = head_dim_of(hf)
-    norm_of = partial(AllHeadsNorm.Config, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+    norm_of = partial(AllHeadsNorm.Config, eps=hf.rms_norm_eps, param_init=NO_INIT)
     dense.attention.qk_norm = norm_of(normalized_shape=hf.num_attention_heads * head_dim)
     return recast(
         dense,
@@ -249,46 +250,6 @@ class NormedNames(DenseNames):
         }
         for theirs, ours in norms.items():
             self.from_hf_map[f"model.layers.{{}}.{theirs}.weight"] = f"layers.{{}}.{ours}.weight"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Dense decoders with gated delta nets in most layers
-
-
-def qwen3_5_block(hf: PretrainedConfig, dense: Qwen3TransformerBlock.Config) -> Qwen3TransformerBlock.Config:
-    """Return torchtitan's config of a block of Qwen3.5: gated attention, or without positions a gated delta net."""
-    if not dense.attention.rope.inv_freq:
-        return replace(dense, attention=GatedDeltaNet.Config(hf=hf, param_init=_NO_INIT))
-    dense.attention.qkv_linear.wq.out_features *= 2
-    return replace(dense, attention=recast(dense.attention, GatedAttention))
-
-
-def unsupported_in_qwen3_5(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
-    """Yield each further reason why a Qwen3.5 cannot be trained."""
-    if raw.get("output_gate_type", "silu") not in ("silu", "swish"):
-        yield f"output_gate_type {raw['output_gate_type']} is not supported, only silu"
-    if not raw.get("attn_output_gate", True):
-        yield "attn_output_gate=false is not supported"
-    if "full_attention" not in layer_kinds(config):
-        yield "layer_types has no full_attention; models of gated delta nets alone are not supported"
-    if gives_scores(config):
-        yield "a Qwen3.5 cannot be a reward model here; take one of another family"
-
-
-class Qwen3_5Names(DenseNames):
-    """Names for models with gated delta nets. A folder may have them below a prefix, beside other parts."""
-
-    def __init__(self, config: "Policy.Config", prefix: str = "model."):
-        super().__init__(config)
-        layers = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "conv1d", "norm")
-        for tensor in (*(f"{layer}.weight" for layer in layers), "A_log", "dt_bias"):
-            self.from_hf_map[f"model.layers.{{}}.linear_attn.{tensor}"] = f"layers.{{}}.attention.{tensor}"
-        self.prefix = prefix
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors under Hugging Face's names, in their order."""
-        named = super().to_hf(state_dict)
-        return {name.replace("model.", self.prefix, 1): value for name, value in named.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -369,17 +330,6 @@ class Family:
 
 
 WINDOW = frozenset({"use_sliding_window"})
-QWEN3_5 = Family(
-    qk_norm=True,
-    other_layers=LINEAR,
-    reads={"attn_output_gate", "full_attention_interval", "mrope_interleaved", "mrope_section"},
-    partial_rotary=True,
-    block=qwen3_5_block,
-    unsupported=unsupported_in_qwen3_5,
-    names=Qwen3_5Names,
-    norm=OffsetNorm,
-    carried=("model.visual.", "mtp."),
-)
 # By the model_type of config.json
 FAMILIES = {
     "qwen3": Family(qk_norm=True, reads=WINDOW),
@@ -415,14 +365,18 @@ FAMILIES = {
         names=MoENames,
         linears={name: path for name, path in DENSE_LINEARS.items() if path.startswith("attention.")},
     ),
-    "qwen3_5_text": QWEN3_5,
-    "qwen3_5": replace(QWEN3_5, names=partial(Qwen3_5Names, prefix="model.language_model.")),  # sees images too
 }
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    """Return FAMILIES and those of features, which import this module."""
+    return FAMILIES | features.offers("FAMILIES")
 
 
 def family_of(hf: PretrainedConfig) -> Family:
     """Return the family of a model. `hf_folder.read_hf_config` read its config and refuses unknown families."""
-    return FAMILIES[hf.model_type]
+    return families()[hf.model_type]
 
 
 def gives_scores(hf: PretrainedConfig) -> bool:
@@ -458,7 +412,8 @@ class Policy(RowRanks, Qwen3Model):
         masks = {}
         if 0 in windows:
             del windows[0]
-            masks[0] = document_chunks(micro)
+            states = next(b.attention for b in self.config.layers if not isinstance(b.attention, GQAttention.Config))
+            masks[0] = states.mask(micro)
         # of the first layer that has one
         attention = next(b.attention for b in self.config.layers if isinstance(b.attention, GQAttention.Config))
         if not isinstance(attention.inner_attention, FlexAttention.Config):
@@ -555,19 +510,19 @@ def titan_config(
     `attention` is a kind in ATTENTIONS, the rest is as in `LogprobHead.Config`.
     """
     family = family_of(hf)
-    embedding = Embedding.Config(num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_NO_INIT)
+    embedding = Embedding.Config(num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=NO_INIT)
     if family.embedding_scale is not None:
         embedding = recast(embedding, ScaledEmbedding, scale=family.embedding_scale(hf))
     head = LogprobHead.Config(
         in_features=hf.hidden_size,
         out_features=hf.vocab_size,
-        param_init=_NO_INIT,
+        param_init=NO_INIT,
         chunk_tokens=chunk_tokens,
         keep_logits=keep_logits,
         compile=compiled,
     )
     if gives_scores(hf):
-        head = ScoreHead.Config(in_features=hf.hidden_size, out_features=1, param_init=_NO_INIT)
+        head = ScoreHead.Config(in_features=hf.hidden_size, out_features=1, param_init=NO_INIT)
     layers = [family.block(hf, dense_block(hf, layer, attention)) for layer in range(hf.num_hidden_layers)]
     return Policy.Config(
         dim=hf.hidden_size,
@@ -628,7 +583,7 @@ def rotary_parameters(hf: PretrainedConfig, kind: str) -> dict[str, Any]:
 
 
 def _norm(hf: PretrainedConfig, size: int) -> RMSNorm.Config:
-    return family_of(hf).norm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+    return family_of(hf).norm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=NO_INIT)
 
 
 def _rope(hf: PretrainedConfig, layer: int) -> HFRoPE.Config:

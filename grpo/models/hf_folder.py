@@ -26,11 +26,11 @@ from grpo.config.checks import check_model_path
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
 from grpo.models.families import (
-    FAMILIES,
     SCORES,
     SEES,
     WRITES,
     empty_policy,
+    families,
     family_of,
     gives_scores,
     has_experts,
@@ -82,7 +82,7 @@ class ChatForm:
     template: str = ""
     """The chat template, if it differs from the folder's."""
     end_token_ids: tuple[int, ...] = ()
-    """Tokens that end its answers."""
+    """Tokens that end its replies."""
 
 
 def resolve_folder(path: str, scores: bool = False) -> str:
@@ -153,23 +153,17 @@ def fetch_folder(
     return resolve_folder(path, scores)
 
 
-def check_folder(
-    folder: str,
-    max_sequence_tokens: int,
-    tensor_parallel: int,
-    scores: bool = False,
-) -> None:
-    """Refuse a model that cannot be loaded or is too short for the configured lengths, before it is loaded.
+def check_folder(folder: str, scores: bool = False) -> None:
+    """Refuse a model that cannot be loaded, before it is loaded.
 
-    Raises FileNotFoundError if there are no weights, ValueError with the numbers for what does not fit, for broken
-    files, and for those that an export could not copy (`copied_files`).
+    Raises FileNotFoundError if there are no weights, ValueError for broken files, and for those that an export could
+    not copy (`copied_files`).
     """
     config = read_hf_config(folder, scores)
     for file in copied_files(folder):
         if file.name in TABLES:
             read_table(file)
     check_weights(pathlib.Path(folder), config)
-    check_lengths(folder, config, max_sequence_tokens, tensor_parallel)
 
 
 def check_lengths(
@@ -327,7 +321,7 @@ def stop_token_ids(
 
 
 def served_end_ids(folder: str | pathlib.Path) -> set[int]:
-    """Return the tokens at which transformers ends an answer: those of generation_config.json, else of config.json.
+    """Return the tokens at which transformers ends a reply: those of generation_config.json, else of config.json.
 
     The tokenizer's EOS is not among them unless the file says so. Raises ValueError for something that is no token id.
     """
@@ -350,8 +344,8 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
     path = pathlib.Path(folder) / "config.json"
     raw = read_table(path)
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:  # first, since transformers' message is vaguer
-        message = f"{folder} is a {model_type} model; only {', '.join(FAMILIES)} models are supported"
+    if not isinstance(model_type, str) or model_type not in families():  # first, since transformers' message is vaguer
+        message = f"{folder} is a {model_type} model; only {', '.join(families())} models are supported"
         if "text_config" in raw:
             message += "; its part that reads text may be one of them, if you save it as a folder (docs/models.md)"
         raise ValueError(message)

@@ -8,9 +8,13 @@ what other processes hold.
 
 import itertools
 import math
+import os
+import pathlib
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -249,6 +253,17 @@ class Needs:
             if not is_gpu_trainer or decided.peak(device.gib) * (1 + MARGIN_FRAC) <= room:
                 break
         return decided
+
+
+def look_at_device() -> Device:
+    """Return this host's GPUs, or the host itself if torch sees none."""
+    num_gpus = torch.cuda.device_count()
+    if num_gpus:
+        gpu = torch.cuda.get_device_properties(0)
+        return Device(num_gpus, gpu.name, gpu.total_memory / GIB)
+    facts = pathlib.Path("/proc/meminfo").read_text()
+    free_kib = re.search(r"MemAvailable: +(\d+)", facts)[1]
+    return Device(0, f"{os.cpu_count()} CPU cores", int(free_kib) / 2**20)
 
 
 def longest_row(config: Any) -> int:

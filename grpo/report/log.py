@@ -8,6 +8,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,20 +52,19 @@ class RunLog:
         run_dir: str,
         num_steps: int,
         start_step: int = 0,
-        kl_is_to_start: bool = True,
-        tracker: Any = None,
+        trackers: Sequence[Any] = (),
     ) -> None:
         """Open the files.
 
-        kl_is_to_start: of CurveReader. tracker: what else gets metrics and samples, such as Weights & Biases.
+        trackers: what else gets metrics and samples, such as Weights & Biases.
         """
-        self.tracker = tracker
+        self.trackers = trackers
         self.run_dir = Path(run_dir)
         self.num_steps = num_steps
         self.last_line = f"done; everything is in {run_dir}"  # of the run, printed when all is closed
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
-        self.curve_reader = CurveReader(kl_is_to_start)
+        self.curve_reader = CurveReader()
         drop_batches_after(run_dir, start_step)
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             path = self.run_dir / name
@@ -142,15 +142,15 @@ class RunLog:
             )
             return
         self._append_records("completions.jsonl", records, step=step)
-        if self.tracker:
-            self.tracker.samples(step, records)
+        for tracker in self.trackers:
+            tracker.samples(step, records)
 
     def close(self) -> None:
-        """Flush and close TensorBoard's file and the tracker; the other files are closed already."""
+        """Flush and close TensorBoard's file and the trackers; the other files are closed already."""
         if self.tensorboard:
             self.tensorboard.close()
-        if self.tracker:
-            self.tracker.close()
+        for tracker in self.trackers:
+            tracker.close()
 
     def _record(
         self,
@@ -172,8 +172,8 @@ class RunLog:
                 for name, value in values.items():
                     self.tensorboard.add_scalar(name, value, step)
                 self.tensorboard.flush()
-        if self.tracker:
-            self.tracker.log(step, values)
+        for tracker in self.trackers:
+            tracker.log(step, values)
         for warning in self.curve_reader.look(metrics):
             lines.append(f"warning: step {step}: {warning}")
         print("\n".join(lines))

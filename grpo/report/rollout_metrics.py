@@ -9,6 +9,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -113,7 +114,7 @@ def episode_metrics(rollouts: list[Rollout]) -> Scalars:
 
 def has_answer_frac(rollouts: list[Rollout], answer_format: str) -> float:
     """Return the share of completions with an answer at all, right or wrong."""
-    answers = [extract_answer(r.answer, answer_format) for r in rollouts]
+    answers = [extract_answer(r.judged, answer_format) for r in rollouts]
     return _mean(answer is not None for answer in answers)
 
 
@@ -251,6 +252,20 @@ def rollout_advantages(batch: TrainBatch) -> list[float | None]:
     sums_R = zeros_R.index_add(0, batch.rollout_N, values_N)
     means_R = sums_R / zeros_R.index_add(0, batch.rollout_N, batch.loss_mask_N.double())
     return [finite_or_none(mean) for mean in means_R.tolist()]
+
+
+def with_measures(rollouts: Sequence[Rollout], batch: TrainBatch, measured: StepMetrics) -> list[Rollout]:
+    """Return the rollouts of a step with the means of advantages and mismatches over their loss tokens."""
+    advantages = rollout_advantages(batch)
+    mismatches = measured.rollout_means(batch.rollout_S)
+    means = zip(rollouts, advantages, mismatches, strict=True)
+    return [replace(rollout, advantage=advantage, mismatch=mismatch) for rollout, advantage, mismatch in means]
+
+
+def lag_metrics(batch: TrainBatch, version: int) -> Scalars:
+    """Return how many steps older than `version` the weights are that sampled the first token of each sequence."""
+    lag_S = (version - batch.versions_S).double()
+    return {"lag/mean": lag_S.mean().item(), "lag/max": lag_S.max().item()}
 
 
 def stale_frac(rollouts: Sequence[Rollout], version: int) -> float:

@@ -82,13 +82,13 @@ def turn_lines(turns: list[dict[str, Any]]) -> list[str]:
 
 def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     """Return a warning if no completion has an answer in the format: how three end, which formats they have instead."""
-    texts = [rollout.answer for rollout in rollouts]
+    texts = [rollout.judged for rollout in rollouts]
+    if not texts or any(extract_answer(text, answer_format) is not None for text in texts):
+        return ""
     counts = {}
     for form in ANSWER_FORMS:
         answers = [extract_answer(text, form) for text in texts]
         counts[form] = len(texts) - answers.count(None)
-    if counts[answer_format] or not texts:
-        return ""
     distance = math.ceil(len(texts) / 3)
     ends = []
     for text in texts[::distance]:

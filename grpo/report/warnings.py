@@ -23,7 +23,7 @@ LIMITS = {
     "seconds": "raise environment.rollout_seconds, or make the environment faster",
 }
 MOVE_STEPS = 20
-MIN_MOVE = 1e-6  # nats of KL to the start; or sum of the learning rates
+MIN_MOVE = 1e-6  # sum of the learning rates
 
 
 def no_comparison(history: History) -> str:
@@ -41,21 +41,14 @@ def no_comparison(history: History) -> str:
 
 
 def not_moved(history: History) -> str:
-    """Warn that the policy is where it began: in a step AdamW moves a weight by about the learning rate.
-
-    Without a KL the rates alone decide.
-    """
+    """Warn that the policy is where it began: in a step AdamW moves a weight by about the learning rate."""
     rates = history["learning_rate"]
-    if len(rates) < MOVE_STEPS:
+    if len(rates) < MOVE_STEPS or sum(rates) >= MIN_MOVE:
         return ""
-    last_kls = map(abs, history["kl"][-MOVE_STEPS:])
-    kl = max(last_kls, default=math.inf)  # without a reference it is not known
-    if min(sum(rates), kl) >= MIN_MOVE:
-        return ""
-    numbers = f"the learning rates add up to {sum(rates):.2g}"
-    if math.isfinite(kl):
-        numbers += f", kl is {kl:.2g}"
-    return f"after {len(rates)} steps the policy is where it began: {numbers}; raise trainer.learning_rate"
+    return (
+        f"after {len(rates)} steps the policy is where it began: the learning rates add up to {sum(rates):.2g}; raise "
+        "trainer.learning_rate"
+    )
 
 
 def cut_off(history: History, num_steps: int = TRUNCATED_STEPS) -> str:
@@ -97,16 +90,15 @@ RULES: list[Callable[[History], str]] = [
 class CurveReader:
     """The metrics so far, and the warnings about them: each once, and again only if it went away in between."""
 
-    def __init__(self, kl_is_to_start: bool = True) -> None:
-        """Begin without metrics. kl_is_to_start: a `kl` of 0 means that the policy has not moved."""
-        self.kl_is_to_start = kl_is_to_start
+    def __init__(self) -> None:
+        """Begin without metrics."""
         self.history: History = collections.defaultdict(list)
         self._shown: set[str] = set()
 
     def look(self, metrics: dict[str, float | None]) -> list[str]:
         """Take in the metrics of a step or an evaluation. Returns new warnings."""
         for name, value in metrics.items():
-            if _is_known(value) and (name != "kl" or self.kl_is_to_start):
+            if _is_known(value):
                 self.history[name].append(value)
         warnings = {}
         for rule in RULES:

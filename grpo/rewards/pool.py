@@ -6,7 +6,8 @@ every completion of that call has no reward, and the run ends if a function fail
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from grpo.config import RewardConfig
@@ -26,6 +27,10 @@ class RewardError(ValueError):
 
 # Additional columns that reward functions get for episodes
 EPISODE_COLUMNS = ("turns", "messages", "environment", "environments")
+
+
+Said = tuple[float | None, str]
+"""What a part of the reward says of a rollout: its value or None, and the reason if it failed."""
 
 
 class CallScope(NamedTuple):
@@ -94,7 +99,7 @@ class RewardPool:
                 if not indices:
                     continue
                 part = [rollouts[index] for index in indices]
-                completions = as_json([self.opening + rollout.answer for rollout in part])
+                completions = as_json([self.opening + rollout.judged for rollout in part])
                 columns = as_json(call_columns(part, step, needs_ids, self.opening))
                 for name in names:
                     line = f"[{as_json(name)}, {completions}, {columns}]"
@@ -105,29 +110,29 @@ class RewardPool:
             workers.submit(calls[confined])
         self._rollouts = rollouts
 
-    def collect(self) -> list[Rollout]:
-        """Wait for the rewards. Returns new rollouts with `rewards`, `reward` and `failures`, in the same order.
+    def collect(
+        self,
+        others: Mapping[str, Sequence[Said]] = MappingProxyType({}),
+        weights: Mapping[str, float] | None = None,
+    ) -> list[Rollout]:
+        """Wait for the functions. Returns new rollouts with `rewards`, `reward` and `failures`, in the same order.
 
-        The reward is the `weighted_sum`, and None if a function failed for the completion, because the sum of the
-        others would not be comparable.
-
-        A process that dies costs its own call alone. Raises RuntimeError if none can go on.
+        others: what parts of the reward that are no functions say of each rollout. weights: of all parts, by default of
+        the functions. A process that dies costs its own call alone. Raises RuntimeError if none can go on.
         """
-        rollouts = self._rollouts
-        rewards = [dict.fromkeys(self.functions) for _ in rollouts]
-        failures = [{} for _ in rollouts]
+        said = dict(others)
+        for name in self.functions:
+            said[name] = [(None, "")] * len(self._rollouts)
         for workers in self.workers.values():
             for outcome in workers.collect():
                 scope = self._scopes[outcome["call"]]
                 for i, index in enumerate(scope.indices):
-                    if "failed" in outcome:
-                        failures[index][scope.function] = outcome["failed"]
-                    else:
-                        rewards[index][scope.function] = outcome["value"][i]
+                    value = outcome["value"][i] if "value" in outcome else None
+                    said[scope.function][index] = (value, outcome.get("failed", ""))
         scored = []
-        for rollout, values, failed in zip(rollouts, rewards, failures, strict=True):
-            reward = None if failed else weighted_sum(values, self.config.functions)
-            scored.append(dataclasses.replace(rollout, rewards=values, reward=reward, failures=failed))
+        for index, rollout in enumerate(self._rollouts):
+            of_rollout = {name: values[index] for name, values in said.items()}
+            scored.append(with_rewards(rollout, of_rollout, weights or self.config.functions))
         return scored
 
     def close(self) -> None:
@@ -136,13 +141,16 @@ class RewardPool:
             workers.close()
 
 
-def weighted_sum(
-    values: Mapping[str, float | None],
-    weights: Mapping[str, float],
-) -> float | None:
-    """Return the weighted sum of the parts that count and have a value. None if there are none."""
-    weighted = [weights[name] * values[name] for name in counting_parts(weights) if values.get(name) is not None]
-    return sum(weighted) if weighted else None
+def with_rewards(rollout: Rollout, said: Mapping[str, Said], weights: Mapping[str, float]) -> Rollout:
+    """Add what the parts of the reward say of a rollout, and the weighted sum of those that count and have a value.
+
+    The sum is None if there are none, or if a part failed: the others' sum would not be comparable.
+    """
+    rewards = {name: value for name, (value, _) in said.items() if name in weights}
+    failures = {name: reason for name, (_, reason) in said.items() if reason}
+    weighted = [weights[name] * rewards[name] for name in counting_parts(weights) if rewards.get(name) is not None]
+    reward = sum(weighted) if weighted and not failures else None
+    return dataclasses.replace(rollout, rewards=rewards, reward=reward, failures=failures)
 
 
 def counting_parts(weights: Mapping[str, float]) -> list[str]:
@@ -209,10 +217,17 @@ def episode_columns(rollouts: list[Rollout], opening: str = "") -> Columns:
 class EpisodePart:
     """The part of the reward that an environment or an agent gives."""
 
-    def values(self, rollouts: list[Rollout], opening: str) -> list[tuple[float | None, str]]:
+    def values(self, rollouts: list[Rollout], opening: str) -> list[Said]:
         """Return for each episode its value or None, and why it was lost, if it was."""
         episodes = [rollout.episode for rollout in rollouts]
         return [(episode["reward"], episode["failure"]) for episode in episodes]
+
+
+def check_lost(rollouts: list[Rollout]) -> None:
+    """Raise RewardError if more than half of the episodes were lost: something is wrong with their environment."""
+    failures = [rollout.episode["failure"] for rollout in rollouts if is_lost(rollout)]
+    if 2 * len(failures) > len(rollouts):
+        raise RewardError(f"{len(failures)} of {len(rollouts)} episodes were lost; the first: {failures[0]}")
 
 
 def check_all_failed(rollouts: list[Rollout]) -> None:

@@ -73,7 +73,7 @@ def on_driver(
                 broadcast((True, None), group)
                 raise
         elif reward_model:
-            reward_model.answer()
+            reward_model.respond()
         failed, shared = broadcast((False, result if to_all else None), group)
         if failed:
             raise SystemExit(1)

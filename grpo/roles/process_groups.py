@@ -4,11 +4,11 @@
     default group   trainer               reference             one per replica
     control         every rank
     learners        every trainer and reference rank
-    weights         rank 0                                      every generator rank
+    sync            rank 0                                      every generator rank
 
 Each role has its own default process group, so torchtitan and vLLM see exactly the ranks they expect. Three bridges
 join the roles. Colocated, every rank holds every role, one default group serves trainer and generator, `learners` is
-`control`, and there is no `weights`. docs/design/process-groups.md says why, and what a new kind of role has to do.
+`control`, and there is no `sync`. docs/design/process-groups.md says why, and what a new kind of role has to do.
 """
 
 import collections
@@ -55,7 +55,7 @@ class Roles:
     """Bridge over all ranks; gloo."""
     learners: ProcessGroup | None
     """Bridge over the ranks that train or hold frozen models, the driver first; gloo. None on the others."""
-    weights: ProcessGroup | None
+    sync: ProcessGroup | None
     """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
     trainer_ranks: tuple[int, ...]
     reference_ranks: tuple[int, ...]
@@ -186,10 +186,10 @@ def setup_roles(
             store,
             timeout,
         )
-    weights = None
+    sync = None
     if generator_ranks and 0 not in generator_ranks:
-        weights = _make_bridge(
-            "weights",
+        sync = _make_bridge(
+            "sync",
             (0, *generator_ranks),
             backend,
             rank,
@@ -204,7 +204,7 @@ def setup_roles(
         device=device,
         control=control,
         learners=learners,
-        weights=weights,
+        sync=sync,
         trainer_ranks=trainer_ranks,
         reference_ranks=reference_ranks,
         has_reference=needs_reference,
@@ -229,7 +229,7 @@ def meet(
 ) -> PrefixStore:
     """Return the launcher's store under a prefix that only the ranks of this start know. Collective over all ranks.
 
-    torchrun's store outlives a restart, with all its keys. So each rank posts a random word, and rank 0 answers under
+    torchrun's store outlives a restart, with all its keys. So each rank posts a random word, and rank 0 replies under
     that word with a fresh prefix. What an earlier start left in the store matches no word of this one.
 
     Raises TimeoutError on rank 0 that names the ranks that did not come.
@@ -373,7 +373,7 @@ def collectives_entered(roles: Roles, is_saving: bool) -> dict[str, int]:
     share. May be called from any thread. is_saving: the rank waits for its thread that writes a checkpoint, so the
     thread's collectives count; otherwise they keep nobody waiting.
     """
-    bridges = {roles.control, roles.learners, roles.weights} - {None}
+    bridges = {roles.control, roles.learners, roles.sync} - {None}
     counts = {group.group_name: _collectives_of(group) for group in bridges}
     world = roles.world[0]
     counts[f"{world}/groups made"] = distributed_c10d._world.group_count  # making one waits for all ranks of the world

@@ -1,7 +1,7 @@
 """New weights from the trainer ranks to every generator, tensor by tensor: versioned, under HF names.
 
 Whatever the sharding on either side, the trainers gather a full tensor in the compute dtype, and rank 0 broadcasts it
-over the `weights` bridge; each generator rank loads its part through vLLM's own loader. Colocated, every rank gathers
+over the `sync` bridge; each generator rank loads its part through vLLM's own loader. Colocated, every rank gathers
 and loads, and nothing is sent.
 
 A sync check compares log-probs of the same tokens under the same weights. Older weights may have sampled a step's
@@ -21,7 +21,7 @@ from grpo.roles.comm import broadcast, gather_rollouts, send_batch, wait_for_all
 from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Trainer
-from grpo.types import Prompt, Requests
+from grpo.types import Prompt, Requests, Rollout
 
 # Prompts and tokens of a sync check: enough to tell other weights from these, few enough to cost a step next to nothing
 PROBE_PROMPTS = 8
@@ -39,7 +39,7 @@ def sync_weights(
     Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.
     """
     tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
-    if roles.weights:
+    if roles.sync:
         tensors = over_bridge(trainer, roles)
     elif trainer:
         tensors = hf_tensors(trainer.model, trainer.dtype)
@@ -51,20 +51,20 @@ def sync_weights(
 
 
 def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield rank 0's (HF name, full tensor) on every generator rank. Collective over `roles.weights`.
+    """Yield rank 0's (HF name, full tensor) on every generator rank. Collective over `roles.sync`.
 
     Every rank must iterate to the end, because each tensor is a broadcast. A layer's experts travel as one tensor:
     thousands of small broadcasts would take longer than sending their bytes.
     """
     layout = (stacked_shapes(trainer.model), trainer.dtype) if trainer else None
-    shapes, dtype = broadcast(layout, roles.weights)
+    shapes, dtype = broadcast(layout, roles.sync)
     gathered = stacked_tensors(trainer.model, dtype) if trainer else None
     for name, shape in shapes.items():
         if gathered:
             _, tensor = next(gathered)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=roles.device)
-        dist.broadcast(tensor, group_src=0, group=roles.weights)
+        dist.broadcast(tensor, group_src=0, group=roles.sync)
         yield from by_expert(name, tensor)
 
 
@@ -93,6 +93,16 @@ def check_sync(
         if len(difference_N):
             tolerance = largest_mismatch(dtype, roles.device)
             check_distance(difference_N.mean().item(), difference_N.max().item(), tolerance)
+
+
+def check_version(rollouts: list[Rollout], version: int) -> None:
+    """Raise RuntimeError if a rollout was just sampled with other weights than those after `version` steps."""
+    other_versions = {rollout.version for rollout in rollouts} - {version}
+    if other_versions:
+        raise RuntimeError(
+            f"completions of version {version} were sampled with weights of versions {sorted(other_versions)}: a "
+            "weight sync was skipped or repeated"
+        )
 
 
 def largest_mismatch(dtype: str, device: torch.device) -> float:

@@ -6,85 +6,55 @@ out: everything that several ranks do together.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from grpo.algorithm.groups import reward_tensors
-from grpo.config import SamplingConfig
 from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import (
+    lag_metrics,
     measured_metrics,
     nonfinite_frac,
-    rollout_advantages,
     rollout_metrics,
     stale_frac,
+    with_measures,
 )
-from grpo.rewards.pool import check_all_failed
+from grpo.rewards.pool import check_all_failed, check_lost
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
-from grpo.roles.weight_sync import PROBE_PROMPTS
+from grpo.roles.weight_sync import PROBE_PROMPTS, check_version
 from grpo.run.groups import GroupBuffer, rollouts_of, set_rollouts
-from grpo.run.scorer import Scorer, check_lost, check_version
 from grpo.run.session import Session
-from grpo.run.start import Prompts
-from grpo.run.steps import Schedule, Steps
+from grpo.run.steps import Steps
 from grpo.types import Prompt, Requests, Rollout, Scalars, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
 EARLY_PLANS = 2  # so many steps of a process get a sync check: before its first sync, and behind it
 
 
-@dataclass(eq=False)
 class Driver(Steps):
     """Prompts, rewards, decisions and the log."""
 
-    sampling: SamplingConfig
-    prompts: Prompts | None
-    """On rank 0 alone."""
-    scorer: Scorer | None
-    """Likewise."""
-    reward_model: Any = None
-    """As in `on_driver`."""
-
     num_plans = 0
 
-    def __post_init__(self) -> None:
-        """Begin with the groups of the checkpoint."""
-        if self.prompts:
+    def __init__(self, session: Session) -> None:
+        """Begin with the prompts, the groups in flight and the scorer that rank 0 has read."""
+        super().__init__(session)
+        self.reward_model = session.reward_model  # see `on_driver`
+        if self.roles.is_driver:
+            prompts = session.start.data
+            self.scorer = session.start.scorer
+            self.stream = prompts.stream
             self.buffer = GroupBuffer(
-                self.sampling,
-                self.prompts.per_step,
-                self.prompts.group_size,
-                self.prompts.groups,
+                self.config.sampling,
+                self.config.prompts_per_step,
+                self.config.group_size,
+                prompts.groups,
                 self.scorer.judging_parts,
             )
-
-    @classmethod
-    def of(cls, session: Session) -> "Driver":
-        """Take it from a session that has started up."""
-        config = session.config
-        schedule = Schedule(
-            num_steps=config.num_steps,
-            checkpoint_every=config.checkpoint.interval,
-            evaluate_every=config.evaluation.interval,
-            sync_check_every=config.sync_check_interval,
-            samples_every=config.metrics.samples_interval,
-            overlap_steps=config.overlap_steps,
-        )
-        return cls(
-            schedule,
-            session.roles,
-            session.timer,
-            session.run_log,
-            config.sampling,
-            session.start.data,
-            session.start.scorer,
-            session.reward_model,
-        )
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -92,34 +62,34 @@ class Driver(Steps):
     def plan(
         self,
         step: int,
-        source_weights: Mapping[str, float],
+        source_shares: Mapping[str, float],
         keep_prompt: Callable[[Prompt], bool] | None = None,
     ) -> StepPlan:
         """Decide everything about a step before it starts.
 
-        source_weights, keep_prompt: say which prompts are drawn from now on, see PromptStream.begin_step.
+        source_shares, keep_prompt: say which prompts are drawn from now on, see PromptStream.begin_step.
         """
         if self.is_stopped(step):
             return StepPlan(step, stop=True)
         self.step = step
         self.times_ahead: Scalars = {}
         number = step + 1
-        self.prompts.stream.begin_step(number, source_weights, keep_prompt)
+        self.stream.begin_step(number, source_shares, keep_prompt)
         self.buffer.begin_step()
         requests = self._fill()
-        schedule = self.schedule
         self.num_plans += 1
         is_early = self.num_plans <= EARLY_PLANS
+        every = self.config.sync_check_interval
         probe = []
-        if schedule.sync_check_every and (is_early or step % schedule.sync_check_every == 0):
+        if every and (is_early or step % every == 0):
             probe = [group.prompt for group in self.buffer.taken]
             if requests:
                 probe = requests.prompts
         return StepPlan(
             step=step,
             requests=requests,
-            save=schedule.is_due(schedule.checkpoint_every, number),
-            evaluate=schedule.is_due(schedule.evaluate_every, number),
+            save=self.is_due(self.config.checkpoint.interval, number),
+            evaluate=self.is_due(self.config.evaluation.interval, number),
             probe=probe[:PROBE_PROMPTS],
         )
 
@@ -135,9 +105,9 @@ class Driver(Steps):
 
         Not empty in the last step either, because its checkpoint holds the groups in case the run is made longer.
         """
-        if not self.schedule.overlap_steps:
+        if not self.config.overlap_steps:
             return None
-        return self.buffer.ask(self.prompts.per_step, self.prompts.stream.draw)
+        return self.buffer.ask(self.config.prompts_per_step, self.stream.draw)
 
     @on_driver
     def receive_ahead(self, rollouts: list[Rollout], seconds: list[float]) -> None:
@@ -151,12 +121,12 @@ class Driver(Steps):
 
     def _fill(self) -> Requests | None:
         """Take complete groups into the step. Returns what must be sampled before it is full, None if it is."""
-        return self.buffer.fill(self.prompts.stream.draw, self._score)
+        return self.buffer.fill(self.stream.draw, self._score)
 
     def _score(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Begin to score. Only dynamic sampling waits for it, because it trains on groups whose rewards differ."""
-        rollouts = self.scorer.submit(rollouts, self.prompts.group_size, self.step + 1)
-        if self.sampling.dynamic:
+        rollouts = self.scorer.submit(rollouts, self.config.group_size, self.step + 1)
+        if self.config.sampling.dynamic:
             with self.timer.phase("reward"):
                 rollouts = self.scorer.collect()
         return rollouts
@@ -168,7 +138,8 @@ class Driver(Steps):
     @on_driver_for_learners
     def make_batch(self, rollouts: list[Rollout]) -> TrainBatch:
         """Lay the step's rollouts end to end."""
-        batch = make_batch(rollouts, self.scorer.turn_weight)
+        config = self.config
+        batch = make_batch(rollouts, turn_weight=config.environment.weight if config.turns_earn else None)
         if not batch.loss_mask_N.any():
             check_lost(rollouts)
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
@@ -178,32 +149,32 @@ class Driver(Steps):
     def collect_rewards(self) -> list[Rollout]:
         """Wait for the rewards that workers compute, ask the reward model, and return the step's rollouts with them."""
         taken = self.buffer.taken
-        if not self.sampling.dynamic:
+        if not self.config.sampling.dynamic:
             set_rollouts(taken, self.scorer.collect())
         with refuse_bad_input():
             check_all_failed(rollouts_of(taken))
         for group in taken:
             rate = self.scorer.pass_rate(group.rollouts)
             if rate is not None:
-                self.prompts.stream.remember(group.prompt, rate, self.step + 1)
+                self.stream.remember(group.prompt, rate, self.step + 1)
         return self.buffer.rollouts()
 
     @on_driver_for_learners
     def reward_tensors(self, rollouts: list[Rollout]) -> tuple[Tensor, Tensor, Tensor]:
         """Return rewards (float32 [R]), which there are (bool [R]), and values of its parts (float32 [F, R])."""
-        return reward_tensors(rollouts, self.scorer.reward_weights)
+        return reward_tensors(rollouts, self.config.reward_weights)
 
     @on_driver_for_learners
     def record(self, rollouts: list[Rollout], batch: TrainBatch) -> None:
         """Write what the trainers get in this step, for a replay."""
         metrics = self.sampling_metrics(rollouts, batch)
-        recorded_step = RecordedStep(batch, self.prompts.group_size, metrics)
+        recorded_step = RecordedStep(batch, self.config.group_size, metrics)
         save_step(self.run_log.run_dir, self.step + 1, recorded_step)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the driver. On rank 0."""
         return {
-            "data": self.prompts.stream.state_dict(),
+            "data": self.stream.state_dict(),
             "flight": self.buffer.state(),
         }
 
@@ -223,28 +194,21 @@ class Driver(Steps):
         times = self.timer.close_step() | self.times_ahead
         metrics = self.sampling_metrics(rollouts, batch)
         metrics |= measured_metrics(measured, times, num_tokens)
-        every = self.schedule.samples_every
+        every = self.config.metrics.samples_interval
         if every and (step - 1) % every == 0:
-            measured_rollouts = []
-            advantages = rollout_advantages(batch)
-            mismatches = measured.rollout_means(batch.rollout_S)
-            for rollout, advantage, mismatch in zip(rollouts, advantages, mismatches, strict=True):
-                measured_rollouts.append(replace(rollout, advantage=advantage, mismatch=mismatch))
-            prompts = self.scorer.prompt_texts(rollouts)
-            self.run_log.completions(step, measured_rollouts, prompts)
+            shown = with_measures(rollouts, batch, measured)
+            self.run_log.completions(step, shown, self.scorer.prompt_texts(rollouts))
         self.log_step(step, metrics)
         return metrics
 
     def sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
         """Return the metrics of sampling. Groups that go back count in the step that trains on them."""
-        group_size = self.prompts.group_size
+        group_size = self.config.group_size
         taken = rollouts_of(self.buffer.taken)
         metrics = rollout_metrics(taken, group_size, self.scorer.answer_format)
         metrics["mismatch/nonfinite_frac"] = nonfinite_frac(rollouts)
-        if self.schedule.overlap_steps or self.sampling.carry_over:
-            lag_S = (self.step - batch.versions_S).double()
-            metrics["lag/mean"] = lag_S.mean().item()
-            metrics["lag/max"] = lag_S.max().item()
-        if self.sampling.carry_over:
+        if self.config.has_lag:
+            metrics |= lag_metrics(batch, self.step)
+        if self.config.sampling.carry_over:
             metrics["lag/stale_frac"] = stale_frac(rollouts, self.step)
         return metrics | self.buffer.metrics()

@@ -1,17 +1,10 @@
 """What the config leaves to the machine is decided, and whether the run fits is judged."""
 
-import os
-import pathlib
-import re
-from typing import Any
-
-import torch
-
 from grpo import features
 from grpo.config import RolesConfig
 from grpo.config.fields import Config
 from grpo.models.families import has_states
-from grpo.models.memory import GIB, Device, read_needs
+from grpo.models.memory import Device, look_at_device, read_needs
 
 
 def fit_to_machine(
@@ -28,10 +21,10 @@ def fit_to_machine(
     """
     device = Device(config.gpus, "GPU", config.gpu_gib) if config.gpus else look_at_device()
     needs = read_needs(config, folder, reward_model)
-    proposed: dict[str, Any] = {}
+    proposed = {}
     if config.dry_run:
-        for _, propose_layout in features.turned_on(config, "propose_layout"):
-            proposed = propose_layout(needs, device)
+        for changes in features.call(config, "propose_layout", needs, device):
+            proposed |= changes
         needs = needs.changed(proposed)
         layout = needs.config.roles
     needs = needs.decided(layout, device)
@@ -48,17 +41,5 @@ def fit_to_machine(
         print(f"trainer.activation_checkpointing: {trainer.activation_checkpointing}")
         if trainer.share_prompts and has_states(needs.policy.hf):
             print("trainer.share_prompts: off, since each completion continues the states of its own prompt")
-        for _, judge in features.turned_on(config, "judge"):
-            num_problems = judge(config, needs, device, proposed)
+        num_problems = sum(features.call(config, "judge", config, needs, device, proposed))
     return needs.config, num_problems
-
-
-def look_at_device() -> Device:
-    """Return this host's GPUs, or the host itself if torch sees none."""
-    num_gpus = torch.cuda.device_count()
-    if num_gpus:
-        gpu = torch.cuda.get_device_properties(0)
-        return Device(num_gpus, gpu.name, gpu.total_memory / GIB)
-    facts = pathlib.Path("/proc/meminfo").read_text()
-    free_kib = re.search(r"MemAvailable: +(\d+)", facts)[1]
-    return Device(0, f"{os.cpu_count()} CPU cores", int(free_kib) / 2**20)

@@ -45,14 +45,9 @@ def read_policy(
     build_dir = build_dir or config.run_dir
     folder = initial_model.build_model(config.model.path, build_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
-    tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
-    longest = config.max_sequence_tokens
-    if config.evaluation.interval:
-        longest = max(longest, config.data.max_prompt_tokens + config.generator.max_completion_tokens)
-    hf_folder.check_folder(folder, longest, tensor_parallel)
-    hf = hf_folder.read_hf_config(folder)
+    hf = read_shape(config, folder)
+    hf_folder.check_folder(folder)
     adapted_paths(hf, config.trainer)
-    hf_folder.check_trainer(folder, hf, config.trainer)
     tokenizer = load_tokenizer(folder, config.data)
     hf_folder.check_vocabulary(folder, tokenizer)
     check_template(tokenizer, config.data)
@@ -62,11 +57,23 @@ def read_policy(
     return PolicyFiles(folder, hf, tokenizer, form, stop_token_ids)
 
 
+def read_shape(config: RunConfig, folder: str) -> PretrainedConfig:
+    """Read a model's config.json. Raises ValueError if the ranks cannot share it, or sequences are too long for it."""
+    hf = hf_folder.read_hf_config(folder)
+    hf_folder.check_trainer(folder, hf, config.trainer)
+    tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
+    longest = config.max_sequence_tokens
+    if config.evaluation.interval:
+        longest = max(longest, config.data.max_prompt_tokens + config.generator.max_completion_tokens)
+    hf_folder.check_lengths(folder, hf, longest, tensor_parallel)
+    return hf
+
+
 def learned_form(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatForm:
     """Return how a model trained with this config writes chats, as far as its own folder does not say so.
 
     A template that reads `question` is not exported, because nobody else passes that. Tokens that ended completions in
-    training end answers of the exported model too.
+    training end replies of the exported model too.
     """
     data = config.data
     template = ""
@@ -90,7 +97,9 @@ def read_reference(config: GRPOConfig, policy: PolicyFiles) -> str:
     if not path:
         return policy.folder
     folder = hf_folder.resolve_folder(path)
-    hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
+    hf_folder.check_folder(folder)
+    hf = hf_folder.read_hf_config(folder)
+    hf_folder.check_lengths(folder, hf, config.max_sequence_tokens, config.reference_tensor_parallel)
     hf_folder.check_reference(folder, policy.folder, policy.tokenizer)
     return path
 

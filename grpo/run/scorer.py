@@ -1,7 +1,9 @@
 """Completions -> rollouts with rewards: what training and evaluation share. On rank 0."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,37 +12,13 @@ from grpo import features
 from grpo.algorithm.groups import pass_rate, pass_values
 from grpo.config.fields import RunConfig
 from grpo.data.chat import detokenize, look_at_prompt
-from grpo.data.rows import Tools
 from grpo.report.samples import failure_lines, hung_line, no_answer_line
 from grpo.rewards.loading import answer_format_of, load_functions, measures_length, try_built_ins
-from grpo.rewards.pool import EPISODE_COLUMNS, RewardError, RewardPool, counting_parts, weighted_sum
+from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool, check_lost, counting_parts
 from grpo.roles.engine.vllm_engine import check_engine
 from grpo.run.policy import PolicyFiles, describe_ends
 from grpo.text import printable
 from grpo.types import Rollout
-
-
-def check_version(rollouts: list[Rollout], version: int) -> None:
-    """Raise RuntimeError if a rollout was just sampled with other weights than those after `version` steps."""
-    other_versions = {rollout.version for rollout in rollouts} - {version}
-    if other_versions:
-        raise RuntimeError(
-            f"completions of version {version} were sampled with weights of versions {sorted(other_versions)}: a "
-            "weight sync was skipped or repeated"
-        )
-
-
-def check_lost(rollouts: list[Rollout]) -> None:
-    """Raise RewardError if more than half of the episodes were lost: something is wrong with their environment."""
-    episodes = [rollout.episode for rollout in rollouts if rollout.episode]
-    failures = [episode["failure"] for episode in episodes if episode["failure"]]
-    if 2 * len(failures) > len(episodes):
-        raise RewardError(f"{len(failures)} of {len(episodes)} episodes were lost; the first: {failures[0]}")
-
-
-def other_parts(config: RunConfig) -> dict[str, Any]:
-    """Return the parts of the reward that no function computes, by their names, as `Scorer` takes them."""
-    return dict(reward_part(config) for _, reward_part in features.turned_on(config, "reward_part"))
 
 
 def passing_parts(config: RunConfig) -> list[str]:
@@ -54,54 +32,27 @@ def passing_parts(config: RunConfig) -> list[str]:
     return names[:2] if config.environment.reward_name else names[:1]
 
 
-def with_parts(
-    rollout: Rollout,
-    parts: Mapping[str, tuple[float | None, str]],
-    reward_weights: Mapping[str, float],
-) -> Rollout:
-    """Add the parts of the reward that no function computes, each a value or the reason why there is none, and sum up.
-
-    reward_weights: of all parts, which is their `weighted_sum`; None if one failed.
-    """
-    rewards = {name: value for name, (value, _) in parts.items() if name in reward_weights}
-    rewards |= rollout.rewards
-    failures = {name: failure for name, (_, failure) in parts.items() if failure}
-    failures = rollout.failures | failures
-    reward = None if failures else weighted_sum(rewards, reward_weights)
-    return replace(rollout, rewards=rewards, reward=reward, failures=failures)
-
-
 @dataclass(eq=False)
 class Scorer:
     """Decodes completions, and has worker processes and the reward model, if there is one, score them."""
 
+    config: RunConfig
+    policy: PolicyFiles
     pool: RewardPool
     """It has started."""
     parts: Mapping[str, Any]
     """The parts of the reward that no function computes, by their names. Each has a method `values(rollouts, opening)`,
-    which returns for each rollout its value or None, and the reason if it failed."""
-    reward_weights: Mapping[str, float]
-    """Of all parts."""
-    pass_functions: Sequence[str]
-    """Names of what says whether a completion passes, the first that gives it a value."""
-    policy: PolicyFiles
-    turn_weight: float | None = None
-    """Weight of the environment, if each turn earns its own reward."""
-    lines_once: list[Callable] = field(default_factory=list)
+    which returns what it says of each rollout."""
+    answer_format: str | None
+    """Format of answers, None if no function reads them."""
+    lines_once: list[Callable]
     """Functions that warn of a step's rollouts, each of which is heard once."""
-
-    collected_before = False  # without an annotation it is no argument
-
-    @property
-    def answer_format(self) -> str | None:
-        """Format of answers, None if no function reads them."""
-        return answer_format_of(self.pool.functions)
 
     @property
     def judging_parts(self) -> list[str]:
         """Names of the parts of the reward that count and look at more than the length of a completion."""
         functions = self.pool.functions
-        return [name for name in counting_parts(self.reward_weights) if not measures_length(functions.get(name))]
+        return [name for name in counting_parts(self.config.reward_weights) if not measures_length(functions.get(name))]
 
     def submit(
         self,
@@ -137,33 +88,25 @@ class Scorer:
         where: how a warning begins. If other ranks hold a part of the reward model, they compute it meanwhile, see
         `scores` of `comm.on_driver`.
         """
-        # while worker processes score
-        values_of = {}
-        for name, part in self.parts.items():
-            values_of[name] = part.values(self.submitted, self.pool.opening)
-        rollouts = []
-        for index, rollout in enumerate(self.pool.collect()):
-            parts = {name: values[index] for name, values in values_of.items()}
-            rollouts.append(with_parts(rollout, parts, self.reward_weights))
+        said = {}
+        for name, part in self.parts.items():  # while worker processes score
+            said[name] = part.values(self.submitted, self.pool.opening)
+        rollouts = self.pool.collect(said, self.config.reward_weights)
         check_lost(rollouts)
-
         warnings = failure_lines(rollouts)
-        if self.answer_format and not self.collected_before:
-            warnings.append(no_answer_line(rollouts, self.answer_format))
-        self.collected_before = True
         for line_of in list(self.lines_once):
             line = line_of(rollouts)
             if line:
                 warnings.append(line)
                 self.lines_once.remove(line_of)
-        for line in filter(None, warnings):
+        for line in warnings:
             print(printable(f"warning: {where}{line}"))
         return rollouts
 
     def pass_rate(self, rollouts: list[Rollout]) -> float | None:
         """Return the share of rollouts that pass, None if nothing says whether one does."""
-        values_R = pass_values(rollouts, self.pass_functions)
-        return pass_rate(values_R, self.pool.config.pass_value)
+        values_R = pass_values(rollouts, passing_parts(self.config))
+        return pass_rate(values_R, self.config.reward.pass_value)
 
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:
         """Return the prompts as the model saw them, special tokens included."""
@@ -206,41 +149,23 @@ def read_rewards(config: RunConfig, policy: PolicyFiles) -> Scorer:
     Refuses what would fail only when the engine starts. Raises ValueError or RuntimeError also if
     a reward function or a part of the reward cannot be loaded, or programs cannot be locked down.
     """
-    for _, before_rewards in features.turned_on(config, "before_rewards"):
-        print(before_rewards(config))
-    parts = other_parts(config)
-    ends, *warnings = describe_ends(config, policy)
-    pass_functions = passing_parts(config)
-    lines = [ends]
-    if pass_functions:
-        first, *rest = pass_functions
+    lines = features.call(config, "before_rewards", config)
+    parts = dict(features.call(config, "reward_part", config))
+    lines += describe_ends(config, policy)
+    passing = passing_parts(config)
+    if passing:
+        first, *rest = passing
         otherwise = f", or {rest[0]} where it gives none" if rest else ""
         lines.append(f"a completion passes if {first} gives at least {config.reward.pass_value:g}{otherwise}")
     opening, notes = look_at_prompt(policy.tokenizer, config.data)
-    for line in [*lines, *warnings, *notes]:
+    for line in [*lines, *notes]:
         print(printable(line))
-    lines_once = [hung_line]
-    for _, lines_of in features.turned_on(config, "lines"):
-        lines_once += lines_of()
-    scorer = Scorer(
-        RewardPool(config.reward, config.generator.max_completion_tokens, opening),
-        parts,
-        config.reward_weights,
-        pass_functions,
-        policy,
-        turn_weight=config.environment.weight if config.turns_earn else None,
-        lines_once=lines_once,
-    )
+    pool = RewardPool(config.reward, config.generator.max_completion_tokens, opening)
+    lines_once = [hung_line, *itertools.chain(*features.call(config, "lines"))]
+    answer_format = answer_format_of(pool.functions)
+    if answer_format:
+        lines_once.append(partial(no_answer_line, answer_format=answer_format))
     on_gpu = config.gpus > 0 or torch.cuda.is_available()  # a dry run may be for another machine
     check_engine(config.generator, policy.hf, on_gpu=on_gpu)
-    for _, check in features.turned_on(config, "check"):
-        check(config, policy.tokenizer, policy.stop_token_ids)
-    return scorer
-
-
-def tool_schemas(config: RunConfig) -> dict[str, Tools]:
-    """Return the JSON schemas of each environment's tools, as the chat template gets them, by its name."""
-    schemas = {}
-    for _, schemas_of in features.turned_on(config, "tool_schemas"):
-        schemas |= schemas_of(config)
-    return schemas
+    features.call(config, "check", config, policy.tokenizer, policy.stop_token_ids)
+    return Scorer(config, policy, pool, parts, answer_format, lines_once)

@@ -7,7 +7,6 @@ of its roles.
 import contextlib
 import gc
 import inspect
-import math
 import os
 import pathlib
 import tempfile
@@ -17,17 +16,16 @@ from functools import partial
 from typing import Any
 
 from grpo import features
-from grpo.config import GRPOConfig, RolesConfig
+from grpo.config import RolesConfig
 from grpo.config.checks import check_world_size, describe_roles, num_processes, validate
-from grpo.config.fields import Config
+from grpo.config.fields import REWARD_MODEL, Config
 from grpo.config.recipes import as_recipe, written_fields
 from grpo.config.user_files import own_files
 from grpo.folder import checkpoint
 from grpo.folder.run_folder import CONFIG, FILES, SCRIPT, begin_run
 from grpo.folder.was_read import READ, checksum_of
-from grpo.models import hf_folder
 from grpo.models.export import export_hf
-from grpo.models.hf_folder import ChatForm, fetch_folder
+from grpo.models.hf_folder import ChatForm, fetch_folder, has_config_alone
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics
 from grpo.roles.comm import from_driver, gather_rollouts, on_driver, wait_for_all
@@ -36,14 +34,15 @@ from grpo.roles.engine.vllm_engine import import_vllm
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
-from grpo.roles.weight_sync import sync_weights
+from grpo.roles.weight_sync import check_version, sync_weights
 from grpo.run.machine import fit_to_machine
+from grpo.run.policy import read_shape
 from grpo.run.saved import Saved, warn_of_secrets
-from grpo.run.scorer import check_version
+from grpo.run.scorer import passing_parts
 from grpo.run.start import Start
-from grpo.run.step_timer import StepTimer
 from grpo.types import Prompt, Requests, Rollout
 from grpo.watch.failures import BadInput, here, refuse_bad_input, set_place, show_lines_at_once
+from grpo.watch.step_timer import StepTimer
 from grpo.watch.stopping import forget_old_stop, hold_signals
 from grpo.watch.watchdog import watched
 
@@ -108,8 +107,7 @@ def run(
                 session.leave()
             raise
     if session.repository and session.is_exported:  # here no rank waits, however long it takes
-        for _, push in features.turned_on(config, "push"):
-            print(push(config, session.repository))
+        print(*features.call(config, "push", config, session.repository))
     watchdog.exit_if_interrupted()
 
 
@@ -126,12 +124,9 @@ def dry_run(config: Config, script: str, read: Read) -> bool:
     folder = config.model.path
     reward_model = ""
     with refuse_bad_input(), tempfile.TemporaryDirectory() as build_dir:
-        if hf_folder.has_config_alone(folder):
+        if has_config_alone(folder):
             print(f"{folder} has no weights or no tokenizer: data, rewards and formulas are not checked")
-            hf = hf_folder.read_hf_config(folder)
-            hf_folder.check_trainer(folder, hf, config.trainer)
-            tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
-            hf_folder.check_lengths(folder, hf, config.max_sequence_tokens, tensor_parallel)
+            read_shape(config, folder)
         else:
             start = read(config, script, build_dir)
             folder = start.policy.folder
@@ -208,8 +203,7 @@ class Session:
             start = self.read(config, self.script, "")
             if start.scorer:
                 self.held.callback(start.scorer.pool.close)
-            for _, open_repository in features.turned_on(config, "open_repository"):
-                self.repository = open_repository(config)
+            self.repository = "".join(features.call(config, "open_repository", config))
             self.begin_to_write(start.saved)
         self.start = start
         fitted, _ = fit_to_machine(config, self.layout, start.policy.folder, start.reward_model)
@@ -246,17 +240,12 @@ class Session:
         )
         self.held.callback(os.close, lock)
         forget_old_stop(config.run_dir)
-        tracker = None
-        for _, open_tracker in features.turned_on(config, "open_tracker"):
-            tracker = open_tracker(config, saved.step)
-        has_other_reference = isinstance(config, GRPOConfig) and config.algorithm.distill_coef
         self.run_log = RunLog(
             config.metrics,
             config.run_dir,
             num_steps=config.num_steps if self.layout.num_trainers else 0,
             start_step=saved.step,
-            kl_is_to_start=not (config.reference_moves or has_other_reference),
-            tracker=tracker,
+            trackers=features.call(config, "open_tracker", config, saved.step),
         )
         self.held.callback(self.run_log.close)
 
@@ -274,19 +263,18 @@ class Session:
             return None
         config = self.shared.config
         stop_token_ids = self.shared.stop_token_ids
-        episodes = None
+        folder = self.folders["policy"]
         with self.timer.startup("starting vLLM"):
-            for _, open_episodes in features.turned_on(config, "open_episodes"):
-                episodes = open_episodes(config, self.folders["policy"], stop_token_ids, self.roles)
+            episodes = features.call(config, "open_episodes", config, folder, stop_token_ids, self.roles)
             generator = Generator(
                 config.generator,
                 config.model,
                 config.data,
                 config.seed,
-                self.folders["policy"],
+                folder,
                 stop_token_ids,
                 self.roles,
-                episodes,
+                *episodes,
             )
             self.close_engine = generator.close
         # Python's resource tracker, which comes with shared memory, unblocked SIGTERM in this thread, which would not
@@ -325,10 +313,9 @@ class Session:
                 algorithm = config.algorithm
                 trainer.lead(reference.model, algorithm.reference_interval, algorithm.reference_mixture)
             if "reward model" in self.folders and roles.learns:
-                for name, load in features.turned_on(config, "load"):
-                    self.reward_model = load(config, self.folders["reward model"], roles)
-                    if self.start.scorer:
-                        self.start.scorer.parts[name].model = self.reward_model
+                (self.reward_model,) = features.call(config, "load", config, self.folders["reward model"], roles)
+                if self.start.scorer:
+                    self.start.scorer.parts[REWARD_MODEL].model = self.reward_model
         return trainer, reference
 
     def load_checkpoint(self, trainer: Trainer | None, generator: Generator | None) -> None:
@@ -421,7 +408,7 @@ class Session:
             scored["greedy"],
             scored["sample"],
             self.config.evaluation.num_samples,
-            scorer.pass_functions,
+            passing_parts(self.config),
             scorer.answer_format,
             self.config.reward.pass_value,
         )

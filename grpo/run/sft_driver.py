@@ -4,15 +4,13 @@ import collections
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from grpo.data.batches import make_batch
-from grpo.data.encode import Encoded
+from grpo.data.batches import make_sft_batch
 from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
 from grpo.run.session import Session
-from grpo.run.start import Examples
-from grpo.run.steps import Schedule, Steps
-from grpo.types import Piece, Rollout, Scalars, TrainBatch
+from grpo.run.steps import Steps
+from grpo.types import Scalars, TrainBatch
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
 
@@ -26,42 +24,20 @@ class Due:
     save: bool
 
 
-@dataclass(eq=False)
 class SFTDriver(Steps):
     """Examples, decisions and the log."""
 
-    examples: Examples | None
-    """On rank 0 alone."""
-    stop_at_loss: float
-
-    def __post_init__(self) -> None:
-        """Begin with the losses of the checkpoint."""
-        recent_losses = self.examples.recent_losses if self.examples else ()
-        self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
-
-    @classmethod
-    def of(cls, session: Session) -> "SFTDriver":
-        """Take it from a session that has started up."""
-        config = session.config
-        schedule = Schedule(
-            num_steps=config.num_steps,
-            checkpoint_every=config.checkpoint.interval,
-            evaluate_every=config.evaluation.interval,
-            validate_every=config.validation.interval,
-        )
-        return cls(
-            schedule,
-            session.roles,
-            session.timer,
-            session.run_log,
-            session.start.data,
-            config.stop_at_loss,
-        )
+    def __init__(self, session: Session) -> None:
+        """Begin with the examples that rank 0 has read, and the losses of the checkpoint."""
+        super().__init__(session)
+        if self.roles.is_driver:
+            self.examples = session.start.data
+            self.recent_losses = collections.deque(self.examples.recent_losses, maxlen=STOP_WINDOW)
 
     @on_driver
     def held_out_batch(self, name: str) -> TrainBatch:
         """Lay a validation set end to end."""
-        return batch_of(self.examples.validation[name])
+        return make_sft_batch(self.examples.validation[name])
 
     @from_driver
     def ending(self, step: int) -> Literal["", "learned", "stopped"]:
@@ -75,24 +51,23 @@ class SFTDriver(Steps):
     @on_driver
     def next_batch(self, num_sequences: int) -> TrainBatch:
         """Draw examples and lay them end to end. The loss counts their labels."""
-        return batch_of(self.examples.stream.draw(num_sequences))
+        return make_sft_batch(self.examples.stream.draw(num_sequences))
 
     @from_driver
     def due(self, step: int, measured: StepMetrics) -> Due:
         """Decide what follows step number `step`. A low loss can make it the last one."""
         self.recent_losses.append(measured.means()["loss"])
         is_last = self._is_learned()
-        schedule = self.schedule
         return Due(
-            validate=schedule.is_due(schedule.validate_every, step, is_last),
-            evaluate=schedule.is_due(schedule.evaluate_every, step, is_last),
-            save=schedule.is_due(schedule.checkpoint_every, step, is_last),
+            validate=self.is_due(self.config.validation.interval, step, is_last),
+            evaluate=self.is_due(self.config.evaluation.interval, step, is_last),
+            save=self.is_due(self.config.checkpoint.interval, step, is_last),
         )
 
     def _is_learned(self) -> bool:
         """Return whether the mean loss of the last STOP_WINDOW steps is below `stop_at_loss`."""
         losses = self.recent_losses
-        return len(losses) == STOP_WINDOW and sum(losses) / STOP_WINDOW < self.stop_at_loss
+        return len(losses) == STOP_WINDOW and sum(losses) / STOP_WINDOW < self.config.stop_at_loss
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the driver. On rank 0."""
@@ -111,7 +86,7 @@ class SFTDriver(Steps):
         """Log step number `step`. A metric of examples belongs here."""
         times = self.timer.close_step()
         metrics = measured_metrics(measured, times, batch.num_tokens)
-        if self.examples.are_cut:
+        if self.config.too_long == "truncate":
             metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
         self.log_step(step, metrics)
 
@@ -121,13 +96,3 @@ class SFTDriver(Steps):
         metrics = {f"validation/{name}/loss": loss for name, loss in losses.items() if name}
         metrics["validation/loss"] = sum(losses.values()) / len(losses)
         self.run_log.log_held_out(step, metrics)
-
-
-def batch_of(examples: list[Encoded]) -> TrainBatch:
-    """Lay examples end to end."""
-    rollouts = []
-    for example in examples:
-        piece = Piece.written(example.ids, example.mask)
-        ended_by = "tokens" if example.truncated else "stop"
-        rollouts.append(Rollout.alone(piece, ended_by))
-    return make_batch(rollouts)

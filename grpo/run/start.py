@@ -17,17 +17,15 @@ from grpo.models import hf_folder
 from grpo.run.groups import Group
 from grpo.run.policy import PolicyFiles, read_policy, read_reference
 from grpo.run.saved import Saved, find_saved, resume_data
-from grpo.run.scorer import Scorer, check_functions, read_rewards, tool_schemas
+from grpo.run.scorer import Scorer, check_functions, read_rewards
 from grpo.types import Prompt
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What GRPO samples for: in each step `per_step` prompts, with `group_size` completions each."""
+    """What GRPO samples for."""
 
     stream: PromptStream
-    per_step: int
-    group_size: int
     groups: Sequence[Group] = ()
     """Those in flight in the checkpoint."""
 
@@ -39,8 +37,6 @@ class Examples:
     stream: ChatStream
     validation: Mapping[str, list[Encoded]]
     """The examples of each validation set, by its name."""
-    are_cut: bool
-    """Long examples are truncated."""
     recent_losses: Sequence[float]
     """Those in the checkpoint."""
 
@@ -59,8 +55,11 @@ class Start:
     """The prompts that evaluation completes."""
     scorer: Scorer | None = None
     """Its reward processes have started."""
-    reward_model: str = ""
-    """Folder or hub name of the reward model."""
+
+    @property
+    def reward_model(self) -> str:
+        """Folder or hub name of the reward model, empty if none scores."""
+        return self.scorer.config.reward.model if self.scorer else ""
 
 
 # Of each function, `script` is the script's name in run.json, and `build_dir` the only place where a dry run may write.
@@ -84,8 +83,7 @@ def read_grpo(
     encoder = prompt_encoder(config, policy)
     rows = prepare.encode_sources(sources, encoder)
     stream = PromptStream(rows, config.data, config.seed)
-    groups = resume_data(saved, stream)
-    prompts = Prompts(stream, config.prompts_per_step, config.group_size, groups)
+    prompts = Prompts(stream, resume_data(saved, stream))
     held_out = []
     if config.evaluation.interval:
         held_out = read_held_out(config, policy)
@@ -100,7 +98,6 @@ def read_grpo(
         prompts,
         held_out,
         scorer,
-        config.reward.model,
     )
     note_models(config, start)
     return start
@@ -108,8 +105,7 @@ def read_grpo(
 
 def try_formulas(config: GRPOConfig) -> None:
     """Try the user's loss, advantages and aggregation. Raises ValueError for one that does not work."""
-    for _, try_algorithm in features.turned_on(config, "try_algorithm"):
-        try_algorithm(config.algorithm)
+    features.call(config, "try_algorithm", config.algorithm)
 
 
 def read_sft(
@@ -124,21 +120,19 @@ def read_sft(
     paths = data_paths(config, config.validation, config.evaluation)
     saved = find_saved(config, script, paths, names=("data", "recent_losses"))
     policy = read_policy(config, prepare.texts_of(sources), build_dir)
-    truncates = config.too_long == "truncate"
     encoder = Encoder(
         policy.tokenizer,
         config.data,
         config.max_sequence_tokens,
         config.train_on,
-        truncates=truncates,
+        truncates=config.too_long == "truncate",
         row_format=config.row_format,
         completion_column=config.completion_column,
         vocab_size=policy.hf.vocab_size,
     )
     rows = prepare.encode_sources(sources, encoder)
-    for _, show_examples in features.turned_on(config, "show_examples"):
-        first_examples = ChatStream(rows, config.data, config.seed).draw(config.show)
-        show_examples(first_examples, policy.tokenizer)
+    first_examples = ChatStream(rows, config.data, config.seed).draw(config.show)
+    features.call(config, "show_examples", first_examples, policy.tokenizer)
     stream = ChatStream(rows, config.data, config.seed)
     resume_data(saved, stream)
     validation = {}
@@ -149,7 +143,6 @@ def read_sft(
     examples = Examples(
         stream,
         validation,
-        are_cut=truncates,
         recent_losses=saved.state.get("recent_losses", ()),
     )
     held_out = []
@@ -162,7 +155,6 @@ def read_sft(
         data=examples,
         held_out=held_out,
         scorer=scorer,
-        reward_model=config.reward.model if scorer else "",
     )
     note_models(config, start)
     return start
@@ -190,11 +182,14 @@ def read_held_out(config: RunConfig, policy: PolicyFiles) -> list[Prompt]:
 
 def prompt_encoder(config: RunConfig, policy: PolicyFiles) -> Encoder:
     """Return what makes tokens of prompts."""
+    tools = {}
+    for schemas in features.call(config, "tool_schemas", config):
+        tools |= schemas
     return Encoder(
         policy.tokenizer,
         config.data,
         config.data.max_prompt_tokens,
-        tools=tool_schemas(config),
+        tools=tools,
         vocab_size=policy.hf.vocab_size,
     )
 

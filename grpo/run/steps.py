@@ -4,11 +4,7 @@ Every rank holds one and calls the same methods, in the order of the loop; rank 
 decisions (`comm.on_driver`, `comm.from_driver`).
 """
 
-from dataclasses import dataclass
-
-from grpo.report.log import RunLog
-from grpo.roles.process_groups import Roles
-from grpo.run.step_timer import StepTimer
+from grpo.run.session import Session
 from grpo.types import Scalars
 from grpo.watch.failures import BadInput
 from grpo.watch.stopping import obey_stop, stop_reason
@@ -16,40 +12,25 @@ from grpo.watch.stopping import obey_stop, stop_reason
 MOST_SKIPPED = 3  # steps in a row without an update, which end the run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How many steps a run takes, and what happens every so many of them. 0 is never."""
+class Steps:
+    """Requests to stop, what is due after a step, and the line of a step in the log."""
 
-    num_steps: int
-    checkpoint_every: int
-    evaluate_every: int = 0
-    validate_every: int = 0
-    sync_check_every: int = 0
-    samples_every: int = 0
-    """Steps between those whose completions are written."""
-    overlap_steps: int = 0
-    """Steps that sampling is ahead of training."""
+    num_skipped = 0  # in a row
+
+    def __init__(self, session: Session) -> None:
+        """Take what a session has after its start."""
+        self.config = session.config
+        self.roles = session.roles
+        self.timer = session.timer
+        self.run_log = session.run_log  # on rank 0 alone
 
     def is_due(self, every: int, step: int, is_last: bool = False) -> bool:
-        """Return whether what happens `every` steps, and at the end, follows step `step`.
+        """Return whether what happens `every` steps (0 is never), and at the end, follows step number `step`.
 
         is_last: the run ends before its `num_steps`.
         """
-        is_last = is_last or step == self.num_steps
+        is_last = is_last or step == self.config.num_steps
         return every > 0 and (is_last or step % every == 0)
-
-
-@dataclass(eq=False)
-class Steps:
-    """Requests to stop, and the line of a step in the log."""
-
-    schedule: Schedule
-    roles: Roles
-    timer: StepTimer
-    run_log: RunLog | None
-    """On rank 0 alone."""
-
-    num_skipped = 0  # in a row; without an annotation it is no argument
 
     def is_stopped(self, step: int) -> bool:
         """Return whether a signal or a file asked the run to end after `step` steps. On rank 0 alone."""

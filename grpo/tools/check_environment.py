@@ -36,8 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         config = tool_config([*words, *flags_of(subject)])
         if has_recipe:
             examples = list(itertools.islice(load_sources(config.data)[0].examples(), NUM_EPISODES))
-        ((_, rehearse),) = features.turned_on(config, "rehearse")
-    return int(rehearse(config, examples, 1 if by_hand else NUM_EPISODES, by_hand))
+    num_episodes = 1 if by_hand else NUM_EPISODES
+    (lost,) = features.call(config, "rehearse", config, examples, num_episodes, by_hand)
+    return int(lost)
 
 
 def flags_of(subject: str) -> list[str]:

@@ -22,10 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     exit_code = 0
     with refuse_bad_input():
         config = tool_config([*flags, "--algorithm.loss", loss_name])
-        hooks = dict(features.turned_on(config, "check_loss"))
-        if not hooks:
+        checked = features.call(config, "check_loss", config.algorithm, policy_loss)
+        if not checked:
             raise ValueError("check_loss needs grpo/features/trial, which this checkout lacks")
-        for promise, holds, advice in hooks["trial"](config.algorithm, policy_loss):
+        for promise, holds, advice in checked[0]:
             print(f"holds  {promise}" if holds else f"FAILS  {promise}\n       {advice}")
             exit_code |= not holds
     return exit_code

@@ -60,8 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{name} reads {column}, which only an episode of a run has; try it with train_grpo.py and "
                 "--num-steps 1, whose completions.jsonl has its values"
             )
-        for _, before_rewards in features.turned_on(dataclasses.replace(config, reward=reward), "before_rewards"):
-            print(before_rewards(config))
+        for line in features.call(dataclasses.replace(config, reward=reward), "before_rewards", config):
+            print(line)
         with contextlib.closing(RewardPool(reward, max_tokens)) as pool:
             codes = [show(pool, example) for example in examples]
     return max(codes)

@@ -4,7 +4,8 @@ import sys
 
 from grpo.config.fields import GRPOConfig
 from grpo.config.recipes import for_one_process, load
-from grpo.run.command_line import DEFAULT_RECIPES, keep_caches, quiet_libraries
+from grpo.libraries import keep_caches, quiet_libraries
+from grpo.run.command_line import DEFAULT_RECIPES
 
 
 def subject_of(doc: str, words: list[str] | None = None) -> tuple[str, list[str]]:

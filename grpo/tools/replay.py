@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo.config import OWN_LOSS_DEFAULTS, GRPOConfig, RolesConfig, change
+from grpo.config import GRPO_DEFAULTS, GRPOConfig, RolesConfig, change
 from grpo.config.checks import num_processes, validate
 from grpo.config.recipes import derived, load, load_recipe
 from grpo.data.recorded import RecordedStep, batch_path
@@ -49,7 +49,7 @@ from grpo.run.policy import read_policy
 from grpo.run.saved import find_saved
 from grpo.run.session import Session, run
 from grpo.run.start import Start, try_formulas
-from grpo.run.steps import Schedule, Steps
+from grpo.run.steps import Steps
 from grpo.text import compact_number
 from grpo.tools.command import subject_of
 from grpo.tools.look import summarize
@@ -171,7 +171,7 @@ def replay(
 ) -> None:
     """Take the recorded run's steps. Every rank calls it, and reads the batches for itself."""
     trainer, _, _ = session.start_up()
-    driver = steps_of(session)
+    driver = Steps(session)
     vocab_size = read_hf_config(trainer.model.folder).vocab_size
     for step in session.steps():
         if session.ask_driver(driver.is_stopped, step):
@@ -191,23 +191,11 @@ def replay(
             step + 1,
             recorded_step.metrics | metrics,
         )
-        if driver.schedule.is_due(config.checkpoint.interval, step + 1):
+        if driver.is_due(config.checkpoint.interval, step + 1):
             session.save(step + 1, trainer)
     else:  # not stopped
         session.export(trainer)
     session.end()
-
-
-def steps_of(session: Session) -> Steps:
-    """Return what rank 0 decides and logs."""
-    config = session.config
-    schedule = Schedule(num_steps=config.num_steps, checkpoint_every=config.checkpoint.interval)
-    return Steps(
-        schedule,
-        session.roles,
-        session.timer,
-        session.run_log,
-    )
 
 
 def train_on(
@@ -246,7 +234,7 @@ def configs_of(
     """
     if config.resume or config.algorithm.loss != recorded.algorithm.loss:
         raise ValueError("--methods says which losses are compared, from step 1: leave out --resume, --algorithm.loss")
-    defaults = dict.fromkeys(OWN_LOSS_DEFAULTS)
+    defaults = dict.fromkeys(GRPO_DEFAULTS)
     defaults["loss_options"] = {}
     unset = {}
     for name, default in defaults.items():
@@ -281,7 +269,7 @@ def compare(
     config: the run's, which is that of the first method.
     """
     first, _, _ = session.start_up()
-    driver = steps_of(session)
+    driver = Steps(session)
     trainers = {}
     for name, method in configs.items():
         if trainers:
@@ -297,7 +285,7 @@ def compare(
             trainers[name] = first
         print("\n  ".join([f"method {name}", *derived(method)]))
 
-    if config.ratio_is_1:
+    if config.updates_per_step == 1 and config.algorithm.resolved.old_logprobs == "policy":
         print(RATIO_IS_1)
     print(table_line("step", "method", COLUMNS))
 

@@ -1,4 +1,4 @@
-"""How a user asks a run to stop, and what the run answers.
+"""How a user asks a run to stop, and what the run says to it.
 
 A user sends SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank (torchrun passes the first three on), or makes the file
 `stop` in the run folder or the file that STOP_VARIABLE names. The driver obeys between two steps: it saves what is

@@ -102,7 +102,7 @@ def work(load: Load, connection: socket.socket) -> None:
 
     def send(**message: Any) -> None:
         if os.getpid() != pid:
-            os._exit(0)  # a child that the call forked and that returned from it: only one process may answer
+            os._exit(0)  # a child that the call forked and that returned from it: only one process may reply
         # what filled the memory may still be there
         is_spoilt = message.get("cause") == "memory" or not can_open(connection)
         line = json.dumps(message | {"is_spoilt": is_spoilt})

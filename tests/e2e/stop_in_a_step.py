@@ -12,8 +12,8 @@ import time
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load_recipe
-from grpo.run.step_timer import StepTimer
 from grpo.watch import stopping
+from grpo.watch.step_timer import StepTimer
 
 stop = json.loads(os.environ["STOP"])
 heard, ask_to_stop = pathlib.Path(stop["heard"]), stopping.ask_to_stop

@@ -19,8 +19,8 @@ EDITS = {
         "        keep_prompt = lambda prompt: int(prompt.columns['answer']) % 2 == 0",
     ),
     "a curriculum": (
-        "        source_weights = config.data.weights",
-        "        source_weights = {'a': 1 - step, 'b': step}",
+        "        source_shares = config.data.weights",
+        "        source_shares = {'a': 1 - step, 'b': step}",
     ),
     "a KL coefficient that decays": (
         "        kl_coef = config.algorithm.kl_coef",

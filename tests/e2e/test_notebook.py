@@ -4,7 +4,7 @@ from tests.torchrun import run_python
 
 AFTER_FAILURES = """
 import pathlib, sys
-from grpo.run.command_line import quiet_libraries
+from grpo.libraries import quiet_libraries
 
 quiet_libraries()
 import train_grpo

@@ -90,6 +90,7 @@ def test_4_steps_equal_2_resume_and_2(finished, flags, tmp_path):
 
 
 def test_a_model_that_sees_images_keeps_its_other_parts(tmp_path):
+    pytest.importorskip("grpo.features.qwen3_5")
     start = tmp_path / "start"
     make_image_model(start, SMALL | KINDS["qwen3_5"] | {"head_dim": 32, "num_attention_heads": 4})
     flags = f"--model.path {start} --data.path {ROWS} --sequences-per-step 5 --num-steps 2"

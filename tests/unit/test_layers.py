@@ -9,7 +9,7 @@ from tests import ROOT
 
 # From the ground up. Modules of one layer do not know each other, except that all of them know types, config and text.
 LAYERS = (
-    ("types", "config", "text"),
+    ("types", "config", "text", "libraries"),
     ("algorithm", "data", "workers"),
     ("rewards", "metrics"),
     ("models",),

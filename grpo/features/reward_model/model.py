@@ -1,7 +1,7 @@
 """The reward model: a frozen sequence classifier with one output on the reference ranks, and how it reads a rollout.
 
 It has its own tokenizer and chat template, so conversations travel to it as its own tokens. While the driver scores, it
-asks, and the other learners answer (`comm.on_driver`). Left out: several reward models, and tensor parallelism: the
+asks, and the other learners respond (`comm.on_driver`). Left out: several reward models, and tensor parallelism: the
 ranks share its weights by FSDP.
 """
 
@@ -64,7 +64,7 @@ class RewardModel:
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
-        """Let the driver call `scores` in this block; the other learners are in `answer` as long as it lasts."""
+        """Let the driver call `scores` in this block; the other learners are in `respond` as long as it lasts."""
         try:
             yield
         finally:
@@ -82,7 +82,7 @@ class RewardModel:
             rollouts.append(Rollout.alone(Piece.written([*ids, 0], labels)))
         return self._scores(make_batch(rollouts))
 
-    def answer(self) -> None:
+    def respond(self) -> None:
         """Compute this rank's part of what the driver asks, until its block ends. On all other learners."""
         while broadcast(None, self.roles.learners):
             self._scores(None)
@@ -158,7 +158,7 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> ModelPart:
     Raises FileNotFoundError or ValueError if the folder, its model, its tokenizer or chat template cannot be used.
     """
     folder = hf_folder.resolve_folder(path, scores=True)
-    hf_folder.check_folder(folder, max_sequence_tokens=0, tensor_parallel=1, scores=True)
+    hf_folder.check_folder(folder, scores=True)
     tokenizer = open_tokenizer(folder)
     if not tokenizer.chat_template:
         raise ValueError(
@@ -166,7 +166,7 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> ModelPart:
             "as chat_template.jinja, or use another model"
         )
     hf_folder.check_vocabulary(folder, tokenizer, scores=True)
-    check_template(tokenizer, OWN_DATA, answered=True)
+    check_template(tokenizer, OWN_DATA, replied=True)
     hf = hf_folder.read_hf_config(folder, scores=True)
     row = MICRO_BATCH_TOKENS if trainer.micro_batch_tokens == "auto" else trainer.micro_batch_tokens
     max_tokens = min(hf.max_position_embeddings, row) - 1  # `RewardModel.scores` adds one
@@ -175,12 +175,12 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> ModelPart:
 
 
 def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
-    """Return the prompt's messages and the policy's answer; for an episode, all its messages.
+    """Return the prompt's messages and the policy's reply; for an episode, all its messages.
 
-    opening: the end of the prompt that belongs to the answer, such as an opened `<think>`; each turn begins with it.
+    opening: the end of the prompt that belongs to the reply, such as an opened `<think>`; each turn begins with it.
     """
     if rollout.episode:
         (messages,) = episode_columns([rollout], opening)["messages"]
         return [{"role": m["role"], "content": m["content"]} for m in messages]  # calls stand in the content already
-    answer = as_messages(opening + rollout.text, "assistant")
-    return as_messages(rollout.prompt.content) + answer
+    reply = as_messages(opening + rollout.text, "assistant")
+    return as_messages(rollout.prompt.content) + reply

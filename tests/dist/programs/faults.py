@@ -22,10 +22,10 @@ from torch.distributed import PrefixStore
 from grpo.config import RolesConfig
 from grpo.roles.comm import broadcast, gather_rollouts, wait_for_all
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
-from grpo.run.step_timer import StepTimer
 from grpo.types import Prompt, Requests
 from grpo.watch import watchdog
 from grpo.watch.failures import here, run_script, set_place
+from grpo.watch.step_timer import StepTimer
 from grpo.watch.stopping import end_with_launcher, stop_reason
 from tests.rollouts import completion
 
@@ -88,8 +88,8 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
                     dist.all_reduce(torch.ones(1))
             with timer.phase("sync"):
                 at(step, "sync")
-                if roles.weights is not None:
-                    dist.broadcast(torch.ones(1), group_src=0, group=roles.weights)
+                if roles.sync is not None:
+                    dist.broadcast(torch.ones(1), group_src=0, group=roles.sync)
                 wait_for_all(roles)
             time.sleep(0.1)
         if roles.is_driver:

@@ -100,7 +100,7 @@ def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
         roles=RolesConfig(num_trainers=dist.get_world_size()),
         algorithm=AlgorithmConfig(kl_coef=0.1),
     )
-    assert config.reference_is_base
+    assert not config.reference_has_model
     reference = Reference(config.model, config.trainer, "", 1, roles, trainer.model)
     assert torch.equal(reference.logprobs(batch), base_N), f"{case}: reference"
     assert torch.equal(trainer.logprobs(batch), logprobs_N), f"{case}: the adapters did not come back"

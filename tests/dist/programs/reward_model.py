@@ -25,7 +25,7 @@ def main() -> None:
         model = RewardModel(ModelConfig(dtype="float32"), trainer, folder, roles)
         assert (model.model is not None) == (roles.rank >= num_trainers or not num_references)
         if not roles.is_driver:
-            model.answer()
+            model.respond()
             continue
         conversations = [
             [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

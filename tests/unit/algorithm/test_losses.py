@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo.algorithm.importance import (
-    importance_weights,
+    importance_factors,
     kl,
     mismatch,
     token_kl,
@@ -322,9 +322,9 @@ def corrected(ratios, kind, low=0.5, high=2.0, mask=None, sequences=None):
     inputs = inputs_of([1.0] * len(ratios), [1.0] * len(ratios), mask, sequences)  # policy and old: -1
     generator_BT = -1.0 - row(ratios).log()
     inputs = make_inputs(**vars(inputs) | {"generator_logprobs_BT": generator_BT})
-    weights_BT, corrected_BT = importance_weights(inputs, correction(kind, low, high))
-    assert not weights_BT.requires_grad and corrected_BT.dtype == torch.bool
-    return weights_BT[0].tolist(), corrected_BT[0].tolist()
+    factors_BT, corrected_BT = importance_factors(inputs, correction(kind, low, high))
+    assert not factors_BT.requires_grad and corrected_BT.dtype == torch.bool
+    return factors_BT[0].tolist(), corrected_BT[0].tolist()
 
 
 def test_correction_of_sequences_by_hand():
@@ -346,9 +346,9 @@ def test_corrections_ignore_masked_positions_and_survive_extremes(kind, junk):
     inputs = inputs_of([1.0] * 4, [1.0] * 4, mask=[True, True, True, False], sequences=[0, 1, 2, -1])
     policy_BT, generator_BT = row([1e4, -1e4, 0.0, junk], torch.float32), row([0.0, 0.0, 0.0, junk], torch.float32)
     fields = {"logprobs_BT": policy_BT, "old_logprobs_BT": policy_BT, "generator_logprobs_BT": generator_BT}
-    weights_BT, corrected_BT = importance_weights(make_inputs(**vars(inputs) | fields), correction(kind, 0.5, 2.0))
+    factors_BT, corrected_BT = importance_factors(make_inputs(**vars(inputs) | fields), correction(kind, 0.5, 2.0))
     expected = {"none": [1.0, 1.0], "truncate": [2.0, math.exp(-20)]}.get(kind, [0.0, 0.0])
-    assert weights_BT[0].tolist() == pytest.approx([*expected, 1.0, 1.0], rel=1e-5)
+    assert factors_BT[0].tolist() == pytest.approx([*expected, 1.0, 1.0], rel=1e-5)
     changed = {"none": [False, False], "truncate": [True, False]}.get(kind, [True, True])
     assert corrected_BT[0].tolist() == [*changed, False, False]
 

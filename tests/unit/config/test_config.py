@@ -140,7 +140,6 @@ def test_one_or_several_data_sets_are_written_in_one_field():
 
 
 LORA = "--trainer.lora-rank 16 --trainer.learning-rate"
-BUILT = "--model.path toys.py:model --trainer.learning-rate"
 # In bfloat16 what adapters add is rounded away until it is as large as half of the last digit
 HARDLY_MOVES = "learning_rate=1e-06 hardly moves"
 COARSE = f"{CORRECTION} none --generator.engine"
@@ -150,8 +149,6 @@ CAUTIONS = {
     f"{LORA} 1e-6": f"{HARDLY_MOVES} adapters",
     f"{LORA} 0": "",
     f"{LORA} 1e-5": "",
-    f"{BUILT} 1e-6": f"{HARDLY_MOVES} a model that starts from random weights",
-    f"{BUILT} 1e-3": "",
     f"{COARSE} kv_cache_dtype fp8": "coarser policy",
     f"{COARSE} quantization fp8_per_tensor": "coarser policy",
     f"{COARSE} quantization fp8_per_tensor --algorithm.old-logprobs generator": "",
@@ -189,11 +186,11 @@ FOLLOWS = {
     f"{ONLY_TEACHER} --group-size 1": {"needs_reference": True},
     f"{ONLY_TEACHER} --group-size 1 --reward.functions math_reward 0 --evaluation.interval 1": {},
     # with LoRA the reference is the policy without adapters
-    ON_TRAINERS: {"reference_is_base": True},
-    f"{ON_TRAINERS} --trainer.lora-rank 0": {"reference_is_base": False},
-    f"{ON_TRAINERS} --model.reference-path another": {"reference_is_base": False},
-    f"{ON_TRAINERS} --roles.num-references 1": {"reference_is_base": False},
-    f"{ON_TRAINERS} --roles.num-references 1 --roles.colocated": {"reference_is_base": True},
+    ON_TRAINERS: {"reference_has_model": False},
+    f"{ON_TRAINERS} --trainer.lora-rank 0": {"reference_has_model": True},
+    f"{ON_TRAINERS} --model.reference-path another": {"reference_has_model": True},
+    f"{ON_TRAINERS} --roles.num-references 1": {"reference_has_model": True},
+    f"{ON_TRAINERS} --roles.num-references 1 --roles.colocated": {"reference_has_model": False},
     # the reference is sharded as far as its ranks allow
     "--trainer.tensor-parallel 4": {"reference_tensor_parallel": 4},
     "--algorithm.kl-coef 1 --trainer.tensor-parallel 4 --roles.num-references 2": {"reference_tensor_parallel": 2},

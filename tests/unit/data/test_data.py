@@ -188,7 +188,7 @@ def test_each_step_draws_by_weights_of_its_own(tokenizer, two_sources):
         assert num_b == {0: 0, 49: 4}.get(step, num_b)
     for weights in ({"c": 1}, {"a": 0, "b": 0}, {"a": -1}):
         with pytest.raises(ValueError, match="weights"):
-            stream.set_weights(weights)
+            stream.set_shares(weights)
 
 
 CURRICULUM = """

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
+from grpo.libraries import CACHE_VARIABLE, CACHES, keep_caches
 from grpo.models import attention
 from grpo.roles.engine import vllm_engine
-from grpo.run.command_line import CACHE_VARIABLE, CACHES, keep_caches
 
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 OWN_VARIABLES = (*CACHES, CACHE_VARIABLE, ENABLED)

@@ -51,6 +51,8 @@ def _sizes(raw: str) -> Sizes:
 
 def needs(raw: dict, config: c.GRPOConfig | c.SFTConfig, **frozen: dict) -> Needs:
     """What a run of this model needs. frozen: config.json of other models beside it."""
+    if raw["model_type"] == "qwen3_5_text":
+        pytest.importorskip("grpo.features.qwen3_5")
     models = {name.replace("_", " "): sizes(other) for name, other in ({"reference": raw} | frozen).items()}
     return Needs(config, sizes(raw), models)
 

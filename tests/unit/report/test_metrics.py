@@ -16,11 +16,11 @@ from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
 from grpo.report.samples import completion_records, failure_lines, no_answer_line
 from grpo.rewards.builtin import math_reward
-from grpo.run import step_timer
-from grpo.run.step_timer import StepTimer
 from grpo.tools import look
 from grpo.tools.describe import describe
 from grpo.types import Prompt
+from grpo.watch import step_timer
+from grpo.watch.step_timer import StepTimer
 from tests import read_lines
 from tests.rollouts import completion
 

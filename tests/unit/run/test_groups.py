@@ -231,7 +231,7 @@ def test_groups_that_differ_by_length_alone_are_dropped(weight, length_name, exp
     functions = {"math_reward": math_reward, "overlong_penalty": partial(overlong_penalty, tokens=8)}
     functions |= {"mine.py:brevity": brevity, "measure": math_reward}
     weights = {"math_reward": weight, length_name: 1.0, "measure": 0.0}
-    scorer = SimpleNamespace(reward_weights=weights, pool=SimpleNamespace(functions=functions))
+    scorer = SimpleNamespace(config=SimpleNamespace(reward_weights=weights), pool=SimpleNamespace(functions=functions))
     right = [0.0, 0.0, 0.0, 0.0, 1.0, None, 1.0, 0.0]
     length = [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0, -0.5]
     scored = []

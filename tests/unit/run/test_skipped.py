@@ -16,7 +16,7 @@ BAD = {"skipped_frac": 0.5, "skipped/loss": 1.0}
 def test_three_in_a_row_end_the_run(capsys):
     logged = []
     run_log = types.SimpleNamespace(log=lambda step, metrics: logged.append(step))
-    driver = Steps(None, None, None, run_log)
+    driver = Steps(types.SimpleNamespace(config=None, roles=None, timer=None, run_log=run_log))
     for step, metrics in enumerate((BAD, BAD, GOOD, BAD, BAD), start=1):
         driver.log_step(step, metrics)
     told = capsys.readouterr().out.splitlines()

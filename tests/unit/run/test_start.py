@@ -86,8 +86,8 @@ def test_other_weights_than_the_checkpoint_relies_on_are_refused(changes, checke
 
     def note(weights: str, state: dict) -> dict[str, dict[str, str]]:
         saved = Saved(None, state, begin_to_read(config, state))
-        reward_model = weights if config.reward.model else ""
-        note_models(config, Start(saved, SimpleNamespace(folder=weights), weights, reward_model=reward_model))
+        scorer = SimpleNamespace(config=change(config, {"reward.model": weights if config.reward.model else ""}))
+        note_models(config, Start(saved, SimpleNamespace(folder=weights), weights, scorer=scorer))
         return saved.read.facts
 
     state = {"step": 7, "read": note("old", {})}

@@ -2,12 +2,13 @@
 
 import pytest
 
+from grpo import features
 from grpo.algorithm.groups import pass_rate, pass_values
 from grpo.config import GRPOConfig
 from grpo.config.recipes import change
 from grpo.report.rollout_metrics import evaluation_metrics
-from grpo.rewards.pool import RewardError
-from grpo.run.scorer import check_lost, other_parts, passing_parts, with_parts
+from grpo.rewards.pool import RewardError, check_lost, with_rewards
+from grpo.run.scorer import passing_parts
 from grpo.types import Rollout
 from tests.rollouts import completion
 
@@ -65,6 +66,6 @@ def of_episode(fields: dict, of_function: float | None = 1.0, **episode: object)
     """Return an episode as it is scored by these fields. of_function: what math_reward gives it."""
     config = change(GRPOConfig(), fields)
     episode = {"reward": 1.0, "failure": ""} | episode
-    rollout = completion([], episode=episode, text="text", rewards={"math_reward": of_function})
-    parts = {name: part.values([rollout], "")[0] for name, part in other_parts(config).items()}
-    return with_parts(rollout, parts, config.reward_weights)
+    rollout = completion([], episode=episode, text="text")
+    said = {name: part.values([rollout], "")[0] for name, part in features.call(config, "reward_part", config)}
+    return with_rewards(rollout, said | {"math_reward": (of_function, "")}, config.reward_weights)

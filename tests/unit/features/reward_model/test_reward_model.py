@@ -9,12 +9,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from configs.examples import toys
+from grpo import features
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig, change
 from grpo.config.checks import validate
 from grpo.features.reward_model.model import conversation, open_reward_model
 from grpo.models.hf_folder import check_folder
 from grpo.rewards.pool import RewardPool
-from grpo.run.scorer import Scorer, other_parts
+from grpo.run.scorer import Scorer
 from grpo.tools.evaluate import load_config
 from grpo.types import Prompt, Rollout
 from tests.rollouts import completion
@@ -105,13 +106,13 @@ def test_models_that_cannot_score_are_refused_with_the_reason(folder, tmp_path):
         copy_of(folder, tmp_path / "bert", model_type="bert"): "is a bert model; only qwen3",
         of_policy: "lack 1 tensors of config.json's model, the first is score.weight",
         with_template(folder, tmp_path / "plain", ""): "has no chat template; put the one that",
-        with_template(folder, tmp_path / "deaf", "{{ messages[0].content }}"): "leaves the assistant's answer out",
+        with_template(folder, tmp_path / "deaf", "{{ messages[0].content }}"): "leaves the assistant's reply out",
     }
     for path, reason in reasons.items():
         with pytest.raises((ValueError, FileNotFoundError), match=reason):
             open_reward_model(str(path), TRAINER)
     with pytest.raises(ValueError, match="Qwen3ForSequenceClassification in architectures has no language model head"):
-        check_folder(folder, 64, 1)
+        check_folder(folder)
 
 
 def test_what_a_config_with_one_may_be():
@@ -152,7 +153,8 @@ def test_its_score_joins_the_weighted_sum(folder, tmp_path):
     config = change(GRPOConfig(), fields | {"reward.model": folder, "reward.model_weight": 0.5})
     tokenizer = toys.trained_tokenizer(["1 + 1 = 2"], 300)
     policy = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=[tokenizer.eos_token_id])
-    scorer = Scorer(RewardPool(config.reward, 64), other_parts(config), config.reward_weights, [], policy)
+    parts = dict(features.call(config, "reward_part", config))
+    scorer = Scorer(config, policy, RewardPool(config.reward, 64), parts, None, [])
     try:
         scorer.parts["reward_model"].model = Says(-3.0, 4.0, float("nan"))
         texts = ["a..", "no dot", 80 * ".", "."]

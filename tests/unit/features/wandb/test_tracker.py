@@ -43,7 +43,7 @@ def open_log(run_dir: pathlib.Path, start_step: int = 0, **changes: object) -> R
     """As a session does."""
     config = change(GRPOConfig(metrics=METRICS, run_dir=str(run_dir)), changes)
     tracker = open_tracker(config, start_step)
-    return RunLog(METRICS, str(run_dir), num_steps=9, start_step=start_step, tracker=tracker)
+    return RunLog(METRICS, str(run_dir), num_steps=9, start_step=start_step, trackers=[tracker])
 
 
 def test_metrics_and_samples_reach_the_project(wandb, tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo.config import GeneratorConfig, ModelConfig, TrainerConfig
 from grpo.config.engine_options import argument_names
 from grpo.data.batches import make_batch
+from grpo.features.qwen3_5.delta_net import CHUNK_TOKENS, causal_convolution, document_chunks, gated_delta_rule
 from grpo.metrics import StepMetrics
-from grpo.models.delta_net import CHUNK_TOKENS, causal_convolution, document_chunks, gated_delta_rule
-from grpo.models.hf_folder import check_folder, check_trainer, read_hf_config
+from grpo.models.hf_folder import check_lengths, check_trainer, read_hf_config
 from grpo.models.lora import adapted_paths
 from grpo.roles.engine.vllm_engine import check_engine, options_of_model
 from grpo.roles.trainer import Trainer
@@ -80,7 +80,7 @@ def test_what_is_refused_has_a_remedy(tmp_path):
     hf = read_hf_config(folder)
     quantized = GeneratorConfig(engine={"quantization": "fp8"})
     for remedy, call in {
-        "tensor_parallel=2 must be 1": lambda: check_folder(folder, 64, 2),
+        "tensor_parallel=2 must be 1": lambda: check_lengths(folder, hf, 64, 2),
         "needs trainer.context_parallel=1: its gated delta nets": lambda: check_trainer(
             folder, hf, TrainerConfig(context_parallel=2)
         ),

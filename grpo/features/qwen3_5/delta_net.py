@@ -150,6 +150,10 @@ class GatedDeltaNet(Module):
     class Config(Module.Config):
         hf: transformers.PretrainedConfig
 
+        def mask(self, micro: MicroBatch) -> DocumentChunks:
+            """Return what the layer gets in place of a mask."""
+            return document_chunks(micro)
+
     def __init__(self, config: Config):
         super().__init__()
         hf = config.hf
