@@ -153,8 +153,8 @@ def fetch_folder(
     return resolve_folder(path, scores)
 
 
-def check_folder(folder: str, scores: bool = False) -> None:
-    """Refuse a model that cannot be loaded, before it is loaded.
+def check_folder(folder: str, scores: bool = False) -> transformers.PretrainedConfig:
+    """Refuse a model that cannot be loaded, before it is loaded. Returns its config.json.
 
     Raises FileNotFoundError if there are no weights, ValueError for broken files, and for those that an export could
     not copy (`copied_files`).
@@ -164,6 +164,7 @@ def check_folder(folder: str, scores: bool = False) -> None:
         if file.name in TABLES:
             read_table(file)
     check_weights(pathlib.Path(folder), config)
+    return config
 
 
 def check_lengths(

@@ -85,6 +85,5 @@ def _fit_to_processes(config: Config, recipe: Config) -> Config:
         line = f"{reason}: one process has all roles of the {config.num_ranks} ranks configured"
         if config.dry_run and not config.gpus:
             line += f", which --gpus {config.num_ranks} judges"
-        lines = [line, *differences(fitted, config)]
-        print("\n  ".join(lines))
+        print("\n  ".join([line, *differences(fitted, config)]))
     return fitted

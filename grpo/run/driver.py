@@ -32,18 +32,17 @@ from grpo.run.steps import Steps
 from grpo.types import Prompt, Requests, Rollout, Scalars, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
-EARLY_PLANS = 2  # so many steps of a process get a sync check: before its first sync, and behind it
+EARLY_STEPS = 2  # so many steps of a process get a sync check: before its first sync, and behind it
 
 
 class Driver(Steps):
     """Prompts, rewards, decisions and the log."""
 
-    num_plans = 0
-
     def __init__(self, session: Session) -> None:
         """Begin with the prompts, the groups in flight and the scorer that rank 0 has read."""
         super().__init__(session)
         self.reward_model = session.reward_model  # see `on_driver`
+        self.first_step = session.shared.step
         if self.roles.is_driver:
             prompts = session.start.data
             self.scorer = session.start.scorer
@@ -72,13 +71,12 @@ class Driver(Steps):
         if self.is_stopped(step):
             return StepPlan(step, stop=True)
         self.step = step
-        self.times_ahead: Scalars = {}
+        self.times_ahead = {}
         number = step + 1
         self.stream.begin_step(number, source_shares, keep_prompt)
         self.buffer.begin_step()
         requests = self._fill()
-        self.num_plans += 1
-        is_early = self.num_plans <= EARLY_PLANS
+        is_early = step < self.first_step + EARLY_STEPS
         every = self.config.sync_check_interval
         probe = []
         if every and (is_early or step % every == 0):

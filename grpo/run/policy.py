@@ -97,8 +97,7 @@ def read_reference(config: GRPOConfig, policy: PolicyFiles) -> str:
     if not path:
         return policy.folder
     folder = hf_folder.resolve_folder(path)
-    hf_folder.check_folder(folder)
-    hf = hf_folder.read_hf_config(folder)
+    hf = hf_folder.check_folder(folder)
     hf_folder.check_lengths(folder, hf, config.max_sequence_tokens, config.reference_tensor_parallel)
     hf_folder.check_reference(folder, policy.folder, policy.tokenizer)
     return path

@@ -54,7 +54,7 @@ def find_saved(
         overwrite=config.overwrite,
     )
     checkpoint = None
-    state: dict[str, Any] = {}
+    state = {}
     if config.resume:
         checkpoint, state = newest_checkpoint(config.run_dir)
     if checkpoint and step_of(checkpoint) > config.num_steps:

@@ -154,9 +154,8 @@ def read_rewards(config: RunConfig, policy: PolicyFiles) -> Scorer:
     lines += describe_ends(config, policy)
     passing = passing_parts(config)
     if passing:
-        first, *rest = passing
-        otherwise = f", or {rest[0]} where it gives none" if rest else ""
-        lines.append(f"a completion passes if {first} gives at least {config.reward.pass_value:g}{otherwise}")
+        names = ", or else ".join(passing)
+        lines.append(f"a completion passes if {names} gives at least {config.reward.pass_value:g}")
     opening, notes = look_at_prompt(policy.tokenizer, config.data)
     for line in [*lines, *notes]:
         print(printable(line))

@@ -346,8 +346,7 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """Yield for each step the number of steps before it."""
-        config = self.config
-        for step in range(self.shared.step, config.num_steps):
+        for step in range(self.shared.step, self.config.num_steps):
             if self.saver and self.roles.is_driver:  # if it raises, torchrun ends the other ranks
                 self.saver.raise_failure()
             yield step
@@ -423,12 +422,7 @@ class Session:
         """Write the model's folder, unless `checkpoint.export` is off. Collective over the trainers."""
         if self.config.checkpoint.export and trainer:
             model_dir = pathlib.Path(self.config.run_dir) / "model"
-            export_hf(
-                trainer.model,
-                model_dir,
-                trainer.dtype,
-                self.shared.form,
-            )
+            export_hf(trainer.model, model_dir, trainer.dtype, self.shared.form)
             self.is_exported = True
 
     def end(self) -> None:

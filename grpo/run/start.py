@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from grpo import features
 from grpo.config import GRPOConfig, SFTConfig
-from grpo.config.fields import EvaluationConfig, RunConfig, ValidationConfig
+from grpo.config.fields import HeldOutConfig, RunConfig
 from grpo.data import prepare
 from grpo.data.encode import Encoded, Encoder
 from grpo.data.streams import ChatStream, PromptStream
@@ -72,7 +72,7 @@ def read_grpo(
 ) -> Start:
     """Read the prompts, reference, held-out prompts and rewards of a GRPO run."""
     check_functions(config)
-    try_formulas(config)
+    features.call(config, "try_algorithm", config.algorithm)
     sources = prepare.load_sources(config.data)
     check_functions(config, prepare.first_columns(sources))  # the encoder compares the other rows with these
 
@@ -80,32 +80,30 @@ def read_grpo(
     saved = find_saved(config, script, paths, names=("data", "flight"))
     policy = read_policy(config, prepare.texts_of(sources), build_dir)
     reference = read_reference(config, policy)
-    encoder = prompt_encoder(config, policy)
-    rows = prepare.encode_sources(sources, encoder)
-    stream = PromptStream(rows, config.data, config.seed)
-    prompts = Prompts(stream, resume_data(saved, stream))
-    held_out = []
-    if config.evaluation.interval:
-        held_out = read_held_out(config, policy)
-        if not config.environment.reward_name:  # whose rows may have one prompt for all, and differ in their columns
-            ids = [prompt.ids for prompt in held_out]
-            prepare.warn_of_repeated_rows("evaluation", ids, rows)
+    prompts, held_out = read_prompts(config, sources, policy, saved)
     scorer = read_rewards(config, policy)
-    start = Start(
-        saved,
-        policy,
-        reference,
-        prompts,
-        held_out,
-        scorer,
-    )
+    start = Start(saved, policy, reference, prompts, held_out, scorer)
     note_models(config, start)
     return start
 
 
-def try_formulas(config: GRPOConfig) -> None:
-    """Try the user's loss, advantages and aggregation. Raises ValueError for one that does not work."""
-    features.call(config, "try_algorithm", config.algorithm)
+def read_prompts(
+    config: GRPOConfig,
+    sources: prepare.Sources,
+    policy: PolicyFiles,
+    saved: Saved,
+) -> tuple[Prompts, list[Prompt]]:
+    """Read the prompts that training draws from, with the groups in flight, and the held-out ones."""
+    rows = prepare.encode_sources(sources, prompt_encoder(config, policy))
+    stream = PromptStream(rows, config.data, config.seed)
+    prompts = Prompts(stream, resume_data(saved, stream))
+    if not config.evaluation.interval:
+        return prompts, []
+    held_out = read_held_out(config, policy)
+    if not config.environment.reward_name:  # whose rows may have one prompt for all, and differ in their columns
+        ids = [prompt.ids for prompt in held_out]
+        prepare.warn_of_repeated_rows("evaluation", ids, rows)
+    return prompts, held_out
 
 
 def read_sft(
@@ -140,11 +138,7 @@ def read_sft(
         validation = prepare.load_validation(config.validation, encoder)
         ids = [example.ids for examples in validation.values() for example in examples]
         prepare.warn_of_repeated_rows("validation", ids, rows)
-    examples = Examples(
-        stream,
-        validation,
-        recent_losses=saved.state.get("recent_losses", ()),
-    )
+    examples = Examples(stream, validation, saved.state.get("recent_losses", ()))
     held_out = []
     scorer = None
     if config.evaluation.interval:
@@ -194,7 +188,7 @@ def prompt_encoder(config: RunConfig, policy: PolicyFiles) -> Encoder:
     )
 
 
-def data_paths(config: RunConfig, *sections: EvaluationConfig | ValidationConfig) -> list[str]:
+def data_paths(config: RunConfig, *sections: HeldOutConfig) -> list[str]:
     """Return the paths of the training data and of the held-out data that are used."""
     sources = list(config.data.all_sources)
     for section in sections:

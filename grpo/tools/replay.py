@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grpo import features
 from grpo.config import GRPO_DEFAULTS, GRPOConfig, RolesConfig, change
 from grpo.config.checks import num_processes, validate
 from grpo.config.recipes import derived, load, load_recipe
@@ -48,7 +49,7 @@ from grpo.run.command_line import check_folder_early
 from grpo.run.policy import read_policy
 from grpo.run.saved import find_saved
 from grpo.run.session import Session, run
-from grpo.run.start import Start, try_formulas
+from grpo.run.start import Start
 from grpo.run.steps import Steps
 from grpo.text import compact_number
 from grpo.tools.command import subject_of
@@ -144,7 +145,7 @@ def read(
 ) -> Start:
     """Check the loss and the recorded batches, on rank 0. Returns the model, and the checkpoint if it is resumed."""
     algorithm = config.algorithm
-    try_formulas(config)
+    features.call(config, "try_algorithm", algorithm)
     batches_dir = batch_path(recorded, 1).parent
     saved = find_saved(config, script, [str(batches_dir)])
     policy = read_policy(config, build_dir=build_dir)
@@ -250,7 +251,7 @@ def configs_of(
             changes["algorithm.advantages"] = advantages
         method_config = change(config, changes)
         validate(method_config)
-        try_formulas(method_config)
+        features.call(method_config, "try_algorithm", method_config.algorithm)
         name = "+".join(part.rpartition(":")[2] for part in method.split("+"))
         if name in configs:
             raise ValueError(f"two methods are called {name}; name each once")
