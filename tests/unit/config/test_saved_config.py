@@ -38,7 +38,7 @@ def test_what_the_result_depends_on(path):
 
 
 def test_what_the_result_does_not_depend_on():
-    assert {*field_paths(GRPOConfig()), *field_paths(SFTConfig())} >= RESUME_SAFE
+    assert {*RESUME_SAFE.split()} <= {*field_paths(GRPOConfig()), *field_paths(SFTConfig())}
     for path in ("run_dir", "roles.num_trainers", "checkpoint.keep", "evaluation.path", "trainer.micro_batch_tokens"):
         assert is_resume_safe(path, GRPOConfig())
     for path in ("reward.functions", "generator.max_completion_tokens"):  # SFT's evaluation
