@@ -13,7 +13,7 @@ from tests import ROOT
 LACKS = "which this checkout lacks"  # how the door refuses a config
 # What goes with each folder besides it and tests/unit/features/NAME
 ALSO = {
-    "agents": ["tests/e2e/tiny_agents.py"],
+    "agents": ["tests/e2e/test_agents.py", "tests/e2e/tiny_agents.py"],
     "environments": ["tests/e2e/test_environments.py"],
     "hub": [],
     "machine": [],

@@ -28,15 +28,19 @@ for module in [*modules, "train_grpo", "train_sft"]:
     assert importlib.import_module(module).__file__.startswith(core), module
 from grpo import features
 print("present:", features.present())
+import pytest
+assert pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"]) == 0
 runpy.run_module("configs.examples.notebook", run_name="__main__")
 """
+
+NOT_OURS = shutil.ignore_patterns(".git", ".venv", ".cache", ".*_cache", "__pycache__", "runs")
 
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory) -> pathlib.Path:
     """The copy."""
     copy = tmp_path_factory.mktemp("core") / "project"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
+    shutil.copytree(ROOT, copy, ignore=NOT_OURS)
     for name in features.FEATURES:
         for path in map(copy.joinpath, goes_with(name)):
             if path.is_dir():
@@ -46,7 +50,7 @@ def core(tmp_path_factory) -> pathlib.Path:
     return copy
 
 
-def test_every_module_imports_and_the_example_for_notebooks_says_what_is_true(core):
+def test_modules_and_tests_import_and_the_example_for_notebooks_says_what_is_true(core):
     """It trains by SFT and GRPO in one process."""
     (core / "program.py").write_text(PROGRAM)
     output = run_python(core / "program.py", core, ROOT)
