@@ -190,14 +190,15 @@ def test_runs_and_methods_share_charts_and_a_long_curve_is_a_band(tmp_path, brow
         *("", "dots", "odd"),  # of 3 steps
         *("band", "", "odd"),  # of 400
     ]
-    methods = [{"step": step, "dapo/grad_norm": 1.0, "dapo/cosine": 1.0, "mine/grad_norm": step} for step in (1, 2)]
+    methods = [{"step": step, "dapo/grad_norm": 1.0, "dapo/cosine": 1.0, "mine/grad_norm": step} for step in (1, 9)]
     write_lines(tmp_path / "metrics.jsonl", methods)
     main([str(tmp_path), "--html"])
     browser.open(tmp_path / "look.html")
     browser.wait_for("document.querySelectorAll('.chart').length > 0")
     assert texts_of(browser, "#key span") == ["dapo", "mine"]
-    assert texts_of(browser, ".chart header") == ["cosine1", "grad_norm12"]
-    assert texts_of(browser, "#means td") == ["1", "1", "-", "1.5"]  # dapo's, then those of mine
+    assert texts_of(browser, ".chart header") == ["cosine1", "grad_norm19"]
+    assert texts_of(browser, ".x") == ["1", "9"] * 2  # no two round numbers lie between
+    assert texts_of(browser, "#means td") == ["1", "1", "-", "5"]  # dapo's, then those of mine
 
 
 def test_the_list_shows_what_prompts_do_not_share(tmp_path, browser):
