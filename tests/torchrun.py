@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
+from grpo.workers.processes import children
 from tests import ROOT
 from tests.forks import STARTING, Fork, can_fork
 
@@ -98,7 +99,7 @@ def finish(process: subprocess.Popen | Fork) -> subprocess.CompletedProcess:
     try:
         output, _ = process.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
-        pids = [*children_of(process.pid), process.pid]  # a launcher prints its own last
+        pids = [*children(process.pid), process.pid]  # a launcher prints its own last
         send_all(pids, os.kill, signal.SIGABRT)
         time.sleep(2)
         send_all(pids, os.killpg, signal.SIGKILL)
@@ -111,9 +112,3 @@ def send_all(pids: list[int], send: Callable[[int, int], None], number: int) -> 
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             send(pid, number)
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the process ids of the direct children."""
-    text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]

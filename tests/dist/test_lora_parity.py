@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.tiny_models import make_tiny
-from tests.torchrun import torchrun
+from tests.dist import test_parity
 
 ALL = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 ATTENTION = "q_proj+k_proj+v_proj+o_proj"
@@ -44,6 +43,4 @@ def test_lora_equals_peft_in_every_layout(tmp_path, nproc, kind):
 
 def compare(folder, nproc, cases):
     pytest.importorskip("peft")
-    kinds = {kind: make_tiny(folder, kind) for kind, *_ in cases}
-    arguments = [",".join(map(str, (kinds[kind], *rest))) for kind, *rest in cases]
-    print(torchrun("tests/dist/programs/lora.py", folder / "out", *arguments, nproc=nproc))
+    test_parity.compare(folder, nproc, cases, "tests/dist/programs/lora.py", folder / "out")

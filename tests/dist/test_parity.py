@@ -73,7 +73,7 @@ def test_every_model_in_every_layout_equals_transformers(tmp_path, nproc, kind):
     compare(tmp_path, nproc, [(kind, *layout) for layout in layouts])
 
 
-def compare(folder, nproc, cases):
+def compare(folder, nproc, cases, program="tests/dist/programs/parity.py", *first):
     kinds = {kind: make_tiny(folder, kind) for kind, *_ in cases}
     arguments = [",".join(map(str, (kinds[kind], *rest))) for kind, *rest in cases]
-    print(torchrun("tests/dist/programs/parity.py", *arguments, nproc=nproc))
+    print(torchrun(program, *first, *arguments, nproc=nproc))

@@ -132,9 +132,13 @@ def make_config(
     )
 
 
+def prompts_of(version: int) -> list[Prompt]:
+    return [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
+
+
 def sample(config: GRPOConfig, generator: Generator | None, version: int, roles: Roles) -> TrainBatch | None:
     """Completions as a batch on trainer and reference ranks, with some advantages. Every rank calls it."""
-    prompts = [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
+    prompts = prompts_of(version)
     requests = Requests.of(prompts, config.group_size)
     rollouts = generator.generate(requests) if roles.generates else None
     rollouts = gather_rollouts(rollouts, requests, roles)
@@ -161,7 +165,7 @@ def assert_check(
 
     Every rank calls it.
     """
-    prompts = [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
+    prompts = prompts_of(version)
     refused, before = False, snapshot(trainer) if trainer else {}
     try:
         check_sync(prompts, trainer, generator, config.model.dtype, roles)

@@ -5,7 +5,6 @@ import grpo.models  # noqa: F401  before torchtitan, whose device it sets
 # isort: split
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +20,10 @@ from grpo.metrics import StepMetrics
 from grpo.models import attention, build
 from grpo.models.attention import ATTENTIONS, DocumentAttention, DocumentMasks, choose_attention
 from grpo.models.families import titan_config
-from grpo.roles.trainer import Trainer
 from tests import plain_attention
 from tests.rollouts import sequence
 from tests.tiny_models import make_tiny
+from tests.unit.algorithm.test_updates import trainer_of
 
 LENGTHS = [[3, 4, 1], [5, 3]]  # of the documents of two rows of 8 tokens
 
@@ -95,14 +94,14 @@ def test_blocks_are_compiled_once_for_rows_of_any_length(tmp_path, monkeypatch, 
     Blocks with plain attention, which torch cannot compile, are not compiled; on a GPU a run may ask for it too.
     """
     torch.compiler.reset()
-    counter, roles = CompileCounterWithBackend("eager"), SimpleNamespace(device=torch.device("cpu"), is_driver=False)
+    counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(attention, "kernels", lambda: (plain_attention.forward, plain_attention.backward))
     monkeypatch.setattr(build, "choose_attention", lambda *of: kind)
     monkeypatch.setattr(build, "compiles", lambda *of: True)
     monkeypatch.setattr(build, "CompileConfig", partial(CompileConfig, backend=counter))
     monkeypatch.setattr(build, "titan_config", lambda *of: titan_config(*of[:3], False, of[4]))  # its LM head is not
-    options = TrainerConfig(micro_batch_tokens=128, activation_checkpointing=recomputed)
-    trainer = Trainer(ModelConfig(dtype="float32"), options, make_tiny(tmp_path, "qwen3-tied"), 1, roles)
+    options = {"micro_batch_tokens": 128, "activation_checkpointing": recomputed, "compile": TrainerConfig().compile}
+    trainer = trainer_of(make_tiny(tmp_path, "qwen3-tied"), **options)
     for lengths in ([64, 60], [50, 30], [9, 9], [40, 40, 16]):
         samples = [sequence(torch.arange(n) % 8, torch.arange(n) > 3, prompt_tokens=4) for n in lengths]
         trainer.forward_backward(make_batch(samples), lambda _, found_BT, __: (found_BT.sum(), {}), StepMetrics(1))

@@ -139,8 +139,7 @@ def test_built_in_functions_and_the_users_own_run_in_different_processes(own, tm
 
     pool = RewardPool(config, 100)
     supervisors = [pool.workers[confined].supervisor.pid for confined in (True, False)]
-    children = [pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in supervisors]
-    modes = [filter_mode(pid) for pids in children for pid in pids]
+    modes = [filter_mode(pid) for supervisor in supervisors for pid in processes.children(supervisor)]
     pool.close()
     assert modes == ["2" if kernel.can_deny_calls() else filter_mode("self"), filter_mode("self")]
 
@@ -150,7 +149,7 @@ def test_built_in_functions_and_the_users_own_run_in_different_processes(own, tm
     assert not os.path.exists((tmp_path / "temporary").read_text())  # temporary files end with the run
 
 
-def filter_mode(pid: str) -> str:
+def filter_mode(pid: int | str) -> str:
     return pathlib.Path(f"/proc/{pid}/status").read_text().partition("Seccomp:")[2].split()[0]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import socketserver
 import subprocess
 import sys
@@ -13,9 +12,10 @@ import pytest
 
 from grpo.config import EnvironmentConfig
 from grpo.features.environments.host import MAX_OPENING_CHARACTERS, EnvironmentHost
+from grpo.workers.processes import children
 from grpo.workers.supervisor import LINE_BYTES
 from tests.unit.features.environments.conversations import call, say
-from tests.unit.workers.processes import wait_until
+from tests.unit.workers.processes import alive, wait_until
 
 ROOM = """
     import errno, os, signal, subprocess, time
@@ -222,9 +222,8 @@ def test_a_failure_has_its_cause_and_costs_its_own_deadline(room, what, kind):
 def test_a_call_that_loops_is_told_from_one_that_waits_where_a_core_has_other_work(room):
     say(room, 1, "reset", {}, 0, 0)
     core = min(os.sched_getaffinity(0))
-    supervisor = room.workers.supervisor.pid
-    for pid in pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-        os.sched_setaffinity(int(pid), {core})
+    for pid in children(room.workers.supervisor.pid):
+        os.sched_setaffinity(pid, {core})
     work = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
     command = [sys.executable, "-c", work]
     others = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(12)]
@@ -275,7 +274,7 @@ def test_what_an_episode_detaches_lives_until_its_process_ends(host, tmp_path):
     served = host(name="served.py:Served")
     first, _, pid = (say(served, episode, "reset", {}, 0, 0)["text"] for episode in range(3))
     assert say(served, 0, "finish")["reward"] == 1.0
-    wait_until(lambda: not command_of(first), "it to die")
+    wait_until(lambda: not alive(int(first)), "it to die")
     say(served, 3, "reset", {}, 0, 0)  # so that the supervisor has looked
     for episode in (1, 2):
         assert say(served, episode, "turn", "well?")["answers"] == ["None"]
@@ -326,7 +325,7 @@ def test_each_process_draws_its_own_numbers(host, tmp_path):
 def test_what_a_file_starts_as_it_is_imported_goes_on(host, tmp_path):
     code = """
         import pathlib, subprocess
-        helper = subprocess.Popen(["sleep", "1000.5"])
+        helper = subprocess.Popen(["sleep", "1000"])
         class Other:
             def reset(self): return str(helper.pid)
             def reply(self, text): return None
@@ -334,17 +333,10 @@ def test_what_a_file_starts_as_it_is_imported_goes_on(host, tmp_path):
     made = host(name=write(tmp_path, code))
     for _ in range(2):  # between two episodes nothing is at work
         helper = say(made, 0, "reset", {}, 0, 0)["text"]
-        assert "1000.5" in command_of(helper)
+        assert alive(int(helper))
         say(made, 0, "finish")
     made.close()
-    assert "1000.5" not in command_of(helper)
-
-
-def command_of(pid: str) -> str:
-    try:
-        return pathlib.Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
+    assert not alive(int(helper))
 
 
 def test_close_is_called_after_a_failure_and_its_own_costs_nothing(host, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from grpo.features.programs.run import REASON, Limits, Outcome, ProgramError, check_programs, run_python
 from grpo.workers import kernel, lockdown
+from grpo.workers.processes import children
 from tests.unit.workers.lockdown_attacks import ROOT
 from tests.unit.workers.processes import DEADLINE, find, wait_until
 
@@ -179,8 +180,7 @@ def test_no_program_is_left_when_the_reward_processes_are_killed(killed, tmp_pat
     driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=variables, **pipes)
     supervisor = int(driver.stdout.readline())
     wait_until(lambda: len(find(marker)) == 2, "the programs")
-    workers = pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    pids = {"supervisor": supervisor, "driver": driver.pid, "worker": int(workers[0])}
+    pids = {"supervisor": supervisor, "driver": driver.pid, "worker": min(children(supervisor))}
     os.kill(pids[killed], signal.SIGKILL)
     wait_until(lambda: len(find(marker)) == (1 if killed == "worker" else 0), "programs to end")
     driver.kill()

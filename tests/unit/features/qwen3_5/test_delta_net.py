@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo.config import GeneratorConfig, ModelConfig, TrainerConfig
+from grpo.config import GeneratorConfig, TrainerConfig
 from grpo.config.engine_options import argument_names
 from grpo.data.batches import make_batch
 from grpo.features.qwen3_5.delta_net import CHUNK_TOKENS, causal_convolution, document_chunks, gated_delta_rule
@@ -16,9 +16,9 @@ from grpo.metrics import StepMetrics
 from grpo.models.hf_folder import check_lengths, check_trainer, read_hf_config
 from grpo.models.lora import adapted_paths
 from grpo.roles.engine.vllm_engine import check_engine, options_of_model
-from grpo.roles.trainer import Trainer
 from tests.rollouts import sequence
 from tests.tiny_models import make_tiny
+from tests.unit.algorithm.test_updates import trainer_of
 
 # Not in the order in which they are computed; below, at and above the ends of chunks
 LENGTHS = [3, CHUNK_TOKENS + 1, 1, 3 * CHUNK_TOKENS, CHUNK_TOKENS, 2 * CHUNK_TOKENS - 1]
@@ -118,13 +118,11 @@ class Products(TorchDispatchMode):
 @pytest.mark.usefixtures("one_rank")
 def test_selective_checkpointing_keeps_linear_layers_and_computes_the_rule_again(tmp_path):
     """On an H200 the rule's products took 12 GiB of 16,384 tokens in the shape of 0.8B."""
-    roles = types.SimpleNamespace(device=torch.device("cpu"), is_driver=False)
     folder = make_tiny(tmp_path, "qwen3_5")
     batch = make_batch([sequence(torch.arange(40) % 8, torch.arange(40) > 3, prompt_tokens=4)])
     found = {}
     for kind in ("none", "selective", "full"):
-        options = TrainerConfig(micro_batch_tokens=128, activation_checkpointing=kind, compile=False)
-        trainer = Trainer(ModelConfig(dtype="float32"), options, folder, 1, roles)
+        trainer = trainer_of(folder, micro_batch_tokens=128, activation_checkpointing=kind)
         with Products() as products:
             trainer.forward_backward(batch, lambda _, found_BT, __: (found_BT.sum(), {}), StepMetrics(1))
         found[kind] = [products.counts[op.default] for op in (torch.ops.aten.bmm, torch.ops.aten.mm)]
