@@ -42,7 +42,7 @@ LOOK_SECONDS = 0.05
 CLOSED_SECONDS = 1.0
 # Looks for killed processes, at least 2 ms apart, before the supervisor ends anyway: no seconds, since a machine that
 # stood still or is busy gave the killed no time to end
-END_LOOKS = 15_000
+END_LOOKS = 10_000
 # A worker that writes more than this before a line ends is not the one that writes. The longest text of a `reset` has
 # 500,000 characters, each of which JSON may write as two escapes of six bytes.
 LINE_BYTES = 2**23
