@@ -67,15 +67,22 @@ def flags_of(model: pathlib.Path, folder: pathlib.Path, agent: str, rows: list[d
     )
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-def test_each_sampled_token_is_trained_once_with_its_log_prob(chat_model, tmp_path, engines):
+@pytest.mark.parametrize(
+    ("layout", "nproc", "num_steps"),
+    [
+        (ONE_RANK, 1, 1),
+        (f"{split(1, 0, 2)} --overlap-steps 1", 3, 2),  # the second step a step behind
+        (f"{split(1, 0, 2)} --generator.tensor-parallel 2", 3, 1),
+    ],
+    ids=["one engine", "two engines", "an engine of two ranks"],
+)
+def test_each_sampled_token_is_trained_once_with_its_log_prob(chat_model, tmp_path, layout, nproc, num_steps):
     """An openai client with a tool, edited histories, branches, requests at once, retries and curl."""
     kinds = [kind for kind in KINDS if kind != "shell" or shutil.which("curl")]
     rows = [{"kind": kind, "number": 16} for kind in kinds]
-    layout = ONE_RANK if engines == 1 else f"{split(1, 0, 2)} --overlap-steps 1"  # the second step a step behind
     flags = flags_of(chat_model, tmp_path, "of_the_row", rows)
-    nproc = 1 if engines == 1 else 3
-    torchrun("train_grpo.py", TINY, f"{flags} {layout} --record --num-steps {engines} --reward.functions", nproc=nproc)
+    flags = f"{flags} {layout} --record --num-steps {num_steps} --reward.functions"
+    torchrun("train_grpo.py", TINY, flags, nproc=nproc)
     records = [record for record in read_completions(tmp_path / "run") if record["step"] == 1]
     assert len(records) == 4 * len(kinds)
     num_calls = 0
@@ -91,7 +98,7 @@ def test_each_sampled_token_is_trained_once_with_its_log_prob(chat_model, tmp_pa
     assert int(batch.loss_mask_N.sum()) == sampled
     assert batch.num_sequences == 4 * sum(KINDS[kind][1] for kind in kinds)
     metrics, *others = [one for one in read_metrics(tmp_path / "run") if "loss" in one]
-    assert len(others) == engines - 1
+    assert len(others) == num_steps - 1
     assert metrics["mismatch/max"] < 1e-5
     assert torch.isfinite(batch.generator_logprobs_N[batch.loss_mask_N]).all()
 

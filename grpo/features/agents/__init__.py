@@ -20,9 +20,6 @@ def problems(config: Any) -> Iterator[str]:
         "generator.stop, or generator.sampling other than top_p, top_k and min_p: a request has its own `stop`": (
             needs_texts(config.generator)
         ),
-        "generator.tensor_parallel: the other ranks of an engine do not learn when a request comes; set 1": (
-            config.generator.tensor_parallel > 1
-        ),
     }
     for reason, is_set in refused.items():
         if is_set:
@@ -54,7 +51,7 @@ def reward_part(config: Any) -> tuple[str, Any]:
 
 
 def open_episodes(config: Any, folder: str, stop_token_ids: Sequence[int], roles: Any) -> Any:
-    """Start the agents' processes of this rank. Returns what plays their episodes."""
+    """Start the agents' processes on the first rank of an engine. Returns what plays their episodes."""
     from grpo.features.agents.episodes import Agents
 
-    return Agents(config, folder, stop_token_ids)
+    return Agents(config, folder, stop_token_ids, roles.replica.index(roles.rank), len(roles.replica))

@@ -3,7 +3,7 @@
     agent's process  --HTTP-->  a thread of the endpoint  --inbox-->  the engine's loop
 
 Requests join the batch between two steps of the engine. Two runs do not agree to the last bit, because nobody knows
-when an agent asks next.
+when an agent asks next. The engine's first rank has the endpoint, and tells the others before each step what joins.
 """
 
 import contextlib
@@ -14,8 +14,7 @@ import queue
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from grpo.config.fields import MOST_NUM_SEQS
@@ -25,98 +24,46 @@ from grpo.features.agents.server import MODEL, Endpoint
 from grpo.features.agents.tree import ALLOWED, Session, Turn
 from grpo.features.agents.writer import Writer
 from grpo.roles.engine.loop import EngineLoop
+from grpo.roles.engine.vllm_engine import broadcast_in_replica
 from grpo.types import EpisodeFacts, Piece, Prompt, Rollout
 from grpo.workers.processes import Call, Workers
 
 # Longest wait for a request, before processes that have ended are looked for
 IDLE_SECONDS = 0.02
-# Between two looks for agents that are late
-LOOK_SECONDS = 0.5
+# How the end of a process is told that the machine killed, because it had no more memory
+OUT_OF_MEMORY = f"killed by signal {signal.SIGKILL:d}"
 # The engine's seconds do not count, so deadlines are kept here
 NO_DEADLINE = 1e9
 
 
-@dataclass
-class Episode:
-    """An agent that plays."""
-
-    prompt: Prompt
-    index: int
-    session: Session
-    process: int = -1
-    """Number of its process, which agents have one after another."""
-    reward: float | None = None
-    ended_by: str = ""
-    failure: str = ""
-    hung: str = ""
-    """Why it gets `hung_reward`."""
-
-    def rollout(self, version: int) -> Rollout:
-        """Return what it sampled. One without turns has a prompt, and nothing behind it."""
-        session = self.session
-        turns = []
-        num_calls = 0
-        for turn in session.delivered:
-            ids = session.writer.without_end(turn.piece.ids_T.tolist())
-            text = session.writer.tokenizer.decode(ids, skip_special_tokens=False)
-            turns.append({"text": text, "tokens": turn.piece.num_tokens, "answers": []})
-            num_calls += len(turn.message.get("tool_calls", ()))
-        if self.hung:
-            turns[-1]["failed"] = self.hung
-        episode = EpisodeFacts(
-            turns=turns,
-            opening=None,
-            ended_by=self.ended_by,
-            reward=self.reward,
-            info={},
-            failure=self.failure,
-            waited=session.waited,
-            counts={"calls": num_calls},
-        )
-        nothing = (
-            Piece.written(self.prompt.ids),
-            Piece.sampled([], [], version),
-        )
-        return Rollout(
-            self.prompt,
-            0,
-            session.sequences() or (nothing,),
-            ended_by=self.ended_by,
-            episode=episode,
-        )
-
-
 class Agents:
-    """Plays the episodes of a replica of one rank."""
+    """Plays the episodes of a replica. All ranks of its engine make the same calls."""
 
-    def __init__(self, config: Any, folder: str, stop_token_ids: Sequence[int]):
-        """Start the processes; call it before CUDA is used."""
+    def __init__(self, config: Any, folder: str, stop_token_ids: Sequence[int], rank: int = 0, num_ranks: int = 1):
+        """Start the processes on the first rank; call it before CUDA is used. rank, num_ranks: of the engine."""
+        self.is_first = rank == 0
+        self.tells = num_ranks > 1
+        if not self.is_first:
+            return
         self.config = config.environment
         self.max_prompt_tokens = config.data.max_prompt_tokens
-        top_p = config.generator.sampling.get("top_p", 1)
         self.allowed = ALLOWED | {
-            "temperature": tuple(config.generator.temperature),
-            "top_p": (top_p,),
+            "temperature": config.generator.temperature[0],
+            "top_p": config.generator.sampling.get("top_p", 1),
         }
-        self.writer = Writer(
-            load_tokenizer(folder, config.data),
-            config.data,
-            stop_token_ids,
-            self.config.calls,
-        )
-        self.num_processes = self.config.num_processes or min(config.generator.max_num_seqs, MOST_NUM_SEQS)
+        tokenizer = load_tokenizer(folder, config.data)
+        self.writer = Writer(tokenizer, config.data, stop_token_ids, self.config.calls)
+        num_processes = self.config.num_processes or min(config.generator.max_num_seqs, MOST_NUM_SEQS)
+        self.free = [*range(num_processes)]  # numbers of processes
         self.workers = Workers(
             "agents",
             functools.partial(load_agent, self.config.agent),
-            self.num_processes,
+            num_processes,
             self.config.memory_gib,
             config.reward.environment,
             loads_once=True,
         )
         self.endpoint: Endpoint | None = None
-        self.free = [*range(self.num_processes)]  # numbers of processes
-        self.numbers = itertools.count()  # of sessions
-        self.look_at = 0.0  # when late agents are looked for
 
     def complete(
         self,
@@ -128,128 +75,129 @@ class Agents:
         version: int,
         held_out: bool,
     ) -> list[Rollout]:
-        """Play a rollout for each (prompt, index in its group) to its end. Their index and temperature are not set.
+        """Play a rollout for each (prompt, index in its group) to its end. Returns these on the first rank, else [].
 
-        max_tokens: of a sequence, behind room for a prompt. add: see `Generator.generate`.
+        Their index and temperature are not set. max_tokens: of a sequence, behind room for a prompt. add: see
+        `Generator.generate`.
         """
+        if not self.is_first:
+            while orders := broadcast_in_replica(None):
+                decode(loop, add, *orders)
+            return []
         self.endpoint = self.endpoint or Endpoint()  # its thread begins when the engine has started
         inbox: queue.SimpleQueue[Turn] = queue.SimpleQueue()
-        episodes = []
         most = self.max_prompt_tokens + max_tokens
-        for index, (prompt, _) in enumerate(rollouts):
-            session = Session(
-                next(self.numbers),
-                self.writer,
-                self.config,
-                most,
-                self.allowed,
-                inbox,
-            )
-            episodes.append(Episode(prompt, index, session))
-        index_of = {episode.session: episode.index for episode in episodes}
-        waiting = iter(episodes)
-        playing: dict[int, Episode] = {}
+        sessions = [
+            Session(prompt, index, self.writer, self.config, most, self.allowed, inbox)
+            for index, (prompt, _) in enumerate(rollouts)
+        ]
+        waiting = iter(sessions)
+        playing = self.endpoint.sessions
         while True:
-            calls = []
-            for episode in itertools.islice(waiting, len(self.free)):
-                playing[episode.session.number] = episode
-                calls.append(self._begin(episode))
+            calls = [self._begin(session) for session in itertools.islice(waiting, len(self.free))]
             if calls:
                 self.workers.submit(calls)
             if not playing:
                 break
-            for number, outcome in self._outcomes(playing):
-                self._end(playing.pop(number), outcome, loop)
-            for turn in _arrived(inbox, wait=not loop.num_running):
-                if turn.session.is_closed:
-                    turn.session.settle(turn, None)
-                else:
-                    add(
-                        index_of[turn.session],
-                        turn.prompt_ids,
-                        turn.number,
-                        turn.max_tokens,
-                        turn,
-                    )
-            if loop.num_running:
-                for turn, piece in loop.step().items():
-                    turn.session.settle(turn, piece)
-        self.endpoint.sessions.clear()
-        return [episode.rollout(version) for episode in episodes]
+            ended = []
+            for session, outcome in self._outcomes():
+                ended += self._end(session, outcome)
+            begun = []
+            with contextlib.suppress(queue.Empty):
+                while turn := inbox.get(not (loop.num_running or begun or ended), IDLE_SECONDS):
+                    if not turn.is_done.is_set():  # its episode has not ended
+                        begun.append((turn.session.index, turn.prompt_ids, turn.number, turn.max_tokens, turn))
+            if self.tells:
+                broadcast_in_replica((ended, begun))
+            for turn, piece in decode(loop, add, ended, begun).items():
+                turn.session.settle(turn, piece)
+        if self.tells:
+            broadcast_in_replica(None)
+        return [rollout_of(session, version) for session in sessions]
 
-    def _begin(self, episode: Episode) -> Call:
+    def _begin(self, session: Session) -> Call:
         """Open the endpoint for an agent. Returns the call that starts it."""
-        session = episode.session
         session.idle_since = time.monotonic()
-        episode.process = self.free.pop()
-        self.endpoint.sessions[session.key] = session
-        arguments = [
-            episode.prompt.columns,
-            self.endpoint.url,
-            session.key,
-            MODEL,
-        ]
-        data = json.dumps(arguments).encode()
-        return Call(session.number, data, NO_DEADLINE, conversation=episode.process)
+        session.process = self.free.pop()
+        key = str(session.number)
+        self.endpoint.sessions[key] = session
+        endpoint = {"base_url": self.endpoint.url, "api_key": key, "model": MODEL}
+        data = json.dumps([session.prompt.columns, endpoint]).encode()
+        return Call(session.number, data, NO_DEADLINE, conversation=session.process)
 
-    def _outcomes(self, playing: dict[int, Episode]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield how agents have ended, with the numbers of their sessions: by themselves, or too late."""
+    def _outcomes(self) -> Iterator[tuple[Session, dict[str, Any]]]:
+        """Yield how episodes have ended, which are closed then: by themselves, or too late."""
+        sessions = self.endpoint.sessions
         for outcome in self.workers.poll():
-            if outcome["call"] in playing:  # not one that came after its deadline
-                yield outcome["call"], outcome
-        if time.monotonic() < self.look_at:
-            return
-        self.look_at = time.monotonic() + LOOK_SECONDS
-        for number, episode in [*playing.items()]:
-            seconds = self.config.call_seconds if episode.session.turns else self.config.reset_seconds
-            if episode.session.idle_seconds > seconds:
-                yield (
-                    number,
-                    {
-                        "failed": f"took longer than {seconds:g} s without a request",
-                        "cause": "late",
-                    },
-                )
+            session = sessions.pop(str(outcome["call"]), None)
+            if session:  # it did not end after its deadline
+                yield session, outcome
+        for key, session in [*sessions.items()]:
+            seconds = self.config.call_seconds if session.turns else self.config.reset_seconds
+            if session.idle_seconds > seconds:
+                reason = f"took longer than {seconds:g} s without a request"
+                yield sessions.pop(key), {"failed": reason, "cause": "late"}
 
-    def _end(self, episode: Episode, outcome: dict[str, Any], loop: EngineLoop) -> None:
-        """Close an episode, with what its agent left and what it has in the engine.
+    def _end(self, session: Session, outcome: dict[str, Any]) -> list[Turn]:
+        """Close an episode, with what its agent left. Returns the turns that are not to be sampled any more.
 
         What the policy may have caused, which has answered before it happened, is scored. The rest is lost.
         """
-        session = episode.session
-        reward, has_left_something = outcome.get("value", (None, True))
+        session.reward, has_left_something = outcome.get("value", (None, True))
         if has_left_something:
-            self.workers.drop(episode.process)
-        self.free.append(episode.process)
-        for turn in loop.end(session.close()):
-            session.settle(turn, None)
-        episode.ended_by = session.ended_by or "done"
-        if "value" in outcome:
-            episode.reward = reward
-            return
-        reason = outcome["failed"]
-        was_killed = reason.endswith(f"killed by signal {signal.SIGKILL:d}")  # the machine had no more memory
-        if outcome["cause"] == "lost" or was_killed or not session.delivered:
-            episode.ended_by = "lost"
+            self.workers.drop(session.process)
+        self.free.append(session.process)
+        left = session.close()
+        session.failed = outcome.get("failed", "")
+        if not session.failed:
+            session.ended_by = session.ended_by or "done"
+        elif outcome["cause"] == "lost" or session.failed.endswith(OUT_OF_MEMORY) or not session.delivered:
+            session.ended_by = "lost"
         else:
-            episode.reward = self.config.hung_reward
-            if not session.ended_by:
-                episode.ended_by = "hung"
-                episode.hung = reason
-        if episode.reward is None:
-            episode.failure = f"{reason} ({socket.gethostname()}, row {episode.prompt.row})"
+            session.reward = self.config.hung_reward
+            session.ended_by = session.ended_by or "hung"
+        return left
 
     def close(self) -> None:
         """End the agents and the endpoint."""
-        self.workers.close()
-        if self.endpoint:
-            self.endpoint.shutdown()
-            self.endpoint.server_close()
+        if self.is_first:
+            self.workers.close()
+            if self.endpoint:
+                self.endpoint.shutdown()
+                self.endpoint.server_close()
 
 
-def _arrived(inbox: "queue.SimpleQueue[Turn]", wait: bool) -> Iterator[Turn]:
-    """Yield the turns that have been asked for. wait: wait a little for the first."""
-    with contextlib.suppress(queue.Empty):
-        while True:
-            yield inbox.get(wait, IDLE_SECONDS)
-            wait = False
+def decode(loop: EngineLoop, add: Callable[..., None], ended: Collection, begun: Collection) -> dict[Any, Piece]:
+    """End and begin requests, and decode a token of each. Returns what was sampled. All ranks of an engine call it."""
+    if ended:
+        loop.end(ended)
+    for request in begun:
+        add(*request)
+    return loop.step() if loop.num_running else {}
+
+
+def rollout_of(session: Session, version: int) -> Rollout:
+    """Return what was sampled in an episode. One without turns has a prompt, and nothing behind it."""
+    turns = []
+    num_calls = 0
+    for turn in session.delivered:
+        turns.append({"text": turn.message["content"], "tokens": turn.piece.num_tokens, "answers": []})
+        num_calls += len(turn.message.get("tool_calls", ()))
+    failure = ""
+    if session.ended_by == "hung":
+        turns[-1]["failed"] = session.failed
+    if session.failed and session.reward is None:
+        failure = f"{session.failed} ({socket.gethostname()}, row {session.prompt.row})"
+    episode = EpisodeFacts(
+        turns=turns,
+        opening=None,
+        ended_by=session.ended_by,
+        reward=session.reward,
+        info={},
+        failure=failure,
+        waited=session.waited,
+        counts={"calls": num_calls},
+    )
+    nothing = (Piece.written(session.prompt.ids), Piece.sampled([], [], version))
+    sequences = session.sequences() or (nothing,)
+    return Rollout(session.prompt, 0, sequences, ended_by=session.ended_by, episode=episode)

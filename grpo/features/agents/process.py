@@ -17,7 +17,7 @@ from grpo.workers.worker import plain_values
 
 
 def load_agent(agent: str) -> Callable[..., tuple[float | None, bool]]:
-    """Return what plays an episode with (row, base_url, api_key, model).
+    """Return what plays an episode with a row and an endpoint: the arguments `base_url`, `api_key` and `model`.
 
     It returns the reward or None, and whether the agent has left a thread or a process.
 
@@ -27,9 +27,9 @@ def load_agent(agent: str) -> Callable[..., tuple[float | None, bool]]:
     if names_function(agent):
         function = load_function(agent, "environment.agent")
 
-    def play(row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> tuple[float | None, bool]:
+    def play(row: Mapping[str, Any], endpoint: Mapping[str, str]) -> tuple[float | None, bool]:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent is a child of this process
-        reward = function(row, base_url=base_url, api_key=api_key, model=model)
+        reward = function(row, **endpoint)
         if inspect.isawaitable(reward):
             reward = asyncio.run(reward)
         (value,) = plain_values([reward], 1)
@@ -38,22 +38,12 @@ def load_agent(agent: str) -> Callable[..., tuple[float | None, bool]]:
     return play
 
 
-def run_command(
-    command: str,
-    row: Mapping[str, Any],
-    base_url: str,
-    api_key: str,
-    model: str,
-) -> float | None:
+def run_command(command: str, row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> float | None:
     """Run a command with the endpoint in its environment and the row on its input. Its last line is the reward.
 
     A last line that is empty, or none at all, is no reward.
     """
-    endpoint = {
-        "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_KEY": api_key,
-        "OPENAI_MODEL": model,
-    }
+    endpoint = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
     done = subprocess.run(
         command,
         shell=True,

@@ -5,7 +5,7 @@ import json
 import pathlib
 import random
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -23,10 +23,8 @@ WORDS = ["attic", "box", "door", "east", "find", "go", "7", "42"]
 def rehearse(config: Any, examples: Sequence[Example], num_episodes: int) -> bool:
     """Play episodes of the config's agent on these rows, and print their trees. Returns whether one was lost."""
     tokenizer = load_function(STAND_IN, "the stand-in for a tokenizer")(WORDS, 300)
-    prompts = []
-    for number, example in zip(range(num_episodes), itertools.cycle(examples)):
-        prompt = Prompt(number, [tokenizer.eos_token_id], example.columns)
-        prompts.append((prompt, number))
+    rows = itertools.islice(itertools.cycle(examples), num_episodes)
+    prompts = [(Prompt(number, [], example.columns), 0) for number, example in enumerate(rows)]
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         agents = Agents(config, folder, [tokenizer.eos_token_id])
@@ -40,7 +38,7 @@ def rehearse(config: Any, examples: Sequence[Example], num_episodes: int) -> boo
 
 
 class StandIn:
-    """In place of the engine's loop: each request is answered in one step."""
+    """In place of the engine's loop: each request is answered in one step, by a word and calls of some of its tools."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -52,38 +50,30 @@ class StandIn:
         """Number of requests without an answer."""
         return len(self.running)
 
-    def add(
-        self,
-        index: int,
-        ids: list[int],
-        number: int,
-        max_tokens: int,
-        turn: Turn,
-    ) -> None:
+    def add(self, index: int, ids: list[int], number: int, max_tokens: int, turn: Turn) -> None:
         """Take a request."""
         self.running[turn] = max_tokens
 
+    def end(self, turns: Sequence[Turn]) -> None:
+        """Answer some requests no more."""
+        for turn in turns:
+            self.running.pop(turn, None)
+
     def step(self) -> dict[Turn, Piece]:
         """Answer all requests."""
-        return self.end(self.running)
-
-    def end(self, turns: Collection[Turn]) -> dict[Turn, Piece]:
-        """Answer some requests: a word, and calls of about half of the tools."""
         pieces = {}
-        for turn in [*turns]:
+        for turn, max_tokens in self.running.items():
             text = self.draw.choice(WORDS)
             for tool in turn.body.get("tools") or []:
-                function = tool["function"]
-                names = function.get("parameters", {}).get("properties", {})
-                call = {
-                    "name": function["name"],
-                    "arguments": dict.fromkeys(names, self.draw.choice(WORDS)),
-                }
+                names = tool["function"].get("parameters", {}).get("properties", {})
+                arguments = dict.fromkeys(names, self.draw.choice(WORDS))
+                call = {"name": tool["function"]["name"], "arguments": arguments}
                 if self.draw.random() < 0.5:
                     text += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids = [*ids, self.tokenizer.eos_token_id][: self.running.pop(turn)]
+            ids = [*ids, self.tokenizer.eos_token_id][:max_tokens]
             pieces[turn] = Piece.sampled(ids, [0.0] * len(ids), ended_by="stop")
+        self.running.clear()
         return pieces
 
 

@@ -8,6 +8,7 @@ sampled, and only what follows is encoded. A history that was edited begins a ne
                    -> "or?"  -> turn 2
 """
 
+import functools
 import hashlib
 import json
 import queue
@@ -23,28 +24,28 @@ import torch
 from grpo.config import EnvironmentConfig
 from grpo.data.rows import Message
 from grpo.features.agents.writer import Writer
-from grpo.types import Piece, Pieces
+from grpo.types import Piece, Pieces, Prompt
 
-# Parameters of a request, and the values with which it samples from the distribution that is trained
+# Parameters of a request, and the one value that samples from the distribution that is trained, if there is one
 ALLOWED = {
-    "n": (1,),
-    "tool_choice": ("auto",),
-    "functions": (),
-    "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logprobs": (False,),
+    "n": 1,
+    "tool_choice": "auto",
+    "functions": None,
+    "response_format": {"type": "text"},
+    "logit_bias": {},
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logprobs": False,
 }
 
 
+@dataclass(eq=False)
 class Refusal(Exception):
-    """What the agent may not do. It reads the text, with this status and code."""
+    """What the agent may not do, which it reads with this status and code."""
 
-    def __init__(self, text: str, status: int = 400, code: str = "invalid_request_error"):
-        super().__init__(text)
-        self.status = status
-        self.code = code
+    text: str
+    status: int = 400
+    code: str = "invalid_request_error"
 
 
 @dataclass(eq=False)
@@ -67,6 +68,10 @@ class Turn:
     was_delivered: bool = False
     is_done: threading.Event = field(default_factory=threading.Event)
 
+    def __reduce__(self) -> tuple:
+        """Return it as the other ranks of an engine know it: by its place."""
+        return tuple, ([self.session.index, self.number],)
+
     @property
     def prompt_ids(self) -> list[int]:
         """Ids that the engine reads before it samples."""
@@ -76,35 +81,39 @@ class Turn:
         return ids + self.written
 
 
+@dataclass(eq=False)
 class Session:
-    """One episode: its key, its turns and its limits. The engine's thread calls `settle` and `close`."""
+    """One episode: its key, its turns, its limits and how it ended. The engine's thread calls `settle` and `close`."""
 
-    def __init__(
-        self,
-        number: int,
-        writer: Writer,
-        config: EnvironmentConfig,
-        max_tokens: int,
-        allowed: Mapping[str, tuple],
-        inbox: "queue.SimpleQueue[Turn]",
-    ):
-        """max_tokens: of a prompt with its answer. allowed: as ALLOWED. inbox: gets turns that are to be sampled."""
-        self.number = number
-        self.writer = writer
-        self.config = config
-        self.max_tokens = max_tokens
-        self.allowed = allowed
-        self.inbox = inbox
-        self.key = "sk-" + secrets.token_urlsafe(24)
-        self.turns: list[Turn] = []
-        self.after: dict[bytes, Turn] = {}  # history with an answer at its end -> the answer's turn
-        self.asked: dict[bytes, Turn] = {}  # whole request -> its turn
-        self.ended_by = ""
-        self.is_closed = False
-        self.num_running = 0
-        self.waited = 0.0  # seconds outside of the engine
-        self.idle_since = time.monotonic()
-        self.lock = threading.RLock()
+    prompt: Prompt
+    index: int
+    """Among the rollouts that are sampled together."""
+    writer: Writer
+    config: EnvironmentConfig
+    max_tokens: int
+    """Of a prompt with its answer."""
+    allowed: Mapping[str, Any]
+    """As ALLOWED."""
+    inbox: "queue.SimpleQueue[Turn]"
+    """Gets the turns that are to be sampled."""
+    number: int = field(default_factory=functools.partial(secrets.randbits, 128))
+    """Nobody can guess it, so it is the key."""
+    turns: list[Turn] = field(default_factory=list)
+    known: dict[bytes, Turn] = field(default_factory=dict)
+    """Digest of a whole request, or of a history with an answer at its end -> the answer's turn."""
+    is_closed: bool = False
+    num_running: int = 0
+    waited: float = 0.0
+    """Seconds outside of the engine."""
+    idle_since: float = 0.0
+    lock: Any = field(default_factory=threading.RLock)
+    process: int = -1
+    """Number of its process, which agents have one after another."""
+    reward: float | None = None
+    ended_by: str = ""
+    """The limit that it was told of, and in the end as in `Rollout`."""
+    failed: str = ""
+    """Why its agent failed."""
 
     @property
     def idle_seconds(self) -> float:
@@ -116,15 +125,15 @@ class Session:
         with self.lock:
             if self.is_closed:
                 raise Refusal("the episode has ended", 410, "session_closed")
-            for name, values in self.allowed.items():
-                if body.get(name) not in (None, *values):
-                    raise Refusal(f"{name}={body[name]!r} is not what is trained, which is {values or 'without it'}")
+            for name, value in self.allowed.items():
+                if body.get(name) not in (None, value):
+                    raise Refusal(f"{name}={body[name]!r} is not what is trained, which is {value!r}")
             request = _digest(body)
-            if is_retry and request in self.asked:
-                return self.asked[request]
+            if is_retry and request in self.known:
+                return self.known[request]
             turn = self._begin(body)
             self.turns.append(turn)
-            self.asked[request] = turn
+            self.known[request] = turn
             self.waited += self.idle_seconds
             self.num_running += 1
             self.inbox.put(turn)
@@ -133,18 +142,14 @@ class Session:
     def _begin(self, body: dict[str, Any]) -> Turn:
         """Find the answer that a request goes on from, and write what follows it."""
         config = self.config
-        if len(self.turns) >= config.max_turns:
-            self._end(
-                "turns",
-                f"the episode has had its {config.max_turns} turns",
-                403,
-            )
-        if 0 < config.rollout_seconds < self.waited + self.idle_seconds:
-            self._end(
-                "seconds",
-                f"the episode has had its {config.rollout_seconds:g} seconds",
-                403,
-            )
+        limits = {
+            "turns": len(self.turns) >= config.max_turns,
+            "seconds": 0 < config.rollout_seconds < self.waited + self.idle_seconds,
+        }
+        for name, is_reached in limits.items():
+            if is_reached:
+                self.ended_by = name  # which explains what the agent does next
+                raise Refusal(f"the episode is at its limit of {name}", 403, "limit")
         tools = body.get("tools") or None
         if tools:
             self.writer.read_calls  # noqa: B018, it raises if calls cannot be read
@@ -154,8 +159,7 @@ class Session:
         last = -1
         for place, message in enumerate(messages):
             history = _digest(message, history)
-            if history in self.after:
-                answer = self.after[history]
+            if answer := self.known.get(history):
                 path = [*answer.path, answer]
                 last = place
         written = self.writer.ids(messages, tools, last)
@@ -165,16 +169,12 @@ class Session:
         turn = Turn(self, len(self.turns), path, written, history, body)
         room = self.max_tokens - len(turn.prompt_ids)
         if room < 1:
+            self.ended_by = "tokens"
             text = f"This model's maximum context length is {self.max_tokens} tokens"
-            self._end("tokens", text, 400, "context_length_exceeded")
+            raise Refusal(text, code="context_length_exceeded")
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
         turn.max_tokens = min(room, wanted, config.max_turn_tokens or room)
         return turn
-
-    def _end(self, ended_by: str, text: str, status: int, code: str = "limit") -> None:
-        """Refuse a request at a limit, which explains what the agent does next."""
-        self.ended_by = ended_by
-        raise Refusal(text, status, code)
 
     def settle(self, turn: Turn, piece: Piece | None) -> None:
         """Take what the engine sampled, None if the episode has ended, and let the request go on."""
@@ -191,15 +191,13 @@ class Session:
                 raise Refusal("the episode has ended", 410, "session_closed")
             if turn.message:
                 return
-            text = self._cut_at_stop(turn)
+            text = self._text_of(turn)
             tools = [tool["function"]["name"] for tool in turn.body.get("tools") or []]
-            turn.message = self.writer.message_of(turn.piece.ids_T.tolist(), tools, f"call-{turn.number}")
-            if text is not None:
-                turn.message["content"] = text
-            self.after[_digest(_plain(turn.message), turn.history)] = turn
+            turn.message = self.writer.message_of(text, tools, f"call-{turn.number}")
+            self.known[_digest(_plain(turn.message), turn.history)] = turn
 
-    def _cut_at_stop(self, turn: Turn) -> str | None:
-        """Drop the tokens behind the first stop text, and return the text before it; None if there is none.
+    def _text_of(self, turn: Turn) -> str:
+        """Return what a turn says before the first stop text. The tokens behind that are dropped.
 
         The tokens up to it are distributed as if it had ended the turn.
         """
@@ -212,13 +210,16 @@ class Session:
             if found:
                 turn.piece = turn.piece.first(count + 1)
                 return text[: min(found)]
-        return None
+        return self.writer.text_of(turn.piece.ids_T.tolist())
 
     def close(self) -> list[Turn]:
-        """Refuse all further requests. Returns the turns that were not sampled yet."""
+        """Refuse all further requests. Returns the turns that were not sampled yet, which will not be."""
         with self.lock:
             self.is_closed = True
-            return [turn for turn in self.turns if not turn.is_done.is_set()]
+            left = [turn for turn in self.turns if not turn.is_done.is_set()]
+            for turn in left:
+                self.settle(turn, None)
+            return left
 
     @property
     def delivered(self) -> list[Turn]:
@@ -255,10 +256,8 @@ def _plain(message: dict[str, Any]) -> Message:
         plain["tool_call_id"] = message["tool_call_id"]
     calls = []
     for call in message.get("tool_calls") or []:
-        function = {
-            "name": call["function"]["name"],
-            "arguments": json.loads(call["function"]["arguments"]),
-        }
+        function = call["function"]
+        function = {"name": function["name"], "arguments": json.loads(function["arguments"])}
         calls.append({"id": call["id"], "type": "function", "function": function})
     return plain | {"tool_calls": calls} if calls else plain
 

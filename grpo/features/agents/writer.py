@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 # For private use, so that no template writes it
 MARK = "\ue000{}\ue000"
 ANY_MARK = re.compile("\ue000[0-9]+\ue000")
-# Texts that are kept with what becomes of them, and characters of the longest such text
-KEPT_TEXTS = 1024
-KEPT_CHARACTERS = 10_000
+# Texts that are kept with what becomes of them
+KEPT_TEXTS = 256
 
 
 class Writer:
@@ -47,6 +46,7 @@ class Writer:
         self.special = set(tokenizer.all_special_ids)  # and added tokens that the template has written
         self.lock = threading.Lock()  # a fast tokenizer is not to be configured by two threads
         # episodes share the template's words, the tools, the system message and, in a group, the question
+        keep = functools.lru_cache(KEPT_TEXTS)
         self.render = keep(self._render)
         self.encode = keep(self._encode)
         self.plain_ids = keep(self._plain_ids)
@@ -59,10 +59,7 @@ class Writer:
         marked = []
         for place, message in enumerate(messages):
             if place == last:
-                message = {
-                    "role": "assistant",
-                    "content": MARK.format(place),
-                }  # its calls are a part of what it wrote
+                message = {"role": "assistant", "content": MARK.format(place)}  # calls are a part of what it wrote
             elif "tool_calls" not in message:
                 message = message | {"content": MARK.format(place)}
             marked.append(message)
@@ -75,43 +72,28 @@ class Writer:
                 mark = MARK.format(place)
                 if marked[place]["content"] != mark:
                     continue
-                begin = text.find(mark)
-                if begin < 0:
+                before, found, after = text.partition(mark)
+                if not found:
                     raise ValueError(f"the chat template does not write message {place}")
-                end = begin + len(mark)
                 if place != last:
-                    ids += self.encode(text[position:begin])
-                    unmarked = [
-                        *marked[:place],
-                        messages[place],
-                        *marked[place + 1 :],
-                    ]
+                    ids += self.encode(before[position:])
+                    unmarked = [*marked[:place], messages[place], *marked[place + 1 :]]
                     written = self.render(json.dumps([unmarked, tools]))
                     content = messages[place]["content"]
-                    if written.startswith(text[:begin]) and written.endswith(text[end:]):
-                        content = written[begin : len(written) - len(text[end:])]  # it may trim or quote it
+                    if written.startswith(before) and written.endswith(after):
+                        content = written[len(before) : len(written) - len(after)]  # it may trim or quote it
                     ids += self.plain_ids(content, len(self.special))
-                position = end
+                position = len(text) - len(after)
             return ids + self.encode(text[position:])
 
-    def message_of(self, ids: Sequence[int], tools: Collection[str], name: str) -> Message:
+    def message_of(self, text: str, tools: Collection[str], name: str) -> Message:
         """Return the message for the agent, with its calls of `tools` as data. name: begins the ids of calls."""
-        text = self.tokenizer.decode(self.without_end(ids), skip_special_tokens=False)
         message = {"role": "assistant", "content": text}
         calls = []
         for call in self.read_calls(text, tools=tools) if tools else []:
             if not isinstance(call, str):  # one that cannot be read
-                function = {
-                    "name": call.name,
-                    "arguments": json.dumps(call.arguments),
-                }
-                calls.append(
-                    {
-                        "id": f"{name}-{len(calls)}",
-                        "type": "function",
-                        "function": function,
-                    }
-                )
+                function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+                calls.append({"id": f"{name}-{len(calls)}", "type": "function", "function": function})
         if calls:
             message["tool_calls"] = calls
         return message
@@ -125,9 +107,11 @@ class Writer:
             style = offered["style_of"](self.tokenizer.chat_template)
         return functools.partial(offered["parse"], style=style)
 
-    def without_end(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the ids of a turn without the token that ended it."""
-        return ids[:-1] if self.stop_ids.intersection(ids[-1:]) else ids
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of a turn, without the token that ended it."""
+        if self.stop_ids.intersection(ids[-1:]):
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _render(self, messages_and_tools: str) -> str:
         """Return what the template makes of messages and tools, which come as JSON."""
@@ -152,15 +136,3 @@ class Writer:
             return [token for token in ids if token not in self.special]
         half = len(text) // 2
         return self._plain_ids(text[:half], num_special) + self._plain_ids(text[half:], num_special)
-
-
-def keep(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a text that keeps its latest results, except those of long texts."""
-    kept = functools.lru_cache(KEPT_TEXTS)(function)
-
-    def call(text: str, *arguments: Any) -> Any:
-        if len(text) > KEPT_CHARACTERS:
-            return function(text, *arguments)
-        return kept(text, *arguments)
-
-    return call

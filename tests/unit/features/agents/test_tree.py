@@ -9,17 +9,17 @@ import torch
 from grpo.config import EnvironmentConfig
 from grpo.features.agents.tree import ALLOWED, Refusal, Session, Turn
 from grpo.features.agents.writer import Writer
-from grpo.types import Piece
+from grpo.types import Piece, Prompt
 from tests.unit import chat_templates as templates
 from tests.unit.features.environments.test_turns_suffix import CARRIED, PIECES, SCHEMAS, turns_for
 
-ALLOWS = ALLOWED | {"temperature": (1.0,), "top_p": (1,)}
+ALLOWS = ALLOWED | {"temperature": 1.0, "top_p": 1}
 
 
 def session_for(turns, **fields) -> Session:
     writer = Writer(turns.tokenizer, turns.data, turns.stop_token_ids, "hermes")
     config = EnvironmentConfig(agent="made.py:run", **{"max_turns": 100, **fields})
-    return Session(0, writer, config, 5000, ALLOWS, queue.SimpleQueue())
+    return Session(Prompt(0, []), 0, writer, config, 5000, ALLOWS, queue.SimpleQueue())
 
 
 def answer(session: Session, body: dict, *ids: int, is_retry: bool = False) -> tuple[Turn, dict]:
@@ -129,6 +129,6 @@ def test_limits_say_themselves_before_the_agent_is_killed(session):
     assert refused.value.code == "context_length_exceeded" and session.ended_by == "tokens"
     session.config = EnvironmentConfig(agent="made.py:run", max_turns=1)
     answer(session, {"messages": [{"role": "user", "content": "hi"}]}, 70)
-    with pytest.raises(Refusal, match="1 turns") as refused:
+    with pytest.raises(Refusal, match="limit of turns") as refused:
         session.ask({"messages": [{"role": "user", "content": "ho"}]}, False)
     assert session.ended_by == "turns" and refused.value.status == 403  # clients ask again after a 429
