@@ -52,9 +52,9 @@ SAMPLING_SET_HERE = {
     ),
 }
 # SamplingParams that choose among the tokens of one distribution, whatever text came before
-TRUNCATING = ("top_p", "top_k", "min_p")
+TRUNCATING = {"top_p", "top_k", "min_p"}
 # SamplingParams that exclude some tokens by the text before, and leave the ratios of the others as they are
-EXCLUDING = ("min_tokens", "allowed_token_ids", "bad_words", "structured_outputs")
+EXCLUDING = {"min_tokens", "allowed_token_ids", "bad_words", "structured_outputs"}
 # SamplingParams that give tokens other probabilities than the policy's -> values that change nothing
 RESHAPING: dict[str, tuple] = {
     "top_p": (1,),
@@ -104,7 +104,7 @@ def check_engine_options(generator: GeneratorConfig) -> None:
 
 def needs_texts(generator: GeneratorConfig) -> bool:
     """Return whether vLLM needs a tokenizer or the whole completion: for stop texts, options such as bad_words."""
-    return bool(generator.stop) or not {*generator.sampling} <= {*TRUNCATING}
+    return bool(generator.stop) or not TRUNCATING.issuperset(generator.sampling)
 
 
 def reshaping_options(sampling: Table) -> list[str]:
@@ -118,15 +118,13 @@ def inexact_options(sampling: Table) -> list[str]:
     Completions carry the ids that were kept if top_p, top_k or min_p exclude some; those that another option excludes
     are not among these.
     """
-    exact = {*TRUNCATING}
-    if truncates(sampling):
-        exact |= {*EXCLUDING}
+    exact = TRUNCATING | EXCLUDING if truncates(sampling) else TRUNCATING
     return [name for name in reshaping_options(sampling) if name not in exact]
 
 
 def truncates(sampling: Table) -> bool:
     """Return whether top_p, top_k or min_p exclude tokens, so that completions carry the ids that were kept."""
-    return not {*TRUNCATING}.isdisjoint(reshaping_options(sampling))
+    return not TRUNCATING.isdisjoint(reshaping_options(sampling))
 
 
 @functools.cache

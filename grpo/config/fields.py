@@ -524,7 +524,7 @@ GRPO_DEFAULTS: dict[str, Any] = {
     "clip_high": 0.2,
 }
 # Values that make a loss the algorithm of its paper, by what differs from GRPO
-PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
+PAPER_DEFAULTS = {
     "grpo": GRPO_DEFAULTS,
     "dr_grpo": GRPO_DEFAULTS | {"advantages": "group_mean", "aggregation": "fixed_horizon"},
     "dapo": GRPO_DEFAULTS | {"aggregation": "token_mean", "clip_high": 0.28},
@@ -671,8 +671,8 @@ class GRPOConfig(RunConfig):
     @property
     def completions_at_once(self) -> int:
         """Most completions that a step or an evaluation asks all engines for at one time."""
-        num_groups = self.prompts_per_step + self.sampling.carry_over
-        return max(num_groups * self.group_size, self.evaluation_completions)
+        of_step = (self.prompts_per_step + self.sampling.carry_over) * self.group_size
+        return max(of_step, self.evaluation_completions)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -773,8 +773,7 @@ class SFTConfig(RunConfig):
     @property
     def roles(self) -> RolesConfig:
         """Layout of an SFT run: every rank trains, and generates too if prompts are completed between steps."""
-        evaluates = self.evaluation.interval > 0
-        return RolesConfig(colocated=evaluates, num_trainers=self.num_trainers, num_generators=0)
+        return RolesConfig(colocated=self.evaluation.interval > 0, num_trainers=self.num_trainers, num_generators=0)
 
 
 Config = TypeVar("Config", GRPOConfig, SFTConfig)

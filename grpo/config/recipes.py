@@ -65,7 +65,7 @@ OF_OTHER_TOOLS = "docs/from-trl.md and docs/from-verl.md have their names beside
 
 
 def load(
-    config_type: type[Config] | tuple[type[Config], ...],
+    config_type: type | tuple[type, ...],
     default_recipe: str,
     arguments: list[str] | None = None,
     fit: Callable[[Config, Config], Config] | None = None,
@@ -217,9 +217,11 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
         config = load_recipe(path, GRPOConfig, SFTConfig)
     for path, value in changes.items():
         paths = list(field_paths(config))
-        if path not in paths:
-            raise ValueError(f"there is no field {path}{near_miss(path, paths)}; docs/reference.md lists all")
         section, _, name = path.rpartition(".")
+        if path not in paths:
+            siblings = [other for other in paths if other.rpartition(".")[0] == section]
+            hint = near_miss(path, paths) or f"; there are {', '.join(siblings or paths)}"
+            raise ValueError(f"there is no field {path}{hint}")
         if section:
             value = dataclasses.replace(getattr(config, section), **{name: value})
         config = dataclasses.replace(config, **{section or name: value})
@@ -308,4 +310,4 @@ def is_resume_safe(path: str, config: Config) -> bool:
         return False
     if isinstance(config, SFTConfig) and section in ("reward", "generator"):  # only evaluation reads them
         return True
-    return bool({section, path} & {*RESUME_SAFE.split()})
+    return section in RESUME_SAFE.split() or path in RESUME_SAFE.split()

@@ -326,7 +326,9 @@ def test_where_to_change_what_names_what_exists():
     for wish, where in table("I want"):
         files = [SOURCES["train_grpo.py"]]
         for link in re.findall(r"\]\(([^)]+)\)", where):
-            files.append((ROOT / "docs/design" / link.partition("#")[0]).read_text())
+            path = ROOT / "docs/design" / link.partition("#")[0]
+            if not is_gone(path):
+                files.append(path.read_text())
         for name in re.findall(r"`([A-Za-z_][\w.]*)`", where):
             if name not in SOURCES and name not in field_paths(c.GRPOConfig()):
                 assert any(re.search(rf"\b{name.rpartition('.')[2]}\b", text) for text in files), f"{wish}: {name}"
