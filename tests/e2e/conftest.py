@@ -6,10 +6,10 @@ import pytest
 
 from configs.examples import toys
 from tests import write_lines
-from tests.e2e.runs import run_tiny, split
+from tests.e2e.runs import REWARDS, run_tiny, split
 from tests.tiny_models import SMALL
 
-BY_CHANCE = f"{pathlib.Path(__file__).parent}/tiny_rewards.py:passes_by_chance"
+BY_CHANCE = f"{REWARDS}:passes_by_chance"
 
 
 @pytest.fixture(scope="session")

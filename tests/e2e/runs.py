@@ -8,7 +8,10 @@ from tests.torchrun import torchrun
 
 CLOCKS = ("time", "tokens_per_second", "memory/")
 RANK_0 = SimpleNamespace(is_driver=True)  # the roles of a session that only reads
-TINY = str(pathlib.Path(__file__).parent / "tiny.py")
+HERE = pathlib.Path(__file__).parent
+TINY = f"{HERE}/tiny.py"
+REWARDS = f"{HERE}/tiny_rewards.py"
+ROWS = f"{HERE}/tiny_rows.py:addition"
 COLOCATED = "--roles.colocated --roles.num-references 0"
 ONE_RANK = f"{COLOCATED} --roles.num-trainers 1"
 NO_KL = "--algorithm.kl-coef 0"

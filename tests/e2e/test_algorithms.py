@@ -1,11 +1,7 @@
 """A loss and rewards of one's own, several updates and temperatures, failing verifiers; evaluations change nothing."""
 
-import pathlib
-
 from tests import read_lines
-from tests.e2e.runs import ONE_RANK, assert_same_run, read_completions, read_metrics, run_tiny, split
-
-REWARDS = f"{pathlib.Path(__file__).parent}/tiny_rewards.py"
+from tests.e2e.runs import ONE_RANK, REWARDS, assert_same_run, read_completions, read_metrics, run_tiny, split
 
 
 def test_own_loss_and_rewards_and_an_evaluation_that_training_does_not_notice(model, tmp_path):

@@ -7,10 +7,8 @@ import statistics
 
 import pytest
 
-from tests.e2e.runs import read_completions, read_metrics, run_tiny, split
+from tests.e2e.runs import ROWS, read_completions, read_metrics, run_tiny, split
 from tests.torchrun import ROOT
-
-ADDITION = f"{pathlib.Path(__file__).parent}/tiny_rows.py:addition"
 
 # What of the page is replaced, and by what
 EDITS = {
@@ -58,7 +56,7 @@ def run_dir(model, tmp_path_factory) -> pathlib.Path:
         page = page.replace(place, edited)
     folder = tmp_path_factory.mktemp("edits")
     (folder / "train_mine.py").write_text(page)
-    data = f"--data.path a {ADDITION} b {ADDITION} --data.weights a 1 b 0"
+    data = f"--data.path a {ROWS} b {ROWS} --data.weights a 1 b 0"
     flags = f"{split(2, 0, 1)} {data} --algorithm.aggregation token_mean --algorithm.kl-coef 0.1"
     run_tiny(model, folder / "run", flags, nproc=3, script=folder / "train_mine.py")
     return folder / "run"

@@ -13,7 +13,7 @@ from configs.examples import toys, word_problem_rows
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from tests import write_lines
-from tests.e2e.runs import read_metrics
+from tests.e2e.runs import REWARDS, read_metrics
 from tests.tiny_models import LLAMA3, QWEN2, QWEN3_MOE, SMALL
 from tests.torchrun import ROOT, torchrun
 
@@ -47,7 +47,7 @@ def rewards_of(recipe: str) -> str:
     """The recipe's and one that tells random completions apart, or nothing would be learned and no group kept."""
     functions = load(GRPOConfig, f"{ROOT}/configs/{recipe}.py", []).reward.functions
     weight = 1.0 if any(functions.values()) else 0.0
-    pairs = {**functions, f"{pathlib.Path(__file__).parent}/tiny_rewards.py:digit_share": weight}.items()
+    pairs = {**functions, f"{REWARDS}:digit_share": weight}.items()
     return " ".join(["--reward.functions", *(f"{name} {weight}" for name, weight in pairs)])
 
 

@@ -14,12 +14,9 @@ from configs.examples import toys
 from grpo.config import SFTConfig
 from grpo.config.recipes import load
 from tests import read_lines, write_lines
-from tests.e2e.runs import assert_same_run, read_metrics, without_clocks
+from tests.e2e.runs import REWARDS, ROWS, assert_same_run, read_metrics, without_clocks
 from tests.tiny_models import KINDS, SMALL, make_image_model
 from tests.torchrun import run_python, torchrun
-
-REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
-ROWS = f"{pathlib.Path(__file__).parent}/tiny_rows.py:addition"
 
 
 @pytest.fixture(scope="module")

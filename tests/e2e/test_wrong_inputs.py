@@ -27,12 +27,11 @@ from grpo.run.start import read_grpo
 from grpo.tools import evaluate
 from grpo.watch.failures import BadInput
 from tests.door import LACKS
-from tests.e2e.runs import RANK_0, TINY, split
+from tests.e2e.runs import RANK_0, REWARDS, TINY, split
 from tests.tiny_models import SMALL
 from tests.torchrun import ROOT, finish, run_torchrun, start_python
 from tests.unit.models.test_malformed_models import set_tensors
 
-REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
 ALONE = "--roles.colocated --roles.num-trainers 1 --roles.num-references 0 --model.path {model} --run-dir {run}"
 GRPO, SFT = f"train_grpo.py {TINY} {ALONE}", "train_sft.py configs/toy_sft.py --num-trainers 1 --run-dir {run}"
 ROWS = f"{GRPO} --data.path {{here}}"

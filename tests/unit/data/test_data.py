@@ -18,6 +18,7 @@ from tests import write_lines
 
 # One token per word; the template writes "<role> content .." and, for the generation prompt, "<assistant>".
 WORDS = ["<unk>", "<eos>", "<system>", "<user>", "<assistant>", "<nothink>", "Be", "brief", "add", "yes"]
+WORDS += [f"n{i}" for i in range(20)]
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -32,7 +33,7 @@ def tokenizer():
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: i for i, word in enumerate(WORDS + [f"n{i}" for i in range(20)])}
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
     model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -41,8 +42,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def ids_of(text: str) -> list[int]:
-    words = WORDS + [f"n{i}" for i in range(20)]
-    return [words.index(word) for word in text.split()]
+    return [WORDS.index(word) for word in text.split()]
 
 
 def write_rows(path: pathlib.Path, rows: list[dict]) -> str:

@@ -47,16 +47,13 @@ def scored(model) -> list[torch.Tensor]:
 
 def three_sequences():
     """The batch of the three sequences."""
-    behind = []
-    for number, (tokens, temperature) in enumerate(zip(COMPLETIONS, TEMPERATURES, strict=True)):
+    rollouts = []
+    for number, (ids, tokens, temperature) in enumerate(zip(PROMPTS, COMPLETIONS, TEMPERATURES, strict=True)):
         ids_T, logprobs_T = torch.tensor(tokens), torch.linspace(-2.5, -1.5, len(tokens))
-        pieces = (Piece.sampled(ids_T, logprobs_T, 0),)
+        pieces = [Piece.sampled(ids_T, logprobs_T, 0)]
         if number == 2:
             first, written, last = zip(ids_T.split(1), logprobs_T.split(1), strict=True)
-            pieces = (Piece.sampled(*first, 0), Piece.written(written[0]), Piece.sampled(*last, 0))
-        behind.append((pieces, temperature))
-    rollouts = []
-    for ids, (pieces, temperature) in zip(PROMPTS, behind, strict=True):
+            pieces = [Piece.sampled(*first, 0), Piece.written(written[0]), Piece.sampled(*last, 0)]
         rollouts.append(conversation(pieces, Prompt(0, ids), temperature=temperature))
     return make_batch(rollouts)
 

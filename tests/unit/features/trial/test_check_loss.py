@@ -15,9 +15,6 @@ import torch
 def ratios(inputs):
     return (inputs.logprobs_BT - inputs.old_logprobs_BT).clamp(-20, 20).exp()
 
-def scalar(inputs, config):
-    return -(ratios(inputs) * inputs.advantages_BT).mean(), {}
-
 def row_means(inputs, config):
     log_ratio = (inputs.logprobs_BT - inputs.old_logprobs_BT).clamp(-20, 20)
     mean = log_ratio.sum(1, keepdim=True) / inputs.loss_mask_BT.sum(1, keepdim=True)
@@ -35,9 +32,6 @@ def pulls_to_certainty(inputs, config):
 
 def no_minus(inputs, config):
     return ratios(inputs) * inputs.advantages_BT, {}
-
-def no_metrics(inputs, config):
-    return -ratios(inputs) * inputs.advantages_BT
 
 def unpacks(inputs, config):
     logprobs, advantages = inputs
@@ -76,9 +70,7 @@ def test_mistakes_are_found(mistake, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("scalar", "return one number per position"),
-        ("no_metrics", "return (loss_BT, dict of metrics)"),
-        ("unpacks", "mistakes.py:unpacks, line 32: TypeError: "),
+        ("unpacks", "mistakes.py:unpacks, line 26: TypeError: "),
         ("none", "has no function 'none'"),
     ],
 )
