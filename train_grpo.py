@@ -58,7 +58,7 @@ def main(config: GRPOConfig) -> None:
 #     line                        works                              who waits for it
 #     driver.plan                 rank 0: draws prompts, scores      all
 #                                 what was sampled ahead
-#     check_sync, if due          generators, then trainers          all
+#     check_sync, if due          generators, then trainers          trainers, references
 #     sample, request_ahead       generators, then rank 0            all
 #     start_sampling_ahead        generators, with overlap_steps     nobody
 #     send_batch                  rank 0                             references, trainers
@@ -71,10 +71,11 @@ def main(config: GRPOConfig) -> None:
 #
 # All call the methods of `driver` and `session`, and the functions that take `roles`, in this order. A driver's method
 # runs on rank 0. Other ranks get the plan and the requests that it returns; rollouts and batches stay on rank 0 until
-# they are sent. Learners that hold a reward model compute with it in `collect_rewards`. Completions come from the
-# weights at the start of the step, or one step before it with `overlap_steps=1`; with `sampling.carry_over` a token can
-# be of any age. A sync check ends the run if log-probs differ on average by more than `weight_sync.largest_mismatch()`
-# says, a function of grpo/roles/.
+# they are sent. Learners that hold a reward model compute with it in `collect_rewards`, with `sampling.dynamic` in
+# `plan` and `receive`. Completions come from the weights at the start of the step, or one step before it with
+# `overlap_steps=1`; with `sampling.carry_over` a token can be of any age. A sync check ends the run if log-probs differ
+# on average by more than `weight_sync.largest_mismatch()` says, a function of grpo/roles/. If a rank fails, all end:
+# torchrun sees one that died, a watchdog (grpo/watch/) one that hangs.
 
 
 def train(config: GRPOConfig, session: Session) -> None:
@@ -94,7 +95,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here; the config's must be above 0 to load a reference
         timer.enter("sync")
-        check_sync(plan.probe, trainer, generator, config.model.dtype, roles)  # first two steps, then as the plan says
+        check_sync(plan.probe, trainer, generator, config.model.dtype, roles)  # first two steps, then if due
 
         timer.enter("generate")
         rollouts = sample(plan, generator, driver, roles)  # generators -> driver; scoring begins
@@ -126,7 +127,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             timer.enter("evaluate")
             session.evaluate(generator, step + 1)
         driver.log(step + 1, rollouts, batch, metrics)  # returns all metrics on rank 0, for a log of yours
-        if plan.save:  # every checkpoint.interval steps, and behind the last one
+        if plan.save:  # every checkpoint.interval steps, and behind the last one; 0 is never
             session.save(step + 1, trainer, driver.state)
     else:  # not stopped
         session.export(trainer)
@@ -136,7 +137,7 @@ def train(config: GRPOConfig, session: Session) -> None:
 def sample(plan: StepPlan, generator: Generator | None, driver: Driver, roles: Roles) -> list[Rollout] | None:
     """Complete groups of rollouts until the step is full. Returns the rollouts on the driver, else None."""
     requests = plan.requests  # for all generators, which share them out; None if enough was sampled ahead
-    while requests:  # once; with sampling.dynamic until enough groups differ, or max_rounds
+    while requests:  # once; with sampling.dynamic until enough groups differ (algorithm/groups.py)
         rollouts = generator.generate(requests) if generator else None
         requests = driver.receive(comm.gather_rollouts(rollouts, requests, roles))
     if generator:
@@ -145,8 +146,9 @@ def sample(plan: StepPlan, generator: Generator | None, driver: Driver, roles: R
 
 
 # The algorithm, on the trainers. The default formulas are written out; the config can name others, of grpo/algorithm/
-# or path/file.py:function, all of them functions of `x`, the inputs of a formula. `metrics.record` takes numbers; of
-# values per token, which an objective returns, the log has the mean over the loss tokens.
+# or path/file.py:function, all of them functions of `x`, the inputs of a formula. `metrics.record` takes numbers, of
+# which the log has the mean; of values per token, which an objective returns, the mean over the loss tokens, or the
+# maximum if the name ends in `max`.
 
 
 def add_advantages(config: GRPOConfig, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> TrainBatch:
@@ -197,7 +199,7 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
     for _ in range(algorithm.num_epochs):
         for mini_batch in split_groups(batch, config.group_size, algorithm.num_mini_batches):
             trainer.forward_backward(mini_batch, grpo_objective(config, mini_batch, kl_coef, first_update), metrics)
-            metrics.record(**trainer.optimizer_step())  # no update if a number is not finite
+            metrics.record(**trainer.optimizer_step())  # skipped on all ranks if a number is not finite
             first_update = False
     trainer.end_step()  # the learning rate, and a reference that moves, follow steps and not updates
 
@@ -216,7 +218,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
         x = LossInputs.of(micro, logprobs_BT, entropy_BT)  # log-probs and advantages are 0 where the mask is False
         loss_BT, metrics = policy_loss(x, algorithm)
         loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # times old policy / generator
-        if first_update or algorithm.old_logprobs == "policy":  # else the old policy's log-probs are not known
+        if first_update or algorithm.old_logprobs == "policy":  # else they are not of the step's start
             metrics |= mismatch(x, algorithm)
         if x.ref_logprobs_BT is not None:
             gap_BT = clamped(x.ref_logprobs_BT - x.logprobs_BT)
@@ -227,7 +229,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
         if algorithm.entropy_coef:
             loss_BT = loss_BT - algorithm.entropy_coef * x.entropy_BT
         loss_BT = loss_BT.where(x.loss_mask_BT, 0)
-        if algorithm.aggregation == "sequence_mean":  # mean of loss tokens, then of rollouts that have any
+        if algorithm.aggregation == "sequence_mean":  # mean of a rollout's loss tokens, then of rollouts
             loss = (loss_BT / x.num_rollout_tokens_BT).sum() / totals.num_rollouts
         else:
             loss = named_aggregation(algorithm.aggregation)(loss_BT, x, totals)

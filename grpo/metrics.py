@@ -1,7 +1,7 @@
 """What a step's updates measured, however the step was split, and the most memory that a GPU has held.
 
-A metric is the mean over all loss tokens of the step, or their maximum if its name ends in `max`, over micro-batches,
-ranks and updates alike.
+A metric of tokens is the mean over all loss tokens of the step, or their maximum if its name ends in `max`, over
+micro-batches, ranks and updates alike.
 """
 
 import math
@@ -71,9 +71,9 @@ class StepMetrics:
             self._sequence_S2 = values_BT.new_zeros(self.num_sequences + 1, 2)
         counts_BT = micro.loss_mask_BT.double()
         per_token_BT2 = torch.stack([values_BT, counts_BT], -1)
-        sequence_N = micro.sequence_BT.flatten()
-        sequence_N = sequence_N.where(sequence_N >= 0, self.num_sequences)
-        self._sequence_S2.index_add_(0, sequence_N, per_token_BT2.flatten(0, 1))
+        rows = micro.sequence_BT.flatten()
+        rows = rows.where(rows >= 0, self.num_sequences)
+        self._sequence_S2.index_add_(0, rows, per_token_BT2.flatten(0, 1))
 
     def reduce(self, group: ProcessGroup | None) -> None:
         """End an update: join sums and maxima of the data-parallel ranks. Collective over them; None: there is one."""

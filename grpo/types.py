@@ -3,8 +3,8 @@
 A suffix on a tensor's name spells its dimensions: B rows of a micro-batch, T positions of a row or tokens of one
 sequence, S sequences of a step, N tokens of all sequences laid end to end, P prompts, G completions of a group, R
 rollouts of a step, F parts of a reward, V vocabulary, D hidden size, E experts that a token takes, K keys that
-documents attend to, Q of them in several documents, U uses of these, C token ids that tokens were chosen from. A field
-of a batch is laid out by its last letter.
+documents attend to, Q of them in several documents, U uses of these, C token ids that tokens were chosen from, L places
+that predict a token, M places that get log-probs. A field of a batch is laid out by its last letter.
 Unless a field says otherwise, token ids are int64, masks bool and advantages float32.
 What is known of a token stays aligned with it from `Piece` over the wire (`TrainBatch`) to the loss (`MicroBatch`).
 """
@@ -344,17 +344,18 @@ class TrainBatch:
     temperatures_S: Tensor
     """float32: what each sequence was sampled with."""
     versions_S: Tensor
-    """int64: version of the weights that sampled its first token."""
+    """int64: version of the oldest weights that sampled its rollout."""
     truncated_S: Tensor
-    """bool: it ran out of tokens."""
+    """bool: its rollout ran out of tokens, turns or seconds."""
     prompt_lengths_S: Tensor | None = None
     """int64: number of a sequence's first tokens that are its prompt."""
     generator_logprobs_N: Tensor | None = None
     """float32: by the generator, at sampling time."""
     old_logprobs_N: Tensor | None = None
-    """float32: by the policy at the start of the step; None if one update takes those of its own forward."""
+    """float32: by the policy at the start of the step, or the generator's; None if the one update takes its own
+    forward's."""
     ref_logprobs_N: Tensor | None = None
-    """float32: by the frozen reference."""
+    """float32: by the reference or teacher."""
     turn_N: Tensor | None = None
     """int64: the turn of an episode that sampled the token, from 1; 0 if no turn did. None if turns have no credit."""
     earned_N: Tensor | None = None
@@ -395,7 +396,7 @@ class TrainBatch:
 
     @cached_property
     def owner_N(self) -> Tensor:
-        """Number of the sequence that each token belongs to, int64."""
+        """Index in this batch of the sequence that each token belongs to, int64."""
         return torch.arange(self.num_sequences).repeat_interleave(self.lengths_S)
 
     @cached_property
@@ -482,7 +483,8 @@ class MicroBatch:
     earned_BT: Tensor | None
     advantages_BT: Tensor | None
     scored_M: Tensor
-    """int64: places b * T + t that get log-probs, in order: those of loss tokens, and some that kernels need."""
+    """int64: places b * T + t that get log-probs, in order: those of loss tokens, and some that kernels need. If ranks
+    take a row together, t counts from the beginning of this rank's stretch."""
     kept: KeptIds | None
     """None if tokens were chosen from all ids."""
     document_starts: Tensor

@@ -659,7 +659,8 @@ class GRPOConfig(RunConfig):
     """At 1 generators sample the next step while the others train on this one, with weights one step older; at 0 they
     take turns. Split roles only; needs `algorithm.importance_correction`."""
     sync_check_interval: Interval = 20
-    """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
+    """Steps between sync checks of trainer against generator log-probs; a process's first two steps have one too. 0 is
+    never."""
     record: bool = False
     """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for grpo.replay."""
 

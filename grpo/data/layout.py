@@ -110,7 +110,8 @@ class Layout:
     rows: list[list[PackedRow]]
     """rows[rank][micro_batch]. All ranks have the same number, at least one; a row without sequences is padding."""
     row_length: int
-    """Positions T of every row: one length for all, so that compiled code sees few shapes."""
+    """Positions T of every row: one length for all, so that compiled code sees few shapes. Rounding may bring it above
+    `max_tokens`."""
     multiple: int
     """The number of positions that get log-probs is rounded up to a multiple of it."""
     shares_prompts: bool
@@ -225,9 +226,9 @@ def plan(
 
 
 def take_out(values_BT: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the M tokens that a micro-batch predicts: (index_M int64 among the N of the batch, values_M).
+    """Return the L tokens that a micro-batch predicts: (index_L int64 among the N of the batch, values_L).
 
-    `values_N[index_M] = values_M`, once per micro-batch, fills a flat tensor in the order of `TrainBatch`, except the
+    `values_N[index_L] = values_L`, once per micro-batch, fills a flat tensor in the order of `TrainBatch`, except the
     first token of each sequence, which nothing predicts, and prompts that are shared, where one of them is filled in.
     """
     predicts_BT = micro.token_BT >= 0

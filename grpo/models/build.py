@@ -110,7 +110,7 @@ class ShardedModel:
             local_part(weight).lerp_(local_part(new), share)
 
     def lay_out(self, batch: TrainBatch) -> Layout:
-        """Lay a step's batch out in rows for the data-parallel ranks. The result is the same on each of them.
+        """Lay a batch out in rows for the data-parallel ranks. The result is the same on each of them.
 
         A model with states shares no prompts. "auto" rows, which only a run decides, are as long as they may become.
         """
@@ -180,8 +180,8 @@ class ShardedModel:
             results.append((micro, logprobs_BT))
         if self.rank_among("tp") == self.rank_among("cp") == 0:
             for micro, logprobs_BT in results:
-                index_M, logprobs_M = take_out(logprobs_BT, micro)
-                logprobs_N[index_M.cpu()] = logprobs_M.cpu()
+                index_L, logprobs_L = take_out(logprobs_BT, micro)
+                logprobs_N[index_L.cpu()] = logprobs_L.cpu()
         forget_forwards(self.module)
         self.drop_copy()
         return logprobs_N

@@ -53,9 +53,9 @@ def on_driver(
 ) -> Method:
     """Make a method that every rank calls run on the driver alone; on the other ranks it returns None.
 
-    Collective over `self.roles.control`; arguments count on the driver alone. If the method raises there, every rank
-    stops: the driver with the exception, the others silently, so that one error is printed and no rank waits. scores:
-    the method may ask `self.reward_model`, and the other learners compute their parts of its scores meanwhile.
+    Collective over the group `bridge` of the roles; arguments count on the driver alone. If the method raises there,
+    its ranks stop: the driver with the exception, the others silently, so that one error is printed and no rank waits.
+    scores: the method may ask `self.reward_model`, and the other learners compute their parts of its scores meanwhile.
     """
 
     @functools.wraps(method)

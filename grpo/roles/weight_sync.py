@@ -5,7 +5,7 @@ over the `sync` bridge; each generator rank loads its part through vLLM's own lo
 and loads, and nothing is sent.
 
 A sync check compares log-probs of the same tokens under the same weights. Older weights may have sampled a step's
-batch, so the check completes a few prompts of its own, right after a sync.
+batch, so the check completes a few prompts of its own, before a step, when both hold the same version.
 """
 
 import math
@@ -23,7 +23,8 @@ from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Trainer
 from grpo.types import Prompt, Requests, Rollout
 
-# Prompts and tokens of a sync check: enough to tell other weights from these, few enough to cost a step next to nothing
+# Prompts of a sync check and least tokens of each completion: enough to tell other weights from these, few enough to
+# cost a step next to nothing
 PROBE_PROMPTS = 8
 PROBE_TOKENS = 16
 
@@ -100,7 +101,7 @@ def check_version(rollouts: list[Rollout], version: int) -> None:
     other_versions = {rollout.version for rollout in rollouts} - {version}
     if other_versions:
         raise RuntimeError(
-            f"completions of version {version} were sampled with weights of versions {sorted(other_versions)}: a "
+            f"completions for version {version} were sampled with weights of versions {sorted(other_versions)}: a "
             "weight sync was skipped or repeated"
         )
 

@@ -1,8 +1,8 @@
 """What rank 0 alone does: draw prompts, score completions, decide, log.
 
 Every rank holds a `Driver` and calls the same methods in the order of the loop; rank 0 runs them, and the others wait
-for its decisions (`comm.on_driver`, `comm.from_driver`). What was sampled is in its buffer of groups (groups.py). Left
-out: everything that several ranks do together.
+for its decisions (`comm.on_driver`, `comm.from_driver`). What was sampled is in its buffer of groups
+(grpo/run/groups.py). Left out: everything that several ranks do together.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ from grpo.run.steps import Steps
 from grpo.types import Prompt, Requests, Rollout, Scalars, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
-EARLY_STEPS = 2  # so many steps of a process get a sync check: before its first sync, and behind it
+EARLY_STEPS = 2  # first steps of a process that get a sync check: of the weights it starts with, and of its first sync
 
 
 class Driver(Steps):
@@ -99,9 +99,10 @@ class Driver(Steps):
 
     @from_driver
     def request_ahead(self) -> Requests | None:
-        """Return what the generators sample for the next step while this one trains; None without `overlap_steps`.
+        """Return what the generators sample for the next step while this one trains.
 
-        Not empty in the last step either, because its checkpoint holds the groups in case the run is made longer.
+        None without `overlap_steps`, or if enough is there. Not empty in the last step either, because its checkpoint
+        holds the groups in case the run is made longer.
         """
         if not self.config.overlap_steps:
             return None
@@ -145,7 +146,10 @@ class Driver(Steps):
 
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:
-        """Wait for the rewards that workers compute, ask the reward model, and return the step's rollouts with them."""
+        """Wait for the rewards that workers compute, ask the reward model, and return the step's rollouts with them.
+
+        A call of a reward function that fails leaves all its completions without a reward.
+        """
         taken = self.buffer.taken
         if not self.config.sampling.dynamic:
             set_rollouts(taken, self.scorer.collect())
@@ -200,7 +204,11 @@ class Driver(Steps):
         return metrics
 
     def sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> Scalars:
-        """Return the metrics of sampling. Groups that go back count in the step that trains on them."""
+        """Return the metrics of sampling: rewards and lengths over all groups taken, also those too equal to train on.
+
+        The others are over `rollouts`, which the step trains on. Groups that go back to the buffer count in the step
+        that trains on them.
+        """
         group_size = self.config.group_size
         taken = rollouts_of(self.buffer.taken)
         metrics = rollout_metrics(taken, group_size, self.scorer.answer_format)

@@ -9,7 +9,7 @@ from grpo.types import Scalars
 from grpo.watch.failures import BadInput
 from grpo.watch.stopping import obey_stop, stop_reason
 
-MOST_SKIPPED = 3  # steps in a row without an update, which end the run
+MOST_SKIPPED = 3  # steps in a row that skipped an update, which end the run
 
 
 class Steps:
@@ -41,9 +41,9 @@ class Steps:
         return bool(reason)
 
     def log_step(self, step: int, metrics: Scalars) -> None:
-        """Log step number `step`, and warn if its update was skipped. On rank 0 alone.
+        """Log step number `step`, and warn if an update of it was skipped. On rank 0 alone.
 
-        Raises BadInput after MOST_SKIPPED skipped updates in a row.
+        Raises BadInput after MOST_SKIPPED such steps in a row.
         """
         self.run_log.log(step, metrics)
         prefix = "skipped/"

@@ -87,5 +87,5 @@ def values_and_gradients(
         loss_BT, _ = loss(x)
         loss_BT = loss_BT.where(x.loss_mask_BT, 0)
         loss_BT.sum().backward()
-        index_M, values_N[index_M] = take_out(loss_BT.detach(), micro)
+        index_L, values_N[index_L] = take_out(loss_BT.detach(), micro)
     return torch.stack([values_N, policy_N.grad])

@@ -195,8 +195,8 @@ def test_rows_hold_what_a_plain_writing_of_them_holds(seed):
             scored.update(tokens_M[counts[micro.scored_M]].tolist())
             if micro.kept:
                 kept.update(zip(tokens_M[micro.kept.place_C].tolist(), micro.kept.ids_C.tolist(), strict=True))
-            index_M, ids_M = take_out(micro.targets_BT, micro)
-            assert torch.equal(batch.ids_N[index_M], ids_M)
+            index_L, ids_L = take_out(micro.targets_BT, micro)
+            assert torch.equal(batch.ids_N[index_L], ids_L)
     assert sorted(seen) == list(range(batch.num_sequences))
     assert scored == Counter(batch.loss_mask_N.nonzero()[:, 0].tolist())
     if batch.kept_C is not None:
