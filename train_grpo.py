@@ -148,7 +148,7 @@ def sample(plan: StepPlan, generator: Generator | None, driver: Driver, roles: R
 # The algorithm, on the trainers. The default formulas are written out; the config can name others, of grpo/algorithm/
 # or path/file.py:function, all of them functions of `x`, the inputs of a formula. `metrics.record` takes numbers, of
 # which the log has the mean; of values per token, which an objective returns, the mean over the loss tokens, or the
-# maximum if the name ends in `max`.
+# maximum if the name ends in max.
 
 
 def add_advantages(config: GRPOConfig, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> TrainBatch:
