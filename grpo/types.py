@@ -313,7 +313,7 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the weights that sampled its first token."""
+        """Version of the oldest weights that sampled it, in any of its sequences."""
         return min((piece.version for piece in self.sampled), default=0)
 
     @property
