@@ -8,13 +8,14 @@ template; one without an end holds the start up until its deadline.
 import datetime
 import re
 import secrets
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig
 from grpo.data.rows import BadRow, Messages, Tools, as_messages
-from grpo.text import printable, reason_of
+from grpo.text import printable, reason_of, without_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,6 +113,27 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[st
 # ---------------------------------------------------------------------------------------------------------------------
 # Template
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def plain_ids(tokenizer: "PreTrainedTokenizerBase", text: str, special: Collection[int]) -> list[int]:
+    """Return ids of a text without the `special` ones. Where the text would become one, it is split into pieces."""
+    text = without_surrogates(text)
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    if len(text) < 2 or not {*special}.intersection(ids):
+        return [token for token in ids if token not in special]
+    half = len(text) // 2
+    return plain_ids(tokenizer, text[:half], special) + plain_ids(tokenizer, text[half:], special)
+
+
+def as_written(written: str, before: str, after: str, text: str) -> str:
+    """Return what a template made of `text`, which it may trim or quote: all that is between `before` and `after`.
+
+    Returns `text` if these are not found.
+    """
+    start = len(before)
+    end = len(written) - len(after)
+    is_found = written.startswith(before) and written.endswith(after)
+    return written[start:end] if is_found and start <= end else text
 
 
 def prompt_messages(data: DataConfig, prompt: str | Messages) -> Messages:

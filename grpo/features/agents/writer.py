@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo import features
 from grpo.config import DataConfig
-from grpo.data.chat import render
+from grpo.data.chat import as_written, plain_ids, render
 from grpo.data.rows import Message, Messages, Tools
-from grpo.text import without_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,9 +78,7 @@ class Writer:
                     ids += self.encode(before[position:])
                     unmarked = [*marked[:place], messages[place], *marked[place + 1 :]]
                     written = self.render(json.dumps([unmarked, tools]))
-                    content = messages[place]["content"]
-                    if written.startswith(before) and written.endswith(after):
-                        content = written[len(before) : len(written) - len(after)]  # it may trim or quote it
+                    content = as_written(written, before, after, messages[place]["content"])
                     ids += self.plain_ids(content, len(self.special))
                 position = len(text) - len(after)
             return ids + self.encode(text[position:])
@@ -126,13 +123,8 @@ class Writer:
         return ids
 
     def _plain_ids(self, text: str, num_special: int) -> list[int]:
-        """Return the ids of a text without special tokens. Where it would become one, it is split into pieces.
+        """Return the ids of a text without special tokens.
 
         num_special: how many are known, because with more of them the same text has other ids.
         """
-        text = without_surrogates(text)
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        if not self.special.intersection(ids) or len(text) < 2:
-            return [token for token in ids if token not in self.special]
-        half = len(text) // 2
-        return self._plain_ids(text[:half], num_special) + self._plain_ids(text[half:], num_special)
+        return plain_ids(self.tokenizer, text, self.special)

@@ -14,9 +14,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig
-from grpo.data.chat import Refused, prompt_messages, render, template_name
+from grpo.data.chat import Refused, as_written, plain_ids, prompt_messages, render, template_name
 from grpo.data.rows import Messages, Tools, as_messages
-from grpo.text import without_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,9 +89,9 @@ class Turns:
         marked_chat = prompt_messages(self.data, [*earlier, marked])
         before, _, after = self._write(marked_chat).partition(QUESTION)
         written = self._write(prompt_messages(self.data, prompt))
-        question = _between(written, before, after, last["content"])
+        question = as_written(written, before, after, last["content"])
         ids = self._encode(before)
-        ids += self._plain_ids(question)
+        ids += plain_ids(self.tokenizer, question, self.special_ids)
         ids += self._encode(after)
         return ids
 
@@ -112,8 +111,8 @@ class Turns:
                 ids += self._encode(between)
             if self.rewrites[role]:
                 suffix = self._after_turn(role, [answer])
-                answer = _between(suffix, before, after, answer)
-            ids += self._plain_ids(answer)
+                answer = as_written(suffix, before, after, answer)
+            ids += plain_ids(self.tokenizer, answer, self.special_ids)
         return ids + self._encode(after)
 
     def _frame(self, role: str) -> tuple[str, str, str]:
@@ -208,18 +207,6 @@ class Turns:
             special.discard(tokenizer.unk_token_id)
         return special
 
-    def _plain_ids(self, text: str) -> list[int]:
-        """Return ids of a text without special tokens. Where the text would become one, it is split into pieces."""
-        text = without_surrogates(text)
-        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        ids = encoded["input_ids"]
-        if not self.special_ids.intersection(ids) or len(text) < 2:
-            return [token for token in ids if token not in self.special_ids]
-        half = len(text) // 2
-        first_ids = self._plain_ids(text[:half])
-        second_ids = self._plain_ids(text[half:])
-        return first_ids + second_ids
-
 
 def _check(what: str, expected: str, actual: str) -> None:
     """Raise Refused if the two texts differ."""
@@ -233,16 +220,3 @@ def _refuse(what: str, expected: str, actual: str) -> None:
     start = max(0, num_equal - SHOWN_BEFORE)
     end = start + SHOWN_BEFORE + SHOWN_AFTER
     raise Refused(f"{what}: {expected[start:end]!r} is expected, {actual[start:end]!r} is there")
-
-
-def _between(written: str, before: str, after: str, text: str) -> str:
-    """Return what the template made of `text`, which it may trim or quote: all that is between `before` and `after`.
-
-    Returns `text` if these are not found.
-    """
-    start = len(before)
-    end = len(written) - len(after)
-    is_found = written.startswith(before) and written.endswith(after)
-    if is_found and start <= end:
-        return written[start:end]
-    return text
