@@ -42,6 +42,7 @@ CHECKPOINTING = ("none", "logits", "selective", "full")
 # the rest. A gated delta rule computes with many more for each value that it gives.
 BLOCK_VALUES = 1.85
 RULE_VALUES = 90
+Parts = dict[str, float]  # GiB of what a process holds, by a name that the dry run's table shows
 ROUTER_SKEW = 2  # tokens for the experts of one rank over the mean; a router that sends it more needs more
 
 
@@ -113,16 +114,13 @@ class Needs:
 
     @property
     def states(self) -> float:
-        """Float32 weights and AdamW's two moments, of all ranks together. Muon has one in float32, in the blocks."""
+        """Float32 weights and AdamW's two moments, of all ranks together. Muon has one in float32."""
         trainer = self.config.trainer
-        moments = 2 * DTYPE_BYTES[trainer.moments]
-        num_bytes = (4 + moments) * self.num_trained
-        if trainer.optimizer == "muon":
-            num_bytes -= (moments - 4) * self.policy.hf.num_hidden_layers * self.policy.block_parameters
-        return num_bytes / GIB
+        moments = 4 if trainer.optimizer == "muon" else 2 * DTYPE_BYTES[trainer.moments]
+        return (4 + moments) * self.num_trained / GIB
 
     @property
-    def resting(self) -> dict[str, float]:
+    def resting(self) -> Parts:
         """Parts of what a trainer rank holds between two steps."""
         config = self.config
         shards = config.roles.num_trainers // config.trainer.data_replicas
@@ -134,7 +132,7 @@ class Needs:
         return parts | self.beside(config.roles.num_trainers)
 
     @property
-    def training(self) -> dict[str, float]:
+    def training(self) -> Parts:
         """Parts of a trainer rank's peak, without an engine. Its rows have up to `trainer.micro_batch_tokens`."""
         trainer = self.config.trainer
         num_trainers = self.config.roles.num_trainers
@@ -147,30 +145,31 @@ class Needs:
             parts["gradients before they are shared out"] = summed / trainer.tensor_parallel / GIB
         return parts
 
-    def beside(self, num_ranks: int) -> dict[str, float]:
+    def beside(self, num_ranks: int) -> Parts:
         """Return the weights of frozen models on each of the ranks that share them."""
-        models = dict(self.frozen)
+        parts = {name: self.weight * model.parameters / num_ranks for name, model in self.frozen.items()}
         if not self.config.reference_has_model:  # as with adapters
-            models.pop("reference", None)
-        parts = {name: self.weight * model.parameters / num_ranks for name, model in models.items()}
-        if "reference" in parts and self.config.reference_moves:  # a mean of weights needs float32
+            parts.pop("reference", None)
+        elif self.config.reference_moves:  # a mean of weights needs float32
             parts["reference"] *= 4 / GIB / self.weight
         return parts
 
-    def forward(self, model: Sizes, num_ranks: int, trains: bool) -> dict[str, float]:
+    def forward(self, model: Sizes, num_ranks: int, trains: bool) -> Parts:
         """Return what a forward needs besides the weights, by part; with `trains` also what its backward needs."""
         hf = model.hf
         trainer = self.config.trainer
         tensor_parallel = math.gcd(num_ranks, trainer.tensor_parallel)
-        row_ranks = trainer.context_parallel if trains else 1
+        tokens = largest_row(self.config)
+        whole_ranks = tensor_parallel
+        if trains:
+            tokens /= trainer.context_parallel
+            whole_ranks *= trainer.data_replicas
         # FSDP gathers two blocks, the embeddings and the LM head in the compute dtype. Where a rank has whole layers
         # it holds a copy of all weights, or is not used where they are held in that dtype already.
         gathered = model.parameters - (hf.num_hidden_layers - 2) * model.block_parameters
-        replicas = trainer.data_replicas if trains else 1
-        if num_ranks == tensor_parallel * replicas:
+        if num_ranks == whole_ranks:
             gathered = model.parameters if trains and not trainer.lora_rank else 0
 
-        tokens = largest_row(self.config) / row_ranks
         chunk_tokens = min(tokens, trainer.logprob_chunk_tokens)
         # compiled, a chunk's product h W^T exists, and its gradient; otherwise three float32 tensors come on top
         logits = chunk_tokens * (2 if trainer.compile else 7)
@@ -195,7 +194,7 @@ class Needs:
         parts = {"gathered weights": gathered, "logits": logits * hf.vocab_size, "activations": tokens * values}
         return {part: self.weight * number / tensor_parallel for part, number in parts.items()}
 
-    def moments(self, gpu_gib: float) -> dict[str, dict[str, float]]:
+    def moments(self, gpu_gib: float) -> dict[str, Parts]:
         """Return the parts of what a trainer's GPU holds, with an engine on it also while that is awake."""
         if not self.config.roles.colocated:
             return {"": self.training}
@@ -296,8 +295,8 @@ def read_needs(config: Any, folder: str, reward_model: str) -> Needs:
 def row_choices(config: Any) -> list[tuple[str, int]]:
     """Return kinds of checkpointing and rows that "auto" chooses from, the fastest first.
 
-    To compute blocks again is a third more work, and rows half as long are none. Rows have room for the longest
-    sequence, and a reward model was told MICRO_BATCH_TOKENS (`open_reward_model`).
+    To compute blocks again is a third more work, and rows half as long are none. The last choice has the shortest rows,
+    with room for the longest sequence. A reward model was told MICRO_BATCH_TOKENS (`open_reward_model`).
     """
     trainer = config.trainer
     kinds = CHECKPOINTING
@@ -305,11 +304,12 @@ def row_choices(config: Any) -> list[tuple[str, int]]:
         kinds = (trainer.activation_checkpointing,)
     elif trainer.expert_parallel > 1:
         kinds = ("selective",)
-    rows = [longest_row(config)]
-    while trainer.micro_batch_tokens == "auto" and not config.reward.model and rows[-1] > config.max_sequence_tokens:
-        rows.append(max(rows[-1] // 2, config.max_sequence_tokens))
-    shorter = [(kinds[-1], tokens) for tokens in rows[2:]]
-    return [*itertools.product(kinds, rows[:2]), *shorter]
+    longest = longest_row(config)
+    if trainer.micro_batch_tokens != "auto" or config.reward.model:
+        return [(kind, longest) for kind in kinds]
+    shortest = config.max_sequence_tokens
+    half = max(longest // 2, shortest)
+    return [*itertools.product(kinds, (longest, half)), (kinds[-1], shortest)]
 
 
 def fit_engine(needs: Needs, num_asked: int, device: Device) -> Needs:
@@ -332,9 +332,6 @@ def fit_engine(needs: Needs, num_asked: int, device: Device) -> Needs:
         cache = max(CPU_KV_CACHE_GIB, min(most, num_asked * of_one))
         cache = engine.setdefault("kv_cache_memory_bytes", int(cache * GIB)) / GIB
     number = min(num_asked, MOST_NUM_SEQS, max(MAX_NUM_SEQS, int(2 * cache / of_one)))
-    num_tokens = engine.get("max_num_batched_tokens")
-    if isinstance(num_tokens, int):  # of all sequences together in a step of the engine
-        number = min(number, num_tokens)
     number = engine.setdefault("max_num_seqs", max(1, number))
     needed = max(LEAST_KV_CACHE_GIB, number * of_one)
     # Layers with windows or states share blocks of another size, drafts come from a model of their own, and a

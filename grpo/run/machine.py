@@ -15,25 +15,15 @@ def fit_to_machine(
 ) -> tuple[Config, int]:
     """Decide what the config leaves to the machine, print it, and have it judged whether the run fits.
 
-    A dry run is for this machine, or for `config.gpus` GPUs; with fewer than ranks for another layout. layout: which
-    ranks do what; without trainers only the engines are decided. For the folders see `read_needs`. Returns the number
-    of problems too.
+    A dry run is for this machine, or for `config.gpus` GPUs. layout: which ranks do what; without trainers only the
+    engines are decided. For the folders see `read_needs`. Returns the number of problems too.
     """
     device = Device(config.gpus, "GPU", config.gpu_gib) if config.gpus else look_at_device()
-    needs = read_needs(config, folder, reward_model)
-    proposed = {}
-    if config.dry_run:
-        for changes in features.call(config, "propose_layout", needs, device):
-            proposed |= changes
-        needs = needs.changed(proposed)
-        layout = needs.config.roles
-    needs = needs.decided(layout, device)
+    needs = read_needs(config, folder, reward_model).decided(layout, device)
     if layout.num_engine_ranks:
-        engine = needs.config.generator.engine
+        number = needs.config.generator.max_num_seqs
         cache = f"{needs.cache(device.gib):.2f} GiB of KV cache"
-        print(
-            f"engines: {needs.config.num_engines}; each decodes {engine['max_num_seqs']} sequences at once in {cache}"
-        )
+        print(f"engines: {needs.config.num_engines}; each decodes {number} sequences at once in {cache}")
     num_problems = 0
     if layout.num_trainers:
         trainer = needs.config.trainer
@@ -41,5 +31,5 @@ def fit_to_machine(
         print(f"trainer.activation_checkpointing: {trainer.activation_checkpointing}")
         if trainer.share_prompts and has_states(needs.policy.hf):
             print("trainer.share_prompts: off, since each completion continues the states of its own prompt")
-        num_problems = sum(features.call(config, "judge", config, needs, device, proposed))
+        num_problems = sum(features.call(config, "judge", needs, device))
     return needs.config, num_problems

@@ -181,6 +181,7 @@ def test_rows_and_checkpointing_are_the_fastest_that_fit():
         (QWEN3_8B, 4, 64, "", "selective", 8192),
         (QWEN3_8B, 4, 64, judge, "full", 16_384),  # a reward model was told 16,384
         (QWEN3_8B, 4, GPU_GIB, long, "full", 33_280),
+        (QWEN3_8B, 4, 44, "", "full", 1536),  # rows of 8,192 do not fit
         (QWEN3_8B, 4, 40, "", "full", 1536),  # nothing fits
         (QWEN3_8B, 4, None, "", "none", 16_384),  # a CPU
     ):
@@ -247,7 +248,6 @@ ENGINES = {
     "as many as 68 - 6.2 GiB hold": ("", 1000, 80, 753, None),
     "no fewer than 256 for a small cache": ("", 512, 16, 256, None),
     "two ranks share weights and cache": ("--generator.tensor-parallel 2", 2000, 40, 716, None),
-    "a token of each in a step": ("--generator.engine max_num_batched_tokens 300", 512, 80, 300, None),
     "short": ("--generator.max-completion-tokens 16 --data.max-prompt-tokens 16", 8, 80, 8, 1024),
     "conversations, which wait for tools": ("--environment.tools python", 128, 80, 128, None),
     "drafts": ("--generator.engine spec_method ngram", 128, 80, 128, None),

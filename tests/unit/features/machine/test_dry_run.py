@@ -54,7 +54,7 @@ def test_a_grpo_recipe_of_four_ranks_for_this_machine_and_for_another_one(dry_ru
     code, said = dry_run(*TOY, "--gpus", 3, "--gpu-gib", 0.1)
     rows = rows_of(said)
     assert code == 1 and rows["GPUs"][-1] == rows["memory of a trainer"][-1] == "PROBLEM"
-    assert "-> for 3, judged below: --roles." in said and "--trainer.micro-batch-tokens 48" in said
+    assert "-> try --roles." in said and "--trainer.micro-batch-tokens 48" in said
 
 
 def test_engine_options_are_judged_for_the_machine_that_was_asked_for(dry_run):

@@ -8,14 +8,14 @@ import torch
 import transformers
 
 from grpo import config as c
-from grpo.config.checks import check_world_size, validate
-from grpo.features.machine import propose_layout, verdicts
-from grpo.features.machine.layouts import layouts_for
+from grpo.config.checks import check_world_size
+from grpo.config.recipes import load
+from grpo.features.machine import verdicts
 from grpo.features.machine.verdicts import check_disk, check_gpus, check_memory, check_versions, whole_replicas
 from grpo.models.memory import Device
 from grpo.run import machine
+from grpo.run.command_line import DEFAULT_RECIPES
 from grpo.run.machine import fit_to_machine
-from tests.unit.config.started import started
 from tests.unit.models.test_memory import QWEN3_1_7B, QWEN3_8B, needs
 
 H100 = Device(8, "H100", 79.2)
@@ -41,49 +41,21 @@ def test_the_versions_of_this_environment_fit_and_another_one_is_named(monkeypat
     assert "transformers" not in row.has
 
 
-def test_a_layout_for_fewer_gpus_is_one_whose_memory_fits():
-    """Qwen3-8B: 122 GiB of states. Split 2 + 2 needs 61 of 79.2 and more to train; 4 colocated 30.5 beside an engine.
-
-    On one GPU nothing fits, and the first layout is named.
-    """
-
-    rows = c.TrainerConfig(micro_batch_tokens=16_384)  # checkpointing is decided
-    config = c.GRPOConfig(roles=ROLES, trainer=rows)
-
-    def proposal(raw: dict, device: Device) -> str:
-        row = check_gpus(config, device, propose_layout(needs(raw, config), device))
-        assert row.needs == "8 (4 trainer + 4 generator)"
-        return row.outcome if row.outcome == "fits" else row.to_do
-
-    four = Device(4, "H100", 79.2)
-    assert proposal(QWEN3_8B, H100) == "fits"
-    of_small = "--roles.no-colocated --roles.num-trainers 2 --roles.num-references 0 --roles.num-generators 2"
-    assert of_small in proposal(QWEN3_1_7B, four)
-    assert "--roles.colocated --roles.num-trainers 4 --roles.num-references 0" in proposal(QWEN3_8B, four)
-    fitted = needs(QWEN3_8B, c.change(config, propose_layout(needs(QWEN3_8B, config), four)))
-    fitted = fitted.decided(fitted.config.roles, four)
-    assert {row.outcome for row in check_memory(fitted, four)} == {"fits"}
-    assert "for 1, judged below: --roles.colocated" in proposal(QWEN3_8B, Device(1, "H100", 79.2))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 6, 8, 16])
-@pytest.mark.parametrize("trainer_parallel, generator_parallel, overlap", [(1, 1, 1), (2, 1, 0), (1, 2, 0), (2, 4, 1)])
-def test_layouts_have_the_ranks_and_pass_the_checks(num_ranks, trainer_parallel, generator_parallel, overlap):
-    flags = f"--trainer.tensor-parallel {trainer_parallel} --generator.tensor-parallel {generator_parallel} "
-    config = started(f"{flags} --overlap-steps {overlap} --algorithm.kl-coef 0.1 --prompts-per-step 12")
-    layouts = [c.change(config, changes) for changes in layouts_for(config, num_ranks)]
-    if not layouts:
-        largest = max(trainer_parallel, generator_parallel)
-        assert num_ranks < trainer_parallel + generator_parallel or num_ranks % largest
-    for layout in layouts:
-        validate(layout)
-        check_world_size(layout, num_ranks)
+def test_layouts_for_fewer_gpus_pass_the_checks():
+    """Two are named for GRPO and one for SFT, each of which starts on that number of ranks."""
+    for config, num_layouts in ((grpo(), 2), (c.SFTConfig(num_trainers=8), 1)):
+        row = check_gpus(config, Device(4, "H100", 79.2))
+        assert row.outcome == "PROBLEM" and row.needs.startswith("8 (")
+        layouts = row.to_do.removeprefix("try ").split(", or ")
+        assert len(layouts) == num_layouts
+        for flags in layouts:
+            check_world_size(load(type(config), DEFAULT_RECIPES[type(config)], flags.split()), 4)
 
 
 def test_gpus_that_torch_does_not_see(monkeypatch):
     for cuda, outcome in ((None, "fits"), ("13.0", "PROBLEM")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        assert check_gpus(grpo(), CPU, {}).outcome == outcome
+        assert check_gpus(grpo(), CPU).outcome == outcome
 
 
 def answers(config: c.GRPOConfig | c.SFTConfig, raw: dict, device: Device = H100, **frozen: dict) -> dict[str, str]:
