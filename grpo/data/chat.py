@@ -8,7 +8,7 @@ template; one without an end holds the start up until its deadline.
 import datetime
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,11 +115,28 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[st
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def plain_ids(tokenizer: "PreTrainedTokenizerBase", text: str, special: Collection[int]) -> list[int]:
+def special_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """Return the ids that no text may become: special tokens, and added ones that stand in the chat template.
+
+    The unknown token may occur, and so may blanks, which are added tokens of Gemma.
+    """
+    template = str(tokenizer.chat_template)
+    special = set(tokenizer.all_special_ids)
+    for token, entry in tokenizer.added_tokens_decoder.items():
+        stands_in_template = bool(entry.content.strip()) and entry.content in template
+        if entry.special or stands_in_template:
+            special.add(token)
+    other_roles = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+    if tokenizer.unk_token_id not in other_roles:
+        special.discard(tokenizer.unk_token_id)
+    return special
+
+
+def plain_ids(tokenizer: "PreTrainedTokenizerBase", text: str, special: Set[int]) -> list[int]:
     """Return ids of a text without the `special` ones. Where the text would become one, it is split into pieces."""
     text = without_surrogates(text)
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    if len(text) < 2 or not {*special}.intersection(ids):
+    if len(text) < 2 or special.isdisjoint(ids):
         return [token for token in ids if token not in special]
     half = len(text) // 2
     return plain_ids(tokenizer, text[:half], special) + plain_ids(tokenizer, text[half:], special)

@@ -12,6 +12,7 @@ an argument `base_url`, and is shown with the tree of its sequences. Exit code 1
 
 import inspect
 import itertools
+import pathlib
 import sys
 
 from grpo import features
@@ -23,6 +24,7 @@ from grpo.tools.command import subject_of, tool_config
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_EPISODES = 3
+TOKENIZER = f"{pathlib.Path(__file__).parents[2]}/configs/examples/toys.py:trained_tokenizer"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         if has_recipe:
             examples = list(itertools.islice(load_sources(config.data)[0].examples(), NUM_EPISODES))
     num_episodes = 1 if by_hand else NUM_EPISODES
-    (lost,) = features.call(config, "rehearse", config, examples, num_episodes, by_hand)
+    tokenizer = load_function(TOKENIZER, "the stand-in for a tokenizer")(["find", "go", "42"], 300)
+    (lost,) = features.call(config, "rehearse", config, tokenizer, examples, num_episodes, by_hand)
     return int(lost)
 
 

@@ -34,13 +34,13 @@ def check(config: Any, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
     print(f"agent {config.environment.agent}")
 
 
-def rehearse(config: Any, examples: Sequence[Any], num_episodes: int, by_hand: bool) -> bool:
+def rehearse(config: Any, tokenizer: Any, examples: Sequence[Any], num_episodes: int, by_hand: bool) -> bool:
     """Play episodes of an agent without a model, and print them. Returns whether one was lost."""
     from grpo.features.agents import rehearsal
 
     if by_hand:
         raise SystemExit("--play is for environments; an agent is answered by words")
-    return rehearsal.rehearse(config, examples, num_episodes)
+    return rehearsal.rehearse(config, tokenizer, examples, num_episodes)
 
 
 def reward_part(config: Any) -> tuple[str, Any]:
@@ -52,6 +52,8 @@ def reward_part(config: Any) -> tuple[str, Any]:
 
 def open_episodes(config: Any, folder: str, stop_token_ids: Sequence[int], roles: Any) -> Any:
     """Start the agents' processes on the first rank of an engine. Returns what plays their episodes."""
+    from grpo.data.chat import load_tokenizer
     from grpo.features.agents.episodes import Agents
 
-    return Agents(config, folder, stop_token_ids, roles.replica.index(roles.rank), len(roles.replica))
+    tokenizer = load_tokenizer(folder, config.data)
+    return Agents(config, tokenizer, stop_token_ids, roles.replica.index(roles.rank), len(roles.replica))

@@ -10,18 +10,18 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import queue
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from grpo.config.fields import MOST_NUM_SEQS
-from grpo.data.chat import load_tokenizer
 from grpo.features.agents.process import load_agent
 from grpo.features.agents.server import MODEL, Endpoint
-from grpo.features.agents.tree import ALLOWED, Session, Turn
+from grpo.features.agents.tree import Session, Turn
 from grpo.features.agents.writer import Writer
 from grpo.roles.engine.loop import EngineLoop
 from grpo.roles.engine.vllm_engine import broadcast_in_replica
@@ -32,38 +32,31 @@ from grpo.workers.processes import Call, Workers
 IDLE_SECONDS = 0.02
 # How the end of a process is told that the machine killed, because it had no more memory
 OUT_OF_MEMORY = f"killed by signal {signal.SIGKILL:d}"
-# The engine's seconds do not count, so deadlines are kept here
-NO_DEADLINE = 1e9
 
 
 class Agents:
     """Plays the episodes of a replica. All ranks of its engine make the same calls."""
 
-    def __init__(self, config: Any, folder: str, stop_token_ids: Sequence[int], rank: int = 0, num_ranks: int = 1):
+    def __init__(self, config: Any, tokenizer: Any, stop_token_ids: Sequence[int], rank: int = 0, num_ranks: int = 1):
         """Start the processes on the first rank; call it before CUDA is used. rank, num_ranks: of the engine."""
         self.is_first = rank == 0
         self.tells = num_ranks > 1
         if not self.is_first:
             return
-        self.config = config.environment
-        self.max_prompt_tokens = config.data.max_prompt_tokens
-        self.allowed = ALLOWED | {
-            "temperature": config.generator.temperature[0],
-            "top_p": config.generator.sampling.get("top_p", 1),
-        }
-        tokenizer = load_tokenizer(folder, config.data)
-        self.writer = Writer(tokenizer, config.data, stop_token_ids, self.config.calls)
-        num_processes = self.config.num_processes or min(config.generator.max_num_seqs, MOST_NUM_SEQS)
+        self.config = config
+        environment = config.environment
+        self.writer = Writer(tokenizer, config.data, stop_token_ids, environment.calls)
+        num_processes = environment.num_processes or min(config.generator.max_num_seqs, MOST_NUM_SEQS)
         self.free = [*range(num_processes)]  # numbers of processes
         self.workers = Workers(
             "agents",
-            functools.partial(load_agent, self.config.agent),
+            functools.partial(load_agent, environment.agent),
             num_processes,
-            self.config.memory_gib,
+            environment.memory_gib,
             config.reward.environment,
             loads_once=True,
         )
-        self.endpoint: Endpoint | None = None
+        self.endpoint = Endpoint()
 
     def complete(
         self,
@@ -77,39 +70,38 @@ class Agents:
     ) -> list[Rollout]:
         """Play a rollout for each (prompt, index in its group) to its end. Returns these on the first rank, else [].
 
-        Their index and temperature are not set. max_tokens: of a sequence, behind room for a prompt. add: see
-        `Generator.generate`.
+        Their index and temperature are not set. max_tokens: as in the config. add: see `Generator.generate`.
         """
-        if not self.is_first:
-            while orders := broadcast_in_replica(None):
-                decode(loop, add, *orders)
-            return []
-        self.endpoint = self.endpoint or Endpoint()  # its thread begins when the engine has started
+        if self.is_first:
+            prompts = [prompt for prompt, _ in rollouts]
+            return self.play(prompts, version, functools.partial(decode, loop, add))
+        while orders := broadcast_in_replica(None):
+            decode(loop, add, *orders)
+        return []
+
+    def play(self, prompts: list[Prompt], version: int, decode: Callable[..., dict[Turn, Piece]]) -> list[Rollout]:
+        """Play an episode for each prompt. decode: the function of this module, with a loop and `add`."""
         inbox: queue.SimpleQueue[Turn] = queue.SimpleQueue()
-        most = self.max_prompt_tokens + max_tokens
-        sessions = [
-            Session(prompt, index, self.writer, self.config, most, self.allowed, inbox)
-            for index, (prompt, _) in enumerate(rollouts)
-        ]
+        sessions = [Session(prompt, index, self.writer, self.config, inbox) for index, prompt in enumerate(prompts)]
         waiting = iter(sessions)
         playing = self.endpoint.sessions
         while True:
-            calls = [self._begin(session) for session in itertools.islice(waiting, len(self.free))]
-            if calls:
-                self.workers.submit(calls)
+            self.workers.submit([self._begin(session) for session in itertools.islice(waiting, len(self.free))])
             if not playing:
                 break
             ended = []
-            for session, outcome in self._outcomes():
-                ended += self._end(session, outcome)
+            for outcome in self.workers.poll() + self._late():
+                ended += self._end(outcome)
             begun = []
             with contextlib.suppress(queue.Empty):
-                while turn := inbox.get(not (loop.num_running or begun or ended), IDLE_SECONDS):
-                    if not turn.is_done.is_set():  # its episode has not ended
+                while True:
+                    is_decoding = any(session.num_running for session in playing.values())
+                    turn = inbox.get(not (is_decoding or ended), IDLE_SECONDS)
+                    if not turn.sampled.done():  # its episode has not ended
                         begun.append((turn.session.index, turn.prompt_ids, turn.number, turn.max_tokens, turn))
             if self.tells:
                 broadcast_in_replica((ended, begun))
-            for turn, piece in decode(loop, add, ended, begun).items():
+            for turn, piece in decode(ended, begun).items():
                 turn.session.settle(turn, piece)
         if self.tells:
             broadcast_in_replica(None)
@@ -123,48 +115,35 @@ class Agents:
         self.endpoint.sessions[key] = session
         endpoint = {"base_url": self.endpoint.url, "api_key": key, "model": MODEL}
         data = json.dumps([session.prompt.columns, endpoint]).encode()
-        return Call(session.number, data, NO_DEADLINE, conversation=session.process)
+        # the engine's seconds do not count, so the deadline is kept here
+        return Call(session.number, data, math.inf, conversation=session.process)
 
-    def _outcomes(self) -> Iterator[tuple[Session, dict[str, Any]]]:
-        """Yield how episodes have ended, which are closed then: by themselves, or too late."""
-        sessions = self.endpoint.sessions
-        for outcome in self.workers.poll():
-            session = sessions.pop(str(outcome["call"]), None)
-            if session:  # it did not end after its deadline
-                yield session, outcome
-        for key, session in [*sessions.items()]:
-            seconds = self.config.call_seconds if session.turns else self.config.reset_seconds
+    def _late(self) -> list[dict[str, Any]]:
+        """Return outcomes, as of processes, for agents that have waited too long."""
+        environment = self.config.environment
+        outcomes = []
+        for session in self.endpoint.sessions.values():
+            seconds = environment.call_seconds if session.turns else environment.reset_seconds
             if session.idle_seconds > seconds:
                 reason = f"took longer than {seconds:g} s without a request"
-                yield sessions.pop(key), {"failed": reason, "cause": "late"}
+                outcomes.append({"call": session.number, "failed": reason, "cause": "late"})
+        return outcomes
 
-    def _end(self, session: Session, outcome: dict[str, Any]) -> list[Turn]:
-        """Close an episode, with what its agent left. Returns the turns that are not to be sampled any more.
-
-        What the policy may have caused, which has answered before it happened, is scored. The rest is lost.
-        """
-        session.reward, has_left_something = outcome.get("value", (None, True))
+    def _end(self, outcome: dict[str, Any]) -> list[Turn]:
+        """Close the episode of a process that has ended. Returns the turns that are not to be sampled any more."""
+        session = self.endpoint.sessions.pop(str(outcome["call"]), None)
+        if session is None:  # it has ended before, at its deadline
+            return []
+        _, has_left_something = outcome.get("value", (None, True))
         if has_left_something:
             self.workers.drop(session.process)
         self.free.append(session.process)
-        left = session.close()
-        session.failed = outcome.get("failed", "")
-        if not session.failed:
-            session.ended_by = session.ended_by or "done"
-        elif outcome["cause"] == "lost" or session.failed.endswith(OUT_OF_MEMORY) or not session.delivered:
-            session.ended_by = "lost"
-        else:
-            session.reward = self.config.hung_reward
-            session.ended_by = session.ended_by or "hung"
-        return left
+        return session.close(outcome)
 
     def close(self) -> None:
-        """End the agents and the endpoint."""
+        """End the agents. The endpoint, which knows no key any more, ends with this process."""
         if self.is_first:
             self.workers.close()
-            if self.endpoint:
-                self.endpoint.shutdown()
-                self.endpoint.server_close()
 
 
 def decode(loop: EngineLoop, add: Callable[..., None], ended: Collection, begun: Collection) -> dict[Any, Piece]:
@@ -177,27 +156,36 @@ def decode(loop: EngineLoop, add: Callable[..., None], ended: Collection, begun:
 
 
 def rollout_of(session: Session, version: int) -> Rollout:
-    """Return what was sampled in an episode. One without turns has a prompt, and nothing behind it."""
+    """Return what was sampled in an episode. One without turns has a prompt, and nothing behind it.
+
+    A failure that the policy may have caused, because it has answered before, is scored. Others lose the episode.
+    """
     turns = []
     num_calls = 0
     for turn in session.delivered:
         turns.append({"text": turn.message["content"], "tokens": turn.piece.num_tokens, "answers": []})
         num_calls += len(turn.message.get("tool_calls", ()))
+    reward, _ = session.outcome.get("value", (None, False))
+    ended_by = session.limit or "done"
+    failed = session.outcome.get("failed", "")
+    if failed and (not turns or session.outcome["cause"] == "lost" or failed.endswith(OUT_OF_MEMORY)):
+        ended_by = "lost"
+    elif failed:
+        reward = session.config.environment.hung_reward
+        ended_by = session.limit or "hung"
+        turns[-1]["failed"] = failed
     failure = ""
-    if session.ended_by == "hung":
-        turns[-1]["failed"] = session.failed
-    if session.failed and session.reward is None:
-        failure = f"{session.failed} ({socket.gethostname()}, row {session.prompt.row})"
+    if failed and reward is None:
+        failure = f"{failed} ({socket.gethostname()}, row {session.prompt.row})"
     episode = EpisodeFacts(
         turns=turns,
         opening=None,
-        ended_by=session.ended_by,
-        reward=session.reward,
+        ended_by=ended_by,
+        reward=reward,
         info={},
         failure=failure,
         waited=session.waited,
         counts={"calls": num_calls},
     )
     nothing = (Piece.written(session.prompt.ids), Piece.sampled([], [], version))
-    sequences = session.sequences() or (nothing,)
-    return Rollout(session.prompt, 0, sequences, ended_by=session.ended_by, episode=episode)
+    return Rollout(session.prompt, 0, session.sequences() or (nothing,), ended_by=ended_by, episode=episode)

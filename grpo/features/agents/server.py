@@ -4,8 +4,6 @@ import json
 import select
 import socketserver
 import threading
-import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -37,43 +35,32 @@ class Handler(BaseHTTPRequestHandler):
 
     timeout = 60.0  # for the agent to send all of it
 
-    def do_GET(self) -> None:
-        """List the models, of which there is one."""
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}
-        self._answer(lambda session: {"object": "list", "data": [model]})
-
     def do_POST(self) -> None:
-        """Complete a chat. A turn that the agent does not get is not trained."""
-        self._answer(self._complete)
-
-    def _answer(self, answer: Callable[[Session], Any]) -> None:
-        """Send what `answer` returns, a text as a stream; or why the request is refused."""
+        """Answer a request, or say why it is refused."""
         status = 200
-        kind = "application/json"
         try:
-            key = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-            if key not in self.server.sessions:
-                raise Refusal("no such key", 401, "invalid_api_key")
-            value = answer(self.server.sessions[key])
+            text = self._answer()
         except Exception as error:
             refusal = error if isinstance(error, Refusal) else Refusal(f"no request that can be read: {error!r}")
             status = refusal.status
-            value = {"error": {"message": refusal.text, "type": "invalid_request_error", "code": refusal.code}}
-        if isinstance(value, str):
-            kind = "text/event-stream"
-        else:
-            value = json.dumps(value)
-        data = value.encode()
+            text = json.dumps({"error": vars(refusal)})
+        kind = "text/event-stream" if text.startswith("data: ") else "application/json"
         self.send_response(status)
         self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        if status != 200:
-            self.send_header("x-should-retry", "false")  # the openai client reads it
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(text.encode())
 
-    def _complete(self, session: Session) -> dict[str, Any] | str:
-        """Return a completion, or the text of its stream."""
+    do_GET = do_POST
+
+    def _answer(self) -> str:
+        """List the models, of which there is one, or complete a chat. A turn that is not delivered is not trained."""
+        key = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if key not in self.server.sessions:
+            raise Refusal("no such key", 401, "invalid_api_key")
+        session = self.server.sessions[key]
+        if self.path.endswith("/models"):
+            model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}
+            return json.dumps({"object": "list", "data": [model]})
         if not self.path.endswith("/chat/completions"):
             raise Refusal(f"{self.path} is not served, only /v1/chat/completions and /v1/models", 404)
         num_bytes = int(self.headers.get("Content-Length", 0))
@@ -82,46 +69,37 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(num_bytes))
         is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
         turn = session.ask(body, is_retry)
-        turn.is_done.wait()
         session.finish(turn)
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        if readable:  # it has nothing more to say
+        reading = select.poll()
+        reading.register(self.connection, select.POLLIN)
+        if reading.poll(0):  # it has nothing more to say
             raise Refusal("the agent has hung up")
         turn.was_delivered = True  # before it is sent, since the agent may end at once
-        completion = completion_of(turn)
-        return stream_of(completion) if body.get("stream") else completion
+        return completion_of(turn, bool(body.get("stream")))
 
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
 
 
-def completion_of(turn: Turn) -> dict[str, Any]:
-    """Return a turn as OpenAI's clients read it."""
+def completion_of(turn: Turn, is_stream: bool) -> str:
+    """Write a turn as OpenAI's clients read it; a stream has one part."""
     finish_reason = "length" if turn.piece.ended_by == "tokens" else "stop"
     if "tool_calls" in turn.message:
         finish_reason = "tool_calls"
     num_prompt = len(turn.prompt_ids)
     num_sampled = turn.piece.num_tokens
-    usage = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_sampled,
-        "total_tokens": num_prompt + num_sampled,
-    }
-    return {
+    message = "delta" if is_stream else "message"
+    completion = {
         "id": f"chatcmpl-{turn.session.index}-{turn.number}",
-        "object": "chat.completion",
-        "created": int(time.time()),
+        "object": "chat.completion.chunk" if is_stream else "chat.completion",
+        "created": 0,
         "model": MODEL,
-        "choices": [{"index": 0, "message": turn.message, "finish_reason": finish_reason}],
-        "usage": usage,
+        "choices": [{"index": 0, message: turn.message, "finish_reason": finish_reason}],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        },
     }
-
-
-def stream_of(completion: dict[str, Any]) -> str:
-    """Return a completion as a stream of one part."""
-    (choice,) = completion["choices"]
-    delta = dict(choice["message"])
-    delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta.get("tool_calls", []))]
-    choice = choice | {"message": None, "delta": delta}
-    part = {"object": "chat.completion.chunk", "choices": [choice]}
-    return f"data: {json.dumps(completion | part)}\n\ndata: [DONE]\n\n"
+    text = json.dumps(completion)
+    return f"data: {text}\n\ndata: [DONE]\n\n" if is_stream else text

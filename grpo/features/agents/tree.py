@@ -9,19 +9,17 @@ sampled, and only what follows is encoded. A history that was edited begins a ne
 """
 
 import functools
-import hashlib
 import json
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from grpo.config import EnvironmentConfig
 from grpo.data.rows import Message
 from grpo.features.agents.writer import Writer
 from grpo.types import Piece, Pieces, Prompt
@@ -43,7 +41,7 @@ ALLOWED = {
 class Refusal(Exception):
     """What the agent may not do, which it reads with this status and code."""
 
-    text: str
+    message: str
     status: int = 400
     code: str = "invalid_request_error"
 
@@ -54,19 +52,18 @@ class Turn:
 
     session: "Session"
     number: int
-    path: "list[Turn]"
-    """The turns that its history has; none if it begins a sequence."""
-    written: list[int]
-    """Ids behind the last of these."""
-    history: bytes
+    before: Pieces
+    """What stands before it in its sequence: an earlier answer with all before that, and what follows the answer."""
+    history: int
     """Digest of the messages before it."""
     body: dict[str, Any]
     """The request."""
-    max_tokens: int = 0
+    max_tokens: int
+    sampled: "Future[Piece]" = field(default_factory=Future)
     piece: Piece | None = None
+    """What was sampled, up to a stop text."""
     message: Message = field(default_factory=dict)
     was_delivered: bool = False
-    is_done: threading.Event = field(default_factory=threading.Event)
 
     def __reduce__(self) -> tuple:
         """Return it as the other ranks of an engine know it: by its place."""
@@ -75,10 +72,7 @@ class Turn:
     @property
     def prompt_ids(self) -> list[int]:
         """Ids that the engine reads before it samples."""
-        ids = []
-        for turn in self.path:
-            ids += turn.written + turn.piece.ids_T.tolist()
-        return ids + self.written
+        return torch.cat([piece.ids_T for piece in self.before]).tolist()
 
 
 @dataclass(eq=False)
@@ -89,31 +83,26 @@ class Session:
     index: int
     """Among the rollouts that are sampled together."""
     writer: Writer
-    config: EnvironmentConfig
-    max_tokens: int
-    """Of a prompt with its answer."""
-    allowed: Mapping[str, Any]
-    """As ALLOWED."""
+    config: Any
+    """That of the run."""
     inbox: "queue.SimpleQueue[Turn]"
     """Gets the turns that are to be sampled."""
     number: int = field(default_factory=functools.partial(secrets.randbits, 128))
     """Nobody can guess it, so it is the key."""
     turns: list[Turn] = field(default_factory=list)
-    known: dict[bytes, Turn] = field(default_factory=dict)
-    """Digest of a whole request, or of a history with an answer at its end -> the answer's turn."""
-    is_closed: bool = False
+    known: dict[int, Turn] = field(default_factory=dict)
+    """Digest of a history with an answer at its end -> the answer's turn."""
     num_running: int = 0
     waited: float = 0.0
     """Seconds outside of the engine."""
     idle_since: float = 0.0
-    lock: Any = field(default_factory=threading.RLock)
+    lock: Any = field(default_factory=threading.Lock)
     process: int = -1
     """Number of its process, which agents have one after another."""
-    reward: float | None = None
-    ended_by: str = ""
-    """The limit that it was told of, and in the end as in `Rollout`."""
-    failed: str = ""
-    """Why its agent failed."""
+    limit: str = ""
+    """The limit that its agent was told of: turns, seconds, tokens."""
+    outcome: dict[str, Any] = field(default_factory=dict)
+    """How its process ended, see `Workers.poll`. Empty while it plays."""
 
     @property
     def idle_seconds(self) -> float:
@@ -122,18 +111,19 @@ class Session:
 
     def ask(self, body: dict[str, Any], is_retry: bool) -> Turn:
         """Return the turn that a request begins, or the one that it began before. Raises Refusal or ValueError."""
+        generator = self.config.generator
+        allowed = ALLOWED | {"temperature": generator.temperature[0], "top_p": generator.sampling.get("top_p", 1)}
+        for name, value in allowed.items():
+            if body.get(name) not in (None, value):
+                raise Refusal(f"{name}={body[name]!r} is not what is trained, which is {value!r}")
         with self.lock:
-            if self.is_closed:
-                raise Refusal("the episode has ended", 410, "session_closed")
-            for name, value in self.allowed.items():
-                if body.get(name) not in (None, value):
-                    raise Refusal(f"{name}={body[name]!r} is not what is trained, which is {value!r}")
-            request = _digest(body)
-            if is_retry and request in self.known:
-                return self.known[request]
+            if self.outcome:
+                raise Refusal("the episode has ended", 410)
+            for turn in reversed(self.turns):
+                if is_retry and turn.body == body:
+                    return turn
             turn = self._begin(body)
             self.turns.append(turn)
-            self.known[request] = turn
             self.waited += self.idle_seconds
             self.num_running += 1
             self.inbox.put(turn)
@@ -141,84 +131,68 @@ class Session:
 
     def _begin(self, body: dict[str, Any]) -> Turn:
         """Find the answer that a request goes on from, and write what follows it."""
-        config = self.config
+        config = self.config.environment
         limits = {
             "turns": len(self.turns) >= config.max_turns,
             "seconds": 0 < config.rollout_seconds < self.waited + self.idle_seconds,
         }
         for name, is_reached in limits.items():
             if is_reached:
-                self.ended_by = name  # which explains what the agent does next
-                raise Refusal(f"the episode is at its limit of {name}", 403, "limit")
+                self.limit = name  # which explains what the agent does next
+                raise Refusal(f"the episode is at its limit of {name}", 403)
         tools = body.get("tools") or None
-        if tools:
-            self.writer.read_calls  # noqa: B018, it raises if calls cannot be read
         messages = [_plain(message) for message in body["messages"]]
         history = _digest(tools)
-        path: list[Turn] = []
+        before: Pieces = ()
         last = -1
         for place, message in enumerate(messages):
             history = _digest(message, history)
             if answer := self.known.get(history):
-                path = [*answer.path, answer]
+                before = (*answer.before, answer.piece)
                 last = place
         written = self.writer.ids(messages, tools, last)
         stops = self.writer.stop_ids
-        if path and int(path[-1].piece.ids_T[-1]) in stops and written[0] in stops:
+        if before and int(before[-1].ids_T[-1]) in stops and written[0] in stops:
             written = written[1:]  # the model has sampled the end of its turn, by this token or another
-        turn = Turn(self, len(self.turns), path, written, history, body)
-        room = self.max_tokens - len(turn.prompt_ids)
+        before = (*before, Piece.written(written))
+        most = self.config.max_sequence_tokens
+        room = most - sum(piece.num_tokens for piece in before)
         if room < 1:
-            self.ended_by = "tokens"
-            text = f"This model's maximum context length is {self.max_tokens} tokens"
-            raise Refusal(text, code="context_length_exceeded")
+            self.limit = "tokens"
+            message = f"This model's maximum context length is {most} tokens"
+            raise Refusal(message, code="context_length_exceeded")
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
-        turn.max_tokens = min(room, wanted, config.max_turn_tokens or room)
-        return turn
+        max_tokens = min(room, wanted, config.max_turn_tokens or room)
+        return Turn(self, len(self.turns), before, history, body, max_tokens)
 
-    def settle(self, turn: Turn, piece: Piece | None) -> None:
-        """Take what the engine sampled, None if the episode has ended, and let the request go on."""
+    def settle(self, turn: Turn, piece: Piece) -> None:
+        """Take what the engine sampled, and let the request go on."""
         with self.lock:
             self.num_running -= 1
             self.idle_since = time.monotonic()
-            turn.piece = piece
-        turn.is_done.set()
+            turn.sampled.set_result(piece)
 
     def finish(self, turn: Turn) -> None:
-        """Make the message of a turn that was sampled, once. Raises Refusal if it was not."""
+        """Wait for what is sampled, and make a message of it, once. Raises Refusal if the episode ends before."""
+        piece = turn.sampled.result()
         with self.lock:
-            if turn.piece is None:
-                raise Refusal("the episode has ended", 410, "session_closed")
             if turn.message:
                 return
-            text = self._text_of(turn)
+            stops = turn.body.get("stop") or []
+            if isinstance(stops, str):
+                stops = [stops]
+            turn.piece, text = self.writer.read(piece, stops)
             tools = [tool["function"]["name"] for tool in turn.body.get("tools") or []]
             turn.message = self.writer.message_of(text, tools, f"call-{turn.number}")
             self.known[_digest(_plain(turn.message), turn.history)] = turn
 
-    def _text_of(self, turn: Turn) -> str:
-        """Return what a turn says before the first stop text. The tokens behind that are dropped.
-
-        The tokens up to it are distributed as if it had ended the turn.
-        """
-        stops = turn.body.get("stop") or []
-        if isinstance(stops, str):
-            stops = [stops]
-        for count in range(turn.piece.num_tokens if stops else 0):
-            text = self.writer.tokenizer.decode(turn.piece.ids_T[: count + 1])
-            found = [text.find(stop) for stop in stops if stop in text]
-            if found:
-                turn.piece = turn.piece.first(count + 1)
-                return text[: min(found)]
-        return self.writer.text_of(turn.piece.ids_T.tolist())
-
-    def close(self) -> list[Turn]:
+    def close(self, outcome: dict[str, Any]) -> list[Turn]:
         """Refuse all further requests. Returns the turns that were not sampled yet, which will not be."""
         with self.lock:
-            self.is_closed = True
-            left = [turn for turn in self.turns if not turn.is_done.is_set()]
+            self.outcome = outcome
+            left = [turn for turn in self.turns if not turn.sampled.done()]
             for turn in left:
-                self.settle(turn, None)
+                turn.sampled.set_exception(Refusal("the episode has ended", 410))
             return left
 
     @property
@@ -228,19 +202,18 @@ class Session:
 
     def sequences(self) -> tuple[Pieces, ...]:
         """Return the sequence of each leaf. A turn is trained in the first one that has it, and repeated in others."""
-        parents = {turn for child in self.delivered for turn in child.path}
+        inner = {piece for turn in self.delivered for piece in turn.before}
         seen = set()
         sequences = []
-        for leaf in self.delivered:
-            if leaf in parents:
+        for turn in self.delivered:
+            if turn.piece in inner:  # it is no leaf
                 continue
             pieces = []
-            for turn in [*leaf.path, leaf]:
-                piece = turn.piece
-                if turn in seen:
+            for piece in (*turn.before, turn.piece):
+                if piece in seen:
                     piece = replace(piece, loss_mask_T=torch.zeros_like(piece.loss_mask_T))
-                seen.add(turn)
-                pieces += [Piece.written(turn.written), piece]
+                seen.add(piece)
+                pieces.append(piece)
             sequences.append(tuple(pieces))
         return tuple(sequences)
 
@@ -250,8 +223,7 @@ def _plain(message: dict[str, Any]) -> Message:
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
-    role = "system" if message["role"] == "developer" else message["role"]
-    plain = {"role": role, "content": content}
+    plain = {"role": message["role"].replace("developer", "system"), "content": content}
     if message.get("tool_call_id"):
         plain["tool_call_id"] = message["tool_call_id"]
     calls = []
@@ -262,9 +234,8 @@ def _plain(message: dict[str, Any]) -> Message:
     return plain | {"tool_calls": calls} if calls else plain
 
 
-def _digest(value: Any, history: bytes = b"") -> bytes:
+def _digest(value: Any, history: int = 0) -> int:
     """Digest JSON behind a history. Blanks at the ends of a message do not count, since clients drop them."""
     if isinstance(value, dict) and "content" in value:
         value = value | {"content": value["content"].strip()}
-    data = json.dumps(value, sort_keys=True).encode()
-    return hashlib.blake2b(history + data, digest_size=16).digest()
+    return hash((history, json.dumps(value, sort_keys=True)))

@@ -1,13 +1,11 @@
 """An environment played without a model or an engine: by random calls, or by hand (grpo/tools/check_environment.py)."""
 
 import json
-import pathlib
 import random
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
-from grpo.config.user_files import load_function
 from grpo.data.rows import Example
 from grpo.features.environments.calls import written_call
 from grpo.features.environments.episodes import turns_of
@@ -19,13 +17,12 @@ from grpo.text import one_line, printable, without_surrogates
 from grpo.types import Piece, Prompt
 from grpo.watch.failures import refuse_bad_input
 
-STAND_IN = f"{pathlib.Path(__file__).parents[3]}/configs/examples/toys.py:trained_tokenizer"
 WORDS = ["attic", "box", "cellar", "door", "east", "find", "go", "7", "42"]
 NUMBERS = range(1, 17)
 VALUES = {"integer": NUMBERS, "number": NUMBERS, "boolean": [True, False], "array": [[]]}  # by JSON's types
 
 
-def rehearse(config: Any, examples: Sequence[Example], num_episodes: int, by_hand: bool) -> bool:
+def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], num_episodes: int, by_hand: bool) -> bool:
     """Play episodes of the config's one environment, and print them. Returns whether one was lost.
 
     examples: rows, in turns. by_hand: somebody types what the model would write. Raises BadInput for an environment
@@ -35,7 +32,6 @@ def rehearse(config: Any, examples: Sequence[Example], num_episodes: int, by_han
     with refuse_bad_input():
         (toolbox,) = load_toolboxes(environment).values()
         toolbox.check_columns(examples[0].columns)
-        tokenizer = load_function(STAND_IN, "the stand-in for a tokenizer")(WORDS, 300)
         stops = [tokenizer.eos_token_id]
         style = "hermes" if environment.calls == "auto" else environment.calls
         turns = turns_of(tokenizer, environment, config.data, stops, {"": toolbox})

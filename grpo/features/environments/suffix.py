@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig
-from grpo.data.chat import Refused, as_written, plain_ids, prompt_messages, render, template_name
+from grpo.data.chat import Refused, as_written, plain_ids, prompt_messages, render, special_ids, template_name
 from grpo.data.rows import Messages, Tools, as_messages
 
 if TYPE_CHECKING:
@@ -74,10 +74,7 @@ class Turns:
                 ) from error
 
         opened = self._write(self.start)
-        scaffold = opened
-        for frame in self.frames.values():
-            scaffold += "".join(frame)
-        self.special_ids = self._special_ids(scaffold)
+        self.special_ids = special_ids(tokenizer)
         # a turn begins with this thought, although the template and not the model wrote it
         self.opened_thought = OPENED_THOUGHT.search(opened)[0]
         self.rewrites = {role: ODD not in self._after_turn(role, [ODD]) for role in self.frames}
@@ -190,22 +187,6 @@ class Turns:
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _special_ids(self, scaffold: str) -> set[int]:
-        """Return the ids that no answer may contain: special tokens, and added tokens that the template itself writes.
-
-        The unknown token may occur. scaffold: all texts that the template writes.
-        """
-        tokenizer = self.tokenizer
-        written = set(self._encode(scaffold))
-        special = set(tokenizer.all_special_ids)
-        for token, entry in tokenizer.added_tokens_decoder.items():
-            if entry.special or token in written:
-                special.add(token)
-        other_roles = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-        if tokenizer.unk_token_id not in other_roles:
-            special.discard(tokenizer.unk_token_id)
-        return special
 
 
 def _check(what: str, expected: str, actual: str) -> None:

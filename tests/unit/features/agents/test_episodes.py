@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 
-from configs.examples import toys
 from grpo.config import DataConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig, change
 from grpo.features.agents import problems
 from grpo.features.agents.episodes import Agents
@@ -16,7 +15,6 @@ from grpo.features.environments.tools import load_toolboxes
 from grpo.tools.check_environment import main as check_environment
 from grpo.types import Piece, Prompt, Rollout
 from tests import ROOT
-from tests.tiny_models import SMALL
 from tests.unit import chat_templates as templates
 from tests.unit.features.environments.test_turns_suffix import tokenizer_for
 
@@ -83,16 +81,13 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    tokenizer = tokenizer_for(templates.QWEN3)
-    changes = SMALL | {"max_position_embeddings": 4096}
-    return toys.make_model(tmp_path_factory.mktemp("agents") / "model", tokenizer, 0, changes), tokenizer
+def tokenizer():
+    return tokenizer_for(templates.QWEN3)
 
 
 @pytest.fixture
-def plays(folder, monkeypatch, tmp_path):
+def plays(tokenizer, monkeypatch, tmp_path):
     """Plays the agent with each row, and checks what is recorded. Returns the rollouts and the engine."""
-    path, tokenizer = folder
     monkeypatch.chdir(tmp_path)
     with contextlib.ExitStack() as stack:
 
@@ -105,7 +100,7 @@ def plays(folder, monkeypatch, tmp_path):
             )
             assert not [*problems(config)]
             stops = tokenizer.convert_tokens_to_ids(templates.STOPS)
-            agents = stack.enter_context(contextlib.closing(Agents(config, str(path), stops)))
+            agents = stack.enter_context(contextlib.closing(Agents(config, tokenizer, stops)))
             engine = Engine(tokenizer, stops[1])
             prompts = [(Prompt(number, [5, 6], row), 0) for number, row in enumerate(rows)]
             rollouts = agents.complete(engine, prompts, 1000, engine.add, run_seed=0, version=7, held_out=False)
@@ -174,13 +169,13 @@ def test_histories_that_branch_repeat_or_are_hostile(plays, agent, shape, reward
 
 
 @pytest.mark.skipif(not shutil.which("curl") or not shutil.which("jq"), reason="curl or jq is not installed")
-def test_the_pages_script_sends_any_question_and_a_wrong_answer_is_no_failure(plays, folder):
+def test_the_pages_script_sends_any_question_and_a_wrong_answer_is_no_failure(plays, tokenizer):
     script = (ROOT / "docs" / "agents.md").read_text().partition("```bash\n")[2].partition("```")[0]
     pathlib.Path("agent.sh").write_text(script)
     question = '"Why?"\nIt\'s 5\\6 $HOME `ls`.'
     rollouts, engine = plays("bash agent.sh", *({"question": question, "answer": answer} for answer in ("", "no")))
     assert [(rollout.ended_by, rollout.episode["reward"]) for rollout in rollouts] == [("done", 1.0), ("done", 0.0)]
-    assert all(question in folder[1].decode(ids) for ids in engine.given.values())
+    assert all(question in tokenizer.decode(ids) for ids in engine.given.values())
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
@@ -211,7 +206,8 @@ def test_an_agent_is_played_without_a_model_and_its_tree_is_shown(plays, capsys)
     assert check_environment(["mine.py:run"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("reward 1.0; ended by done") == 3
-    assert shown.count("sequence 0\n") == 3 and shown.count("sequence 2, behind > ") == 3
+    assert shown.count("sequence 0\n") == shown.count("sequence 2\n") == 3
+    assert shown.count("\n> ") == 12 and shown.count("\n= ") == 6  # the first of four turns is in all sequences
     assert check_environment(["mine.py:breaks"]) == 1
     assert "lost ValueError: mine" in capsys.readouterr().out
 

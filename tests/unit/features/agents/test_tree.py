@@ -6,30 +6,42 @@ import random
 import pytest
 import torch
 
-from grpo.config import EnvironmentConfig
-from grpo.features.agents.tree import ALLOWED, Refusal, Session, Turn
+from grpo.config import DataConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig, change
+from grpo.features.agents.tree import Refusal, Session, Turn
 from grpo.features.agents.writer import Writer
 from grpo.types import Piece, Prompt
 from tests.unit import chat_templates as templates
 from tests.unit.features.environments.test_turns_suffix import CARRIED, PIECES, SCHEMAS, turns_for
 
-ALLOWS = ALLOWED | {"temperature": 1.0, "top_p": 1}
-
 
 def session_for(turns, **fields) -> Session:
     writer = Writer(turns.tokenizer, turns.data, turns.stop_token_ids, "hermes")
-    config = EnvironmentConfig(agent="made.py:run", **{"max_turns": 100, **fields})
-    return Session(Prompt(0, []), 0, writer, config, 5000, ALLOWS, queue.SimpleQueue())
+    config = GRPOConfig(
+        data=DataConfig(max_prompt_tokens=4000),
+        generator=GeneratorConfig(max_completion_tokens=1000),
+        environment=EnvironmentConfig(agent="made.py:run", **{"max_turns": 100, **fields}),
+    )
+    return Session(Prompt(0, []), 0, writer, config, queue.SimpleQueue())
 
 
 def answer(session: Session, body: dict, *ids: int, is_retry: bool = False) -> tuple[Turn, dict]:
     """Ask, and let the engine say these ids. Returns the turn and the message that the agent gets."""
     turn = session.ask(body, is_retry)
-    if not turn.is_done.is_set():
+    if not turn.sampled.done():
         session.settle(turn, Piece.sampled(ids, [-1.0] * len(ids), ended_by="stop"))
     session.finish(turn)
     turn.was_delivered = True
     return turn, dict(turn.message)
+
+
+def written(turn: Turn) -> list[int]:
+    """Return the ids that were written for a turn."""
+    return turn.before[-1].ids_T.tolist()
+
+
+def earlier(turn: Turn) -> list:
+    """Return what was sampled before a turn."""
+    return [piece for piece in turn.before if piece.is_sampled]
 
 
 @pytest.mark.parametrize(("name", "role", "arguments"), CARRIED)
@@ -47,7 +59,7 @@ def test_what_follows_an_answer_is_what_the_template_writes(name, role, argument
         question = f"Where {number}?"
         messages = [{"role": "user", "content": question}]
         turn, message = answer(session, {"messages": messages, "tools": SCHEMAS}, 70, end)
-        assert turn.written == turns.opening(question) and not turn.path
+        assert turn.prompt_ids == turns.opening(question)
         ids = turn.prompt_ids
         for _ in range(3):
             ids = ids + turn.piece.ids_T.tolist()
@@ -55,8 +67,8 @@ def test_what_follows_an_answer_is_what_the_template_writes(name, role, argument
             messages = [*messages, message, *({"role": role, "content": one} for one in answers)]
             sampled = [*draw.choices(range(60, 300), k=draw.randint(0, 6)), end]
             turn, message = answer(session, {"messages": messages, "tools": SCHEMAS}, *sampled)
-            assert turn.written == turns.ids(answers, role)
-            ids = ids + turn.written
+            assert written(turn) == turns.ids(answers, role)
+            ids = ids + written(turn)
             assert turn.prompt_ids == ids
 
 
@@ -74,10 +86,10 @@ def test_branches_edits_and_retries_train_each_token_once(session):
     right = {"messages": [*history, {"role": "user", "content": [{"type": "text", "text": "right"}]}]}
     branch, _ = answer(session, right, 73, end)
     again, _ = answer(session, right, is_retry=True)
-    assert again is branch and left.path == branch.path == [first]
+    assert again is branch and earlier(left) == earlier(branch) == [first.piece]
     other, _ = answer(session, right, 74, end)  # the same request on purpose is a new sample
     edited, _ = answer(session, {"messages": [*history[:1], {"role": "assistant", "content": "no"}, hi]}, 75, end)
-    assert other is not branch and other.path == [first] and edited.path == []
+    assert other is not branch and earlier(other) == [first.piece] and earlier(edited) == []
 
     sequences = session.sequences()
     assert len(sequences) == 4
@@ -100,7 +112,7 @@ def test_a_stop_text_ends_a_turn_and_what_the_model_wrote_behind_it_is_dropped(s
     turn, said = answer(session, {"messages": [hi], "stop": ["some", "zebra"]}, *ids, end)
     assert said["content"] == "look at " and "words" not in tokenizer.decode(turn.piece.ids_T)
     further, _ = answer(session, {"messages": [hi, said, hi]}, 70, end)
-    assert further.path == [turn] and further.written[0] in session.writer.stop_ids  # the template ends the turn
+    assert earlier(further) == [turn.piece] and written(further)[0] in session.writer.stop_ids  # the template's
 
 
 @pytest.mark.parametrize(
@@ -126,9 +138,9 @@ def test_limits_say_themselves_before_the_agent_is_killed(session):
     long = {"messages": [{"role": "user", "content": "日本 " * 5000}]}
     with pytest.raises(Refusal, match="maximum context length is 5000") as refused:
         session.ask(long, False)
-    assert refused.value.code == "context_length_exceeded" and session.ended_by == "tokens"
-    session.config = EnvironmentConfig(agent="made.py:run", max_turns=1)
+    assert refused.value.code == "context_length_exceeded" and session.limit == "tokens"
+    session.config = change(session.config, {"environment.max_turns": 1})
     answer(session, {"messages": [{"role": "user", "content": "hi"}]}, 70)
     with pytest.raises(Refusal, match="limit of turns") as refused:
         session.ask({"messages": [{"role": "user", "content": "ho"}]}, False)
-    assert session.ended_by == "turns" and refused.value.status == 403  # clients ask again after a 429
+    assert session.limit == "turns" and refused.value.status == 403  # clients ask again after a 429

@@ -1,5 +1,6 @@
 """What stands between turns, over templates of many kinds and any texts: ids only grow, and answers stay texts."""
 
+import copy
 import functools
 import re
 
@@ -178,3 +179,12 @@ def test_turns_with_and_without_calls():
 def test_half_a_character_is_escaped():
     turns = case(0)
     assert "a\\ud800b" in turns.tokenizer.decode(turns.ids(["a\ud800b"]))
+
+
+def test_blanks_that_are_tokens_of_their_own_stay_in_answers():
+    tokenizer = copy.deepcopy(tokenizer_for(templates.GEMMA))
+    tokenizer.add_tokens([AddedToken("\n", normalized=False)])  # as Gemma has it, whose template writes it
+    turns = Turns(
+        tokenizer, DataConfig(system_prompt=""), tokenizer.convert_tokens_to_ids(templates.STOPS), SCHEMAS, "user"
+    )
+    assert "a\nb" in tokenizer.decode(turns.ids(["a\nb"]))
