@@ -1,8 +1,10 @@
 """Episodes of agents with real processes and clients: what the engine was given is recorded; failures by cause."""
 
 import contextlib
+import os
 import pathlib
 import random
+import resource
 import shutil
 
 import pytest
@@ -166,6 +168,17 @@ def test_histories_that_branch_repeat_or_are_hostile(plays, agent, shape, reward
     assert (rollouts[0].ended_by, rollouts[0].episode["failure"]) == ("done", "")
     assert shapes(rollouts) == {shape} and rollouts[0].episode["reward"] == reward
     assert len(engine.given) == shape[0]  # no request was sampled twice
+
+
+def test_the_endpoint_answers_also_when_its_process_has_more_than_1024_files_open(plays):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1024):
+            stack.enter_context(open(os.devnull))
+        rollouts, _ = plays(f"{AGENTS}:fails", {"kind": "ends"})
+    assert shapes(rollouts) == {(1, 1)}
 
 
 @pytest.mark.skipif(not shutil.which("curl") or not shutil.which("jq"), reason="curl or jq is not installed")
