@@ -70,8 +70,7 @@ def _prompt_rows(source: Source, data: DataConfig) -> Rows:
         paths = [data.prompt_column, *data.reward_columns.values()]
         if data.tools_column:
             paths.append(data.tools_column)
-        _check_columns(rows, paths)
-        rows = rows.narrowed(paths)
+        rows = _with_columns(rows, paths)
     return dataclasses.replace(rows, read=row_reader(data))
 
 
@@ -94,17 +93,16 @@ def _chat_rows(
         paths = list(columns.of_format[row_format])
         if data.tools_column:
             paths.append(data.tools_column)
-        _check_columns(rows, paths)
-        paths.append(columns.tools)
+        others = [columns.tools]
         if row_format == "alpaca":
-            paths += ["input", "system", "history"]
-        rows = rows.narrowed(paths)
+            others += ["input", "system", "history"]
+        rows = _with_columns(rows, paths, others)
     return dataclasses.replace(rows, read=chat_reader(data.row, row_format, columns))
 
 
-def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
-    """Raise ValueError if no row has one of `paths`."""
-    narrowed = rows.narrowed(paths)
+def _with_columns(rows: Rows, paths: Sequence[str], others: Sequence[str] = ()) -> Rows:
+    """Return the rows with `paths` and `others` alone. Raises ValueError if no row has one of `paths`."""
+    narrowed = rows.narrowed([*paths, *others])
     for path in paths:
         if all(value_at(row, path, ABSENT) is ABSENT for row in narrowed):
             raise ValueError(
@@ -112,6 +110,7 @@ def _check_columns(rows: Rows, paths: Sequence[str]) -> None:
                 "of them with --data.prompt-column, --data.answer-column, --data.columns or another field of a column, "
                 "in SFT also --completion-column or --row-format, or make other rows of them with --data.row"
             )
+    return narrowed
 
 
 def _names(rows: Rows) -> list[str]:

@@ -109,15 +109,16 @@ class ShardedModel:
         for weight, new in pairs:
             local_part(weight).lerp_(local_part(new), share)
 
-    def lay_out(self, batch: TrainBatch) -> Layout:
-        """Lay a batch out in rows for the data-parallel ranks. The result is the same on each of them.
+    def lay_out(self, batch: TrainBatch) -> tuple[Layout, Iterator[tuple[MicroBatch, bool]]]:
+        """Lay a batch out in rows for the data-parallel ranks, and write this rank's micro-batches, see `_moved`.
 
-        A model with states shares no prompts. "auto" rows, which only a run decides, are as long as they may become.
+        The layout is the same on all ranks. A model with states shares no prompts. "auto" rows, which only a run
+        decides, are as long as they may become.
         """
         max_tokens = self.trainer.micro_batch_tokens
         if max_tokens == "auto":
             max_tokens = max(MICRO_BATCH_TOKENS, int(batch.lengths_S.max()))
-        return plan(
+        layout = plan(
             batch,
             num_ranks=self.data_ranks.size() if self.data_ranks else 1,
             max_tokens=max_tokens,
@@ -125,6 +126,8 @@ class ShardedModel:
             share_prompts=self.trainer.share_prompts and 0 not in self.module.config.windows,
             num_stretches=self.parallel_dims.cp,
         )
+        micro_batches = layout.micro_batches(self.rank_among("batch"), self.rank_among("cp"))
+        return layout, self._moved(micro_batches)
 
     def accumulate(self, is_last: bool) -> None:
         """Say before a micro-batch whether it is the last one before the gradients are used.
@@ -143,13 +146,13 @@ class ShardedModel:
             if isinstance(submodule, FSDPModule):
                 submodule.reshard()
 
-    def micro_batches(self, layout: Layout) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield this rank's micro-batches, on its device, and whether each is the last. Does not wait for the device.
+    def _moved(self, micro_batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield micro-batches on this rank's device, and whether each is the last. Does not wait for the device.
 
         The next micro-batch is written before this one is yielded, so that the device is busy meanwhile.
         """
         micro = None
-        for following in layout.micro_batches(self.rank_among("batch"), self.rank_among("cp")):
+        for following in micro_batches:
             fields = tree_map_only(Tensor, partial(_on_device, device=self.device), vars(following))
             if micro is not None:
                 yield micro, False
@@ -172,10 +175,10 @@ class ShardedModel:
         do not count in the loss may have 0. Collective over the role's ranks.
         """
         logprobs_N = torch.zeros(batch.num_tokens)
-        layout = self.lay_out(batch)
+        _, micro_batches = self.lay_out(batch)
         # all forwards are launched before the first result is read, which waits for the device
         results = []
-        for micro, _ in self.micro_batches(layout):
+        for micro, _ in micro_batches:
             logprobs_BT, _ = self.logprobs(micro)
             results.append((micro, logprobs_BT))
         if self.rank_among("tp") == self.rank_among("cp") == 0:

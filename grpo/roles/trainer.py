@@ -115,8 +115,8 @@ class Trainer:
         for name, values_N in inputs.items():
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
-        layout = self.model.lay_out(batch)
-        for micro, is_last in self.model.micro_batches(layout):
+        layout, micro_batches = self.model.lay_out(batch)
+        for micro, is_last in micro_batches:
             self.model.accumulate(is_last)
             logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, measured = objective(micro, logprobs_BT, entropy_BT)

@@ -107,7 +107,7 @@ def seconds_of(model: ShardedModel, batch: TrainBatch) -> float:
         torch.cuda.synchronize()
     dist.barrier()
     start = time.perf_counter()
-    for micro, is_last in model.micro_batches(model.lay_out(batch)):
+    for micro, is_last in model.lay_out(batch)[1]:
         model.accumulate(is_last)
         logprobs_BT, _ = model.logprobs(micro)
         loss = (logprobs_BT * micro.loss_mask_BT).sum() / batch.loss_mask_N.sum()

@@ -11,7 +11,7 @@ import pytest
 
 from grpo import features
 from tests.door import goes_with
-from tests.torchrun import ROOT, SETTINGS, run_python
+from tests.torchrun import ROOT, run_python
 
 # In a process that has imported the libraries (forks.py), which takes the project's modules from the copy alone
 PROGRAM = """
@@ -72,7 +72,7 @@ def test_the_whole_suite_of_the_core_passes(core, part):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", f"tests/{part}", "--ignore=tests/e2e/test_without_features.py"],
         cwd=core,
-        env=os.environ | SETTINGS | {"PYTHONPATH": str(core)},
+        env=os.environ | {"PYTHONPATH": str(core)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

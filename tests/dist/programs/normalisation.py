@@ -75,7 +75,7 @@ def main() -> None:
         tokens = MICRO_BATCH_TOKENS[num_ranks][count]
         trainer.model.trainer = dataclasses.replace(options, micro_batch_tokens=tokens)
         batch = make_step(order)
-        found = len(trainer.model.lay_out(batch).rows[0])
+        found = len(trainer.model.lay_out(batch)[0].rows[0])
         assert found == count, f"{num_ranks} ranks, {tokens} tokens: {found} micro-batches"
         trainer.zero_gradient()
         trainer.forward_backward(batch, objective_of(config, batch), StepMetrics(batch.num_sequences))

@@ -167,7 +167,7 @@ def sharded_values(model: ShardedModel, batch: TrainBatch, weights_2N: torch.Ten
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
     weights_2N = weights_2N.to(model.device)
     got_2N = torch.zeros_like(weights_2N)
-    for micro, is_last in model.micro_batches(model.lay_out(batch)):
+    for micro, is_last in model.lay_out(batch)[1]:
         assert model.trainer.share_prompts == (micro.shared is not None)
         model.accumulate(is_last)
         values = model.logprobs(micro)
