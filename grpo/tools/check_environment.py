@@ -11,16 +11,14 @@ an argument `base_url`, and is shown with the tree of its sequences. Exit code 1
 """
 
 import inspect
-import itertools
 import pathlib
 import sys
 
 from grpo import features
 from grpo.config.user_files import load_function
 from grpo.config.values import names_function
-from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
-from grpo.tools.command import subject_of, tool_config
+from grpo.tools.command import first_rows, subject_of, tool_config
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_EPISODES = 3
@@ -37,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     with refuse_bad_input():
         config = tool_config([*words, *flags_of(subject)])
         if has_recipe:
-            examples = list(itertools.islice(load_sources(config.data)[0].examples(), NUM_EPISODES))
+            examples = first_rows(config, NUM_EPISODES)
     num_episodes = 1 if by_hand else NUM_EPISODES
     tokenizer = load_function(TOKENIZER, "the stand-in for a tokenizer")(["find", "go", "42"], 300)
     (lost,) = features.call(config, "rehearse", config, tokenizer, examples, num_episodes, by_hand)

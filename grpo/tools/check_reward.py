@@ -12,15 +12,13 @@ types, the values and the seconds. Data and options are those of the recipe (wit
 so a function that reads an episode is refused. Exit code 1 if a call fails.
 """
 
-import contextlib
-import dataclasses
-import itertools
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
 
 from grpo import features
 from grpo.config.user_files import optional_arguments
-from grpo.data.prepare import load_sources
 from grpo.data.rows import Example, as_messages
 from grpo.report.samples import ANSWER_FORMS
 from grpo.rewards.answers import extract_answer, parse_number
@@ -28,7 +26,7 @@ from grpo.rewards.builtin import group_level
 from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
 from grpo.text import one_line, shorten
-from grpo.tools.command import subject_of, tool_config
+from grpo.tools.command import first_rows, subject_of, tool_config
 from grpo.types import Piece, Prompt, Rollout
 from grpo.watch.failures import refuse_bad_input, run_rank
 
@@ -43,14 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
     with refuse_bad_input():
         config = tool_config(flags)
         max_tokens = config.generator.max_completion_tokens
-        options = {key: value for key, value in config.reward.options.items() if key == name}
-        reward = dataclasses.replace(
+        reward = replace(
             config.reward,
             functions={name: 1.0},
-            options=options,
+            options={name: config.reward.options.get(name, {})},
             num_workers=1,
         )
-        examples = list(itertools.islice(load_sources(config.data)[0].examples(), NUM_ROWS))
+        examples = first_rows(config, NUM_ROWS)
         if not examples:
             raise ValueError("no row of the data can be used; a --dry-run of the recipe says why")
         function = load_functions(reward, list(examples[0].columns), max_tokens)[name]
@@ -60,9 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{name} reads {column}, which only an episode of a run has; try it with train_grpo.py and "
                 "--num-steps 1, whose completions.jsonl has its values"
             )
-        for line in features.call(dataclasses.replace(config, reward=reward), "before_rewards", config):
+        for line in features.call(replace(config, reward=reward), "before_rewards", config):
             print(line)
-        with contextlib.closing(RewardPool(reward, max_tokens)) as pool:
+        with closing(RewardPool(reward, max_tokens)) as pool:
             codes = [show(pool, example) for example in examples]
     return max(codes)
 
@@ -76,23 +73,21 @@ def show(pool: RewardPool, example: Example) -> int:
     seconds = time.perf_counter() - start
     kinds = [f"{column} ({type(value).__name__})" for column, value in example.columns.items()]
     print(f"row: {_short(as_messages(example.prompt)[-1]['content'])}, columns: {', '.join(kinds)}")
-    values = [rollout.reward for rollout in scored]
+    code = 0
     for kind, rollout in zip(completions, scored, strict=True):
-        failure = rollout.failures.get(name)
-        shown = f"FAILS: {failure}" if failure else rollout.reward
+        shown = rollout.reward
+        for failure in rollout.failures.values():
+            shown = f"FAILS: {failure}"
+            code = 1
         print(f"  {kind:<9}  {_short(rollout.text):<{SHOWN_CHARACTERS}}  {shown}")
     print(f"  {seconds:.4f} s for {len(scored)} completions, a call for each {called_with(function)}")
-    if any(rollout.failures for rollout in scored):
-        return 1
-    if "reference" in completions and values[0] is not None and values[0] == values[1]:
-        print("  note: the reference earns what a wrong answer earns")
-    if called_with(function) == "completion":
+    if called_with(function) == "completion" and not code:
         pool.functions[name] = group_level(lambda **columns: [])  # the driver's: the process calls the same one
-        together = [rollout.reward for rollout in score(pool, example, completions)]
+        together = score(pool, example, completions)
         pool.functions[name] = function
-        if together != values and None not in together:
+        if [rollout.reward for rollout in together] != [rollout.reward for rollout in scored]:
             print("  note: it returns other values for all of these in one call, which @group_level asks for")
-    return 0
+    return code
 
 
 def score(

@@ -1,9 +1,12 @@
 """What the tools' command lines have in common: a subject, then the recipe and the flags of a run."""
 
+import itertools
 import sys
 
 from grpo.config.fields import GRPOConfig
 from grpo.config.recipes import for_one_process, load
+from grpo.data.prepare import load_sources
+from grpo.data.rows import Example
 from grpo.libraries import keep_caches, quiet_libraries
 from grpo.run.command_line import DEFAULT_RECIPES
 
@@ -32,3 +35,9 @@ def tool_config(words: list[str]) -> GRPOConfig:
         words,
         for_one_process,
     )
+
+
+def first_rows(config: GRPOConfig, number: int) -> list[Example]:
+    """Return the first rows of the run's data that can be used, up to this number."""
+    examples = load_sources(config.data)[0].examples()
+    return list(itertools.islice(examples, number))

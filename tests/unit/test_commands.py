@@ -39,7 +39,7 @@ CONFIG_TYPES = {
 TOOLS = {
     "grpo.check_environment": (check_environment, "features"),
     "grpo.check_loss": (check_loss, "features"),
-    "grpo.check_reward": (check_reward, "load_sources"),
+    "grpo.check_reward": (check_reward, "first_rows"),
     "grpo.evaluate": (evaluate, "run"),
     "grpo.export": (export, "find_checkpoint"),
     "grpo.look": (look, ("summarize", "rollouts_text", "page_text")),

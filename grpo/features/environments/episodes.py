@@ -3,7 +3,6 @@
 Text exists only here and on the driver: a turn's ids become text for its tools, and their answers become ids.
 """
 
-import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -165,10 +164,10 @@ def environment_seed(run_seed: int, prompt: Prompt, held_out: bool) -> int:
     have the upper half.
     """
     seed = prompt.columns.get("seed")
-    if isinstance(seed, str):
-        with contextlib.suppress(ValueError):
-            seed = int(seed)
-    if not isinstance(seed, int):
-        source = f"{run_seed} {prompt.index}" if seed is None else str(seed)
-        seed = random.Random(source).getrandbits(30)
+    if seed is None:
+        seed = f"{run_seed} {prompt.index}"
+    try:
+        seed = int(seed)
+    except (TypeError, ValueError, OverflowError):
+        seed = random.Random(str(seed)).getrandbits(30)
     return seed % 2**30 + held_out * 2**30

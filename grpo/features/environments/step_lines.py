@@ -3,8 +3,7 @@
 import collections
 import itertools
 
-from grpo.features.environments.calls import TAGS
-from grpo.text import one_line, shorten
+from grpo.text import one_line
 from grpo.types import Rollout
 
 QUOTED_CHARACTERS = 200
@@ -23,8 +22,7 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
     num_read = sum(episode["counts"].get("calls", 0) for episode in episodes)
     ((style, num_of_style),) = collections.Counter(turn["unread"] for turn in unread).most_common(1)
     first = next(turn["text"] for turn in unread if turn["unread"] == style)
-    opening, _ = TAGS.get(style, ("{", "}"))
-    example = shorten(one_line(first[first.find(opening) :]), QUOTED_CHARACTERS)
+    example = one_line(first)[-QUOTED_CHARACTERS:]
     advice = "show the model the form that is read, in data.system_prompt"
     if num_of_style > num_read:
         advice = f"--environment.calls {style} reads {num_of_style} of them"

@@ -13,6 +13,6 @@ def try_algorithm(algorithm: Any) -> None:
 
 def check_loss(algorithm: Any, policy_loss: Callable[..., Any]) -> Iterator[tuple[str, bool, str]]:
     """Yield promises of a loss, whether it keeps each, and advice."""
-    from grpo.features.trial import promises
+    from grpo.features.trial import formulas
 
-    return promises.check_loss(algorithm, policy_loss)
+    return formulas.check_loss(algorithm, policy_loss)

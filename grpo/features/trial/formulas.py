@@ -1,4 +1,7 @@
-"""A trial call of the loss, the advantages and the aggregation that a config names, before any GPU is used."""
+"""A user's loss, advantages and aggregation on a few made-up tokens, before any GPU is used.
+
+A start calls them once. `check_loss` also finds mistakes that train without an error, but compute another algorithm.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,19 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.algorithm.advantages import ADVANTAGES, AdvantageInputs, named_advantages
-from grpo.algorithm.aggregation import AGGREGATIONS, UpdateTotals, named_aggregation
+from grpo.algorithm.advantages import AdvantageInputs, named_advantages
+from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
 from grpo.algorithm.inputs import LossInputs, Metrics
 from grpo.algorithm.losses import CLIPPED_LOSSES, named_loss
 from grpo.config import AlgorithmConfig
 from grpo.config.user_files import cause_and_line
+from grpo.config.values import names_function
 from grpo.data.batches import make_batch
-from grpo.data.layout import plan
+from grpo.data.layout import plan, take_out
 from grpo.types import MicroBatch, Piece, Rollout, TrainBatch
 
 # Loss tokens of each sequence, between a prompt token and a last one that is excluded
 LENGTHS = (5, 1, 3, 4, 2, 2)
 LOSS_SIGNATURE = "loss(x, config, *, option=1.0)"
+TOLERANCE = 1e-5
+EXTREME = 1e4  # nats
+Loss = Callable[[LossInputs], tuple[Tensor, Metrics]]
 
 
 def try_algorithm(config: AlgorithmConfig) -> None:
@@ -40,25 +47,67 @@ def try_algorithm(config: AlgorithmConfig) -> None:
         loss_BT.sum().backward()
     elif config.loss_options:
         raise ValueError(f"loss {config.loss} has no options, but loss_options is {config.loss_options}; drop them")
-    if config.advantages not in ("group_std", *ADVANTAGES):
-        rewards_R = torch.tensor([1.0, 0.5, 0.0, 1.0, 1.0, 0.0])
-        scored = replace(
-            batch,
-            rewards_R=rewards_R,
-            has_reward_R=torch.arange(6) != 2,
-            parts_FR=rewards_R[None],
-        )
+    if names_function(config.advantages):
+        scored = batch
         if config.kl_coef and config.kl_in == "reward":
-            scored = replace(scored, rewards_R=rewards_R - 1)  # a penalty, which is part of no function
+            scored = replace(batch, rewards_R=batch.rewards_R - 1)  # a penalty, which is part of no function
         groups = AdvantageInputs.of(scored, 3, {"reward": 1.0})
-        call(
-            f"advantages {config.advantages}",
-            "advantages(x)",
-            named_advantages(config.advantages),
-            groups,
-        )
-    if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
+        call(f"advantages {config.advantages}", "advantages(x)", named_advantages(config.advantages), groups)
+    if names_function(config.aggregation):
         _check_aggregation(config.aggregation, x, UpdateTotals.of(batch, max_completion_tokens=8))
+
+
+def check_loss(config: AlgorithmConfig, policy_loss: Callable[..., Any]) -> Iterator[tuple[str, bool, str]]:
+    """Yield four promises, whether the loss that a config names keeps each, and what to look for if it does not.
+
+    policy_loss: that of the page. Raises ValueError if the loss cannot be called, or has no gradient.
+    """
+    try_algorithm(config)
+    config = config.resolved
+    batch = trial_batch()
+
+    def loss(x: LossInputs) -> tuple[Tensor, Metrics]:
+        return call(f"loss {config.loss}", LOSS_SIGNATURE, policy_loss, x, config)
+
+    expected_2N = values_and_gradients(loss, batch)
+    packed = [values_and_gradients(loss, batch, num_rows) for num_rows in (1, 2, 3)]
+    yield (
+        "The same sequences packed into rows in other ways, or split into micro-batches, have the same loss.",
+        all(torch.allclose(packed_2N, expected_2N, atol=TOLERANCE, rtol=TOLERANCE) for packed_2N in packed),
+        "Take statistics over sequences (grpo.algorithm.inputs.sequence_means), not over rows or over what is in this "
+        "call",
+    )
+
+    far = [
+        values_and_gradients(loss, replace(batch, generator_logprobs_N=batch.old_logprobs_N + extreme))
+        for extreme in (EXTREME, -EXTREME)
+    ]
+    yield (
+        "A log-ratio of +-1e4 gives a finite loss and gradient.",
+        bool(torch.cat(far).isfinite().all()),
+        "Clamp the log-ratio before exp (as the built-in losses do at +-20)",
+    )
+
+    without = replace(batch, advantages_N=torch.zeros_like(batch.advantages_N))
+    _, gradients_N = values_and_gradients(loss, without)
+    yield (
+        "Without an advantage there is no gradient.",
+        not gradients_N.any(),
+        f"It is up to {gradients_N.abs().max():.2g}; meant so only for a regulariser",
+    )
+
+    on_policy = replace(batch, generator_logprobs_N=batch.old_logprobs_N)
+    _, gradients_N = values_and_gradients(loss, on_policy)
+    agreement_N = gradients_N * batch.advantages_N
+    yield (
+        "On-policy, a descent step makes tokens with a positive advantage likelier and those with a negative one "
+        "rarer.",
+        bool(agreement_N.any() and (agreement_N <= 0).all()),
+        "Is a minus missing? Or does the log-prob cancel out?",
+    )
+
+
+# ---- What the functions are called on, and how
 
 
 def trial_batch() -> TrainBatch:
@@ -75,12 +124,15 @@ def trial_batch() -> TrainBatch:
     difference_N = torch.rand(batch.num_tokens, generator=generator) - 0.5
     policy_N = batch.generator_logprobs_N + difference_N
     advantages_S = torch.tensor([1.0, -0.5, -2.0, 0.7, 0.2, -1.0])
-    advantages_N = advantages_S[batch.owner_N].where(batch.loss_mask_N, 0)
+    rewards_R = torch.tensor([1.0, 0.5, 0.0, 1.0, 1.0, 0.0])
     return replace(
         batch,
         old_logprobs_N=policy_N,
         ref_logprobs_N=policy_N - 0.1,
-        advantages_N=advantages_N,
+        advantages_N=advantages_S[batch.owner_N].where(batch.loss_mask_N, 0),
+        rewards_R=rewards_R,
+        has_reward_R=torch.arange(6) != 2,
+        parts_FR=rewards_R[None],
     )
 
 
@@ -98,6 +150,25 @@ def trial_inputs(
         yield micro, LossInputs.of(micro, policy_BT, -policy_BT)
 
 
+def values_and_gradients(
+    loss: Loss,
+    batch: TrainBatch,
+    num_rows: int = len(LENGTHS),
+) -> Tensor:
+    """Return each token's loss and the gradient of their sum by its log-prob, [2, N], in the order of `batch`.
+
+    num_rows: number of micro-batches, one for each sequence by default.
+    """
+    values_N = torch.zeros(batch.num_tokens)
+    policy_N = batch.old_logprobs_N.clone().requires_grad_()
+    for micro, x in trial_inputs(batch, policy_N, num_rows):
+        loss_BT, _ = loss(x)
+        loss_BT = loss_BT.where(x.loss_mask_BT, 0)
+        loss_BT.sum().backward()
+        index_L, values_N[index_L] = take_out(loss_BT.detach(), micro)
+    return torch.stack([values_N, policy_N.grad])
+
+
 def call(what: str, signature: str, function: Callable, *arguments: Any) -> Any:
     """Call a function. If it raises, raise ValueError with the cause and, if it is in a user's file, the line."""
     try:
@@ -112,18 +183,10 @@ def _check_aggregation(name: str, x: LossInputs, totals: UpdateTotals) -> None:
     loss_BT = -x.generator_logprobs_BT
     first_BT = loss_BT.where(x.sequence_BT < 3, 0)
     function = named_aggregation(name)
-    results = []
-    for part_BT in (loss_BT, first_BT, loss_BT - first_BT):
-        result = call(
-            f"aggregation {name}",
-            "aggregation(loss_BT, x, totals)",
-            function,
-            part_BT,
-            x,
-            totals,
-        )
-        results.append(result)
-    whole, first, second = results
+    whole, first, second = (
+        call(f"aggregation {name}", "aggregation(loss_BT, x, totals)", function, part_BT, x, totals)
+        for part_BT in (loss_BT, first_BT, loss_BT - first_BT)
+    )
     if _shape(whole) != () or not torch.allclose(whole, first + second):
         raise ValueError(
             f"aggregation {name} gives {whole} for two groups, and {first} and {second} for each alone; return "

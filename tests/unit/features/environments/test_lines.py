@@ -26,7 +26,7 @@ def test_calls_that_are_not_read_are_told_with_a_style_that_reads_more(num_read,
     rollouts = [played([tagged], 0), played([fenced, {"text": "4"}], num_read), played([fenced], 0)]
     line = unread_calls_line(rollouts)
     assert line.startswith("3 of 4 turns call a tool in a form that is not read, such as ") and line.isprintable()
-    assert '\'```json {"name": "add"} ```\'' in line and f"beside {num_read} calls that are" in line
+    assert '```json {"name": "add"} ```\'' in line and f"beside {num_read} calls that are" in line
     assert line.endswith(advice)
 
 
