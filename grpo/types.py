@@ -279,14 +279,13 @@ class Rollout:
 
     @property
     def behind(self) -> Pieces:
-        """Pieces that follow a prompt, without repeated turns and what was written between them."""
+        """Pieces that follow a prompt, or the last turn that an earlier sequence has."""
         pieces = []
         for _, *behind in self.sequences:
             new = []
             for piece in behind:
-                if not piece.is_repeated:
-                    new.append(piece)
-                elif not any(earlier.is_sampled for earlier in new):
+                new.append(piece)
+                if piece.is_repeated:
                     new.clear()
             pieces += new
         return tuple(pieces)

@@ -14,7 +14,6 @@ import math
 import queue
 import signal
 import socket
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -82,11 +81,14 @@ class Agents:
     def play(self, prompts: list[Prompt], version: int, decode: Callable[..., dict[Turn, Piece]]) -> list[Rollout]:
         """Play an episode for each prompt. decode: the function of this module, with a loop and `add`."""
         inbox: queue.SimpleQueue[Turn] = queue.SimpleQueue()
-        sessions = [Session(prompt, index, self.writer, self.config, inbox) for index, prompt in enumerate(prompts)]
-        waiting = iter(sessions)
+        waiting = iter(prompts)
+        sessions: list[Session] = []
         playing = self.endpoint.sessions
         while True:
-            self.workers.submit([self._begin(session) for session in itertools.islice(waiting, len(self.free))])
+            for prompt in itertools.islice(waiting, len(self.free)):
+                session = Session(prompt, len(sessions), self.free.pop(), self.writer, self.config, inbox)
+                sessions.append(session)
+                self._begin(session)
             if not playing:
                 break
             ended = []
@@ -100,23 +102,22 @@ class Agents:
                     if not turn.sampled.done():  # its episode has not ended
                         begun.append((turn.session.index, turn.prompt_ids, turn.number, turn.max_tokens, turn))
             if self.tells:
-                broadcast_in_replica((ended, begun))
+                broadcast_in_replica((ended, begun))  # in which a turn is its place, see `Turn.__reduce__`
             for turn, piece in decode(ended, begun).items():
                 turn.session.settle(turn, piece)
         if self.tells:
             broadcast_in_replica(None)
         return [rollout_of(session, version) for session in sessions]
 
-    def _begin(self, session: Session) -> Call:
-        """Open the endpoint for an agent. Returns the call that starts it."""
-        session.idle_since = time.monotonic()
-        session.process = self.free.pop()
+    def _begin(self, session: Session) -> None:
+        """Open the endpoint for an agent, and start it."""
         key = str(session.number)
         self.endpoint.sessions[key] = session
         endpoint = {"base_url": self.endpoint.url, "api_key": key, "model": MODEL}
         data = json.dumps([session.prompt.columns, endpoint]).encode()
-        # the engine's seconds do not count, so the deadline is kept here
-        return Call(session.number, data, math.inf, conversation=session.process)
+        # the engine's seconds do not count, so `_late` keeps the deadline
+        call = Call(session.number, data, math.inf, conversation=session.process)
+        self.workers.submit([call])
 
     def _late(self) -> list[dict[str, Any]]:
         """Return outcomes, as of processes, for agents that have waited too long."""

@@ -1,14 +1,13 @@
 """The turns of one episode, as a tree that only grows: a retry, a branch and a sub-agent are each a child.
 
-An agent sends its whole history with each request. The history is found among those that ended with an answer, by a
-chained digest of the tools and the messages. So the ids of the answer and of all before it are used as they were
-sampled, and only what follows is encoded. A history that was edited begins a new sequence.
+An agent sends its whole history with each request. The longest earlier chat is found, tools and answer included, that
+it begins with. So the ids of that answer and of all before it are used as they were sampled, and only what follows is
+encoded. A history that was edited begins a new sequence.
 
     "hi" -> turn 0 -> "and?" -> turn 1      two sequences: (hi, 0, and?, 1) and (hi, 0, or?, 2), in which 0 is repeated
                    -> "or?"  -> turn 2
 """
 
-import functools
 import json
 import queue
 import secrets
@@ -54,8 +53,8 @@ class Turn:
     number: int
     before: Pieces
     """What stands before it in its sequence: an earlier answer with all before that, and what follows the answer."""
-    history: int
-    """Digest of the messages before it."""
+    chat: list[Any]
+    """Tools, messages and, once it was sampled, the answer, as further requests are compared with them."""
     body: dict[str, Any]
     """The request."""
     max_tokens: int
@@ -82,23 +81,21 @@ class Session:
     prompt: Prompt
     index: int
     """Among the rollouts that are sampled together."""
+    process: int
+    """Number of its process, which agents have one after another."""
     writer: Writer
     config: Any
     """That of the run."""
     inbox: "queue.SimpleQueue[Turn]"
     """Gets the turns that are to be sampled."""
-    number: int = field(default_factory=functools.partial(secrets.randbits, 128))
+    number: int = field(default_factory=lambda: secrets.randbits(128))
     """Nobody can guess it, so it is the key."""
     turns: list[Turn] = field(default_factory=list)
-    known: dict[int, Turn] = field(default_factory=dict)
-    """Digest of a history with an answer at its end -> the answer's turn."""
     num_running: int = 0
     waited: float = 0.0
     """Seconds outside of the engine."""
-    idle_since: float = 0.0
+    idle_since: float = field(default_factory=time.monotonic)
     lock: Any = field(default_factory=threading.Lock)
-    process: int = -1
-    """Number of its process, which agents have one after another."""
     limit: str = ""
     """The limit that its agent was told of: turns, seconds, tokens."""
     outcome: dict[str, Any] = field(default_factory=dict)
@@ -119,9 +116,10 @@ class Session:
         with self.lock:
             if self.outcome:
                 raise Refusal("the episode has ended", 410)
-            for turn in reversed(self.turns):
-                if is_retry and turn.body == body:
-                    return turn
+            if is_retry:
+                for turn in reversed(self.turns):
+                    if turn.body == body:
+                        return turn
             turn = self._begin(body)
             self.turns.append(turn)
             self.waited += self.idle_seconds
@@ -142,13 +140,13 @@ class Session:
                 raise Refusal(f"the episode is at its limit of {name}", 403)
         tools = body.get("tools") or None
         messages = [_plain(message) for message in body["messages"]]
-        history = _digest(tools)
+        chat = [tools, *map(_stripped, messages)]
         before: Pieces = ()
         last = -1
-        for place, message in enumerate(messages):
-            history = _digest(message, history)
-            if answer := self.known.get(history):
-                before = (*answer.before, answer.piece)
+        for turn in reversed(self.turns):
+            place = len(turn.chat) - 2  # of its answer, among the messages
+            if turn.message and place > last and turn.chat == chat[: len(turn.chat)]:
+                before = (*turn.before, turn.piece)
                 last = place
         written = self.writer.ids(messages, tools, last)
         stops = self.writer.stop_ids
@@ -163,7 +161,7 @@ class Session:
             raise Refusal(message, code="context_length_exceeded")
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
         max_tokens = min(room, wanted, config.max_turn_tokens or room)
-        return Turn(self, len(self.turns), before, history, body, max_tokens)
+        return Turn(self, len(self.turns), before, chat, body, max_tokens)
 
     def settle(self, turn: Turn, piece: Piece) -> None:
         """Take what the engine sampled, and let the request go on."""
@@ -184,7 +182,7 @@ class Session:
             turn.piece, text = self.writer.read(piece, stops)
             tools = [tool["function"]["name"] for tool in turn.body.get("tools") or []]
             turn.message = self.writer.message_of(text, tools, f"call-{turn.number}")
-            self.known[_digest(_plain(turn.message), turn.history)] = turn
+            turn.chat.append(_stripped(_plain(turn.message)))
 
     def close(self, outcome: dict[str, Any]) -> list[Turn]:
         """Refuse all further requests. Returns the turns that were not sampled yet, which will not be."""
@@ -234,8 +232,6 @@ def _plain(message: dict[str, Any]) -> Message:
     return plain | {"tool_calls": calls} if calls else plain
 
 
-def _digest(value: Any, history: int = 0) -> int:
-    """Digest JSON behind a history. Blanks at the ends of a message do not count, since clients drop them."""
-    if isinstance(value, dict) and "content" in value:
-        value = value | {"content": value["content"].strip()}
-    return hash((history, json.dumps(value, sort_keys=True)))
+def _stripped(message: Message) -> Message:
+    """Return a message as it is compared: without blanks at the ends, which clients drop."""
+    return message | {"content": message["content"].strip()}

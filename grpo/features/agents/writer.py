@@ -42,7 +42,7 @@ class Writer:
         # episodes share the template's words, the tools, the system message and, in a group, the question
         keep = functools.lru_cache(KEPT_TEXTS)
         self.render = keep(self._render)
-        self.encode = keep(self._encode)
+        self.encode = keep(functools.partial(tokenizer.encode, add_special_tokens=False))
         self.plain_ids = keep(functools.partial(plain_ids, tokenizer, special=special_ids(tokenizer)))
 
     def ids(self, messages: Messages, tools: Tools | None, last: int) -> list[int]:
@@ -118,7 +118,3 @@ class Writer:
         messages, tools = json.loads(messages_and_tools)
         text, _ = render(self.tokenizer, self.data, messages, True, tools)
         return text
-
-    def _encode(self, text: str) -> list[int]:
-        """Return the ids of what the template wrote."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]

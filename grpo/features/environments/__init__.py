@@ -11,6 +11,7 @@ TOOLS_ALONE = "environment.tools"
 CALLS = {
     "parse": "grpo.features.environments.calls:parse",
     "style_of": "grpo.features.environments.calls:style_of",
+    "random_turn": "grpo.features.environments.rehearsal:random_turn",
 }
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
-from grpo.data.rows import Example
+from grpo.data.rows import Example, Tools
 from grpo.features.environments.calls import written_call
 from grpo.features.environments.episodes import turns_of
 from grpo.features.environments.host import EnvironmentHost
 from grpo.features.environments.play import Episode, Player
-from grpo.features.environments.tools import Toolbox, load_toolboxes
+from grpo.features.environments.tools import load_toolboxes
 from grpo.report.samples import turn_lines
 from grpo.text import one_line, printable, without_surrogates
 from grpo.types import Piece, Prompt
@@ -48,7 +48,7 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], num_episo
             player.begin([episode], config.generator.max_completion_tokens)
             draw = random.Random(seed)
             while any(decision.max_tokens for decision in player.collect([0], 1)):
-                text = random_turn(toolbox, style, draw)
+                text = random_turn(toolbox.schemas, style, draw)
                 if by_hand:
                     text = typed_turn(episode, such_as=text)
                 ids = tokenizer(text, add_special_tokens=False)["input_ids"] + stops
@@ -59,13 +59,13 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], num_episo
     return is_lost
 
 
-def random_turn(toolbox: Toolbox, style: str, draw: random.Random) -> str:
+def random_turn(tools: Tools, style: str, draw: random.Random) -> str:
     """Write a call of one of the tools, with arguments of the right types; a word if there are no tools."""
-    if not toolbox.schemas:
+    if not tools:
         return draw.choice(WORDS)
-    function = draw.choice(toolbox.schemas)["function"]
+    function = draw.choice(tools)["function"]
     arguments = {}
-    for name, parameter in function["parameters"]["properties"].items():
+    for name, parameter in function.get("parameters", {}).get("properties", {}).items():
         arguments[name] = draw.choice(parameter.get("enum") or VALUES.get(parameter.get("type"), WORDS))
     return written_call(function["name"], arguments, style)
 

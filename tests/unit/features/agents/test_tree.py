@@ -21,7 +21,7 @@ def session_for(turns, **fields) -> Session:
         generator=GeneratorConfig(max_completion_tokens=1000),
         environment=EnvironmentConfig(agent="made.py:run", **{"max_turns": 100, **fields}),
     )
-    return Session(Prompt(0, []), 0, writer, config, queue.SimpleQueue())
+    return Session(Prompt(0, []), 0, 0, writer, config, queue.SimpleQueue())
 
 
 def answer(session: Session, body: dict, *ids: int, is_retry: bool = False) -> tuple[Turn, dict]:
