@@ -29,6 +29,8 @@ from grpo.workers.worker import PACKAGE, Failure, Rewards, describe_error, plain
 BUILT_INS: dict[str, RewardFunction] = builtin.BUILT_INS | features.offers("REWARDS")
 # The columns of a call, by name, with a value for each completion
 Columns = dict[str, list]
+# Processes that started early and that no pool has yet, by what they were started with
+_EARLY: dict[str, dict[bool, Workers]] = {}
 # Arguments that TRL gives to reward functions and a run here does not -> what to do instead
 FROM_TRL = {
     "trainer_state": "take `step`, which counts steps from 1",
@@ -231,25 +233,31 @@ def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> N
 # Reward processes
 
 
-def start_workers(
-    config: RewardConfig,
-    confined: bool,
-    max_completion_tokens: int,
-) -> Workers:
-    """Start `config.num_workers` processes, in which `load_caller` loads all functions.
+def start_early(config: RewardConfig, max_completion_tokens: int) -> None:
+    """Start the processes beside the imports of a script. `start_workers` with the same arguments returns them."""
+    _EARLY[repr((config, max_completion_tokens))] = start_workers(config, max_completion_tokens)
 
-    Confined processes do not get the variables of `config.environment`. Raises ValueError if a function does not load.
+
+def start_workers(config: RewardConfig, max_completion_tokens: int) -> dict[bool, Workers]:
+    """Start `config.num_workers` processes for confined functions, and as many for others. Returns them by `confined`.
+
+    They load the functions meanwhile. Confined ones do not get the variables of `config.environment`. Raises ValueError
+    if one is not set.
     """
-    loader = functools.partial(load_caller, config, confined, max_completion_tokens)
-    variables = config.environment
-    missing = ""
-    if confined:
-        variables = ()
-        missing = lockdown.missing_measures()
-    workers = Workers("reward functions", loader, config.num_workers, config.memory_gib, variables)
-    if missing:
+    key = repr((config, max_completion_tokens))
+    if key in _EARLY:
+        return _EARLY.pop(key)
+    started = {}
+    for confined in (False, True):  # in this order, since only the others can lack a variable
+        own = part(config, confined)
+        if own.functions:
+            loader = functools.partial(load_caller, own, confined, max_completion_tokens)
+            variables = () if confined else config.environment
+            started[confined] = Workers("reward functions", loader, config.num_workers, config.memory_gib, variables)
+    missing = lockdown.missing_measures()
+    if missing and True in started:
         print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined")
-    return workers
+    return started
 
 
 # ---------------------------------------------------------------------------------------------------------------------

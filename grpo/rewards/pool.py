@@ -17,7 +17,7 @@ from grpo.rewards import loading
 from grpo.rewards.loading import Columns, argument_names, called_with, load_functions
 from grpo.text import shorten
 from grpo.types import Rollout
-from grpo.workers.processes import Call, Workers
+from grpo.workers.processes import Call
 from grpo.workers.worker import SHOWN_CHARACTERS
 
 
@@ -61,12 +61,10 @@ class RewardPool:
         self.opening = opening
         self._rollouts: list[Rollout] = []  # those submitted
         self._scopes: list[CallScope] = []
-        self.workers: dict[bool, Workers] = {}  # by whether they are confined
+        self.workers = loading.start_workers(config, max_completion_tokens)
         try:
-            for confined in (True, False):
-                part = loading.part(config, confined)
-                if part.functions:
-                    self.workers[confined] = loading.start_workers(part, confined, max_completion_tokens)
+            for workers in self.workers.values():
+                workers.wait_until_loaded()
         except BaseException:
             self.close()
             raise

@@ -44,14 +44,13 @@ class Driver(Steps):
         self.reward_model = session.reward_model  # see `on_driver`
         self.first_step = session.shared.step
         if self.roles.is_driver:
-            prompts = session.start.data
             self.scorer = session.start.scorer
-            self.stream = prompts.stream
+            self.stream = session.start.stream
             self.buffer = GroupBuffer(
                 self.config.sampling,
                 self.config.prompts_per_step,
                 self.config.group_size,
-                prompts.groups,
+                session.start.groups,
                 self.scorer.judging_parts,
             )
 

@@ -124,7 +124,7 @@ def check_functions(config: RunConfig, rows: Sequence[Mapping[str, Any]] = ()) -
     """
     data = config.data
     columns = None if data.row else list(data.reward_columns)
-    if data.row and rows:
+    if rows:
         columns = list(rows[0])
     if columns is not None and config.environment.has_episodes:
         own = {*columns} - {data.prompt_column}

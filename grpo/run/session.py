@@ -176,7 +176,9 @@ class Session:
 
         Held-out prompts are completed before the first step. Collective over `roles.control`.
         """
-        self.import_engine_early()
+        if self.roles.generates and not self.roles.is_driver:  # which reads the inputs meanwhile
+            with self.timer.startup("importing vLLM"):
+                import_vllm(self.roles)
         rewards = ", starting the reward processes" if self.roles.replicas else ""
         with self.timer.startup(f"checking data, tokenizer and model{rewards}"):
             self.shared = self.ask_driver(self.read_on_driver)
@@ -189,12 +191,6 @@ class Session:
         self.load_checkpoint(trainer, generator)
         self.evaluate_first(generator)
         return trainer, reference, generator
-
-    def import_engine_early(self) -> None:
-        """Import vLLM on the generators, except rank 0, which reads the inputs meanwhile."""
-        if self.roles.generates and not self.roles.is_driver:
-            with self.timer.startup("importing vLLM"):
-                import_vllm(self.roles)
 
     def read_on_driver(self) -> Shared:
         """Refuse bad input, then begin to write: only here may an earlier run be deleted. On rank 0."""

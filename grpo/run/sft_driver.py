@@ -31,13 +31,15 @@ class SFTDriver(Steps):
         """Begin with the examples that rank 0 has read, and the losses of the checkpoint."""
         super().__init__(session)
         if self.roles.is_driver:
-            self.examples = session.start.data
-            self.recent_losses = collections.deque(self.examples.recent_losses, maxlen=STOP_WINDOW)
+            self.stream = session.start.stream
+            self.validation = session.start.validation
+            recent_losses = session.start.saved.state.get("recent_losses", ())
+            self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
 
     @on_driver
     def held_out_batch(self, name: str) -> TrainBatch:
         """Lay a validation set end to end."""
-        return make_sft_batch(self.examples.validation[name])
+        return make_sft_batch(self.validation[name])
 
     @from_driver
     def ending(self, step: int) -> Literal["", "learned", "stopped"]:
@@ -51,7 +53,7 @@ class SFTDriver(Steps):
     @on_driver
     def next_batch(self, num_sequences: int) -> TrainBatch:
         """Draw examples and lay them end to end. The loss counts their labels."""
-        return make_sft_batch(self.examples.stream.draw(num_sequences))
+        return make_sft_batch(self.stream.draw(num_sequences))
 
     @from_driver
     def due(self, step: int, measured: StepMetrics) -> Due:
@@ -72,7 +74,7 @@ class SFTDriver(Steps):
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the driver. On rank 0."""
         return {
-            "data": self.examples.stream.state_dict(),
+            "data": self.stream.state_dict(),
             "recent_losses": list(self.recent_losses),
         }
 

@@ -5,7 +5,7 @@ checks come first, and processes start last.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grpo import features
 from grpo.config import GRPOConfig, SFTConfig
@@ -22,26 +22,6 @@ from grpo.types import Prompt
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """What GRPO samples for."""
-
-    stream: PromptStream
-    groups: Sequence[Group] = ()
-    """Those in flight in the checkpoint."""
-
-
-@dataclass(frozen=True)
-class Examples:
-    """What SFT learns from."""
-
-    stream: ChatStream
-    validation: Mapping[str, list[Encoded]]
-    """The examples of each validation set, by its name."""
-    recent_losses: Sequence[float]
-    """Those in the checkpoint."""
-
-
-@dataclass(frozen=True)
 class Start:
     """What a run starts from. What a script does not need is empty, and on other ranks than 0 everything."""
 
@@ -49,8 +29,12 @@ class Start:
     policy: PolicyFiles | None = None
     reference: str = ""
     """Folder or hub name of the frozen model."""
-    data: Prompts | Examples | None = None
+    stream: PromptStream | ChatStream | None = None
     """What training draws from."""
+    groups: Sequence[Group] = ()
+    """Those in flight in the checkpoint of GRPO."""
+    validation: Mapping[str, list[Encoded]] = field(default_factory=dict)
+    """The examples of each validation set of SFT, by its name."""
     held_out: Sequence[Prompt] = ()
     """The prompts that evaluation completes."""
     scorer: Scorer | None = None
@@ -80,30 +64,26 @@ def read_grpo(
     saved = find_saved(config, script, paths, names=("data", "flight"))
     policy = read_policy(config, prepare.texts_of(sources), build_dir)
     reference = read_reference(config, policy)
-    prompts, held_out = read_prompts(config, sources, policy, saved)
-    scorer = read_rewards(config, policy)
-    start = Start(saved, policy, reference, prompts, held_out, scorer)
-    note_models(config, start)
-    return start
-
-
-def read_prompts(
-    config: GRPOConfig,
-    sources: prepare.Sources,
-    policy: PolicyFiles,
-    saved: Saved,
-) -> tuple[Prompts, list[Prompt]]:
-    """Read the prompts that training draws from, with the groups in flight, and the held-out ones."""
     rows = prepare.encode_sources(sources, prompt_encoder(config, policy))
     stream = PromptStream(rows, config.data, config.seed)
-    prompts = Prompts(stream, resume_data(saved, stream))
-    if not config.evaluation.interval:
-        return prompts, []
-    held_out = read_held_out(config, policy)
-    if not config.environment.reward_name:  # whose rows may have one prompt for all, and differ in their columns
-        ids = [prompt.ids for prompt in held_out]
-        prepare.warn_of_repeated_rows("evaluation", ids, rows)
-    return prompts, held_out
+    groups = resume_data(saved, stream)
+    held_out = []
+    if config.evaluation.interval:
+        held_out = read_held_out(config, policy)
+        if not config.environment.reward_name:  # whose rows may have one prompt for all, and differ in their columns
+            ids = [prompt.ids for prompt in held_out]
+            prepare.warn_of_repeated_rows("evaluation", ids, rows)
+    start = Start(
+        saved,
+        policy,
+        reference,
+        stream,
+        groups,
+        held_out=held_out,
+        scorer=read_rewards(config, policy),
+    )
+    note_models(config, start)
+    return start
 
 
 def read_sft(
@@ -138,7 +118,6 @@ def read_sft(
         validation = prepare.load_validation(config.validation, encoder)
         ids = [example.ids for examples in validation.values() for example in examples]
         prepare.warn_of_repeated_rows("validation", ids, rows)
-    examples = Examples(stream, validation, saved.state.get("recent_losses", ()))
     held_out = []
     scorer = None
     if config.evaluation.interval:
@@ -146,7 +125,8 @@ def read_sft(
     start = Start(
         saved,
         policy,
-        data=examples,
+        stream=stream,
+        validation=validation,
         held_out=held_out,
         scorer=scorer,
     )

@@ -17,7 +17,7 @@ from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
 from grpo.config.checks import num_processes
 from grpo.config.fields import Config
 from grpo.config.recipes import load
-from grpo.run.command_line import DEFAULT_RECIPES, check_folder_early
+from grpo.run.command_line import DEFAULT_RECIPES, begin_early
 from grpo.run.policy import read_policy
 from grpo.run.saved import find_saved
 from grpo.run.scorer import check_functions
@@ -34,7 +34,7 @@ def main() -> None:
     num_ranks = num_processes()
     with refuse_bad_input():
         config = load_config(model, words, num_ranks)
-        check_folder_early(config, "grpo.evaluate")
+        begin_early(config, "grpo.evaluate")
     # no rank trains; rank 0 is the driver nevertheless
     layout = RolesConfig(num_trainers=0, num_generators=num_ranks)
     run(config, "grpo.evaluate", read, evaluate, layout)

@@ -45,7 +45,7 @@ from grpo.models.export import export_hf
 from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.trainer import Trainer
-from grpo.run.command_line import check_folder_early
+from grpo.run.command_line import begin_early
 from grpo.run.policy import read_policy
 from grpo.run.saved import find_saved
 from grpo.run.session import Session, run
@@ -103,7 +103,7 @@ def main() -> None:
             )
             config = next(iter(configs.values()))
             train = partial(compare, recorded, configs)
-        check_folder_early(config, "grpo.replay")
+        begin_early(config, "grpo.replay")
     run(config, "grpo.replay", partial(read, recorded), train, layout)
 
 

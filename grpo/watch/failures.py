@@ -6,6 +6,7 @@ Left out: ranks that hang or are ended from outside (watchdog.py).
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -154,7 +155,9 @@ def show_lines_at_once() -> None:
 
 
 def run_script(main: Callable[[], None]) -> NoReturn:
-    """Run a whole script like `run_rank`, and end the process."""
+    """Run a whole script like `run_rank`, and end the process. Python's garbage collector leaves the imports alone."""
+    gc.freeze()
+    gc.enable()
     run_rank(main)
     end_process(0)
 

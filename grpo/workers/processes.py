@@ -108,7 +108,7 @@ class Workers:
         variables: Collection[str] = (),
         loads_once: bool = False,
     ):
-        """Start the supervisor and return when workers have called `load`. Raises ValueError if that fails.
+        """Start the supervisor, and return at once. `wait_until_loaded` comes before all other methods.
 
         what: what is loaded, for messages. load: a function of a module, or a partial of one. It returns the function
         that is called with the arguments of each call and returns values of JSON. memory_gib: address space of a
@@ -139,10 +139,13 @@ class Workers:
             loads_once,
         )
         self._send(pickle.dumps(setup))
+
+    def wait_until_loaded(self) -> None:
+        """Return when workers have called `load`. Raises ValueError if that fails."""
         seconds = START_SECONDS + LOAD_SECONDS
         if not self.poll(seconds):
             self.close()
-            raise ValueError(f"loading the {what} took longer than {seconds:g} s")
+            raise ValueError(f"loading the {self.what} took longer than {seconds:g} s")
         self.is_ready = True
 
     def submit(self, calls: list[Call]) -> None:

@@ -55,6 +55,7 @@ class Agents:
             config.reward.environment,
             loads_once=True,
         )
+        self.workers.wait_until_loaded()
         self.endpoint = Endpoint()
 
     def complete(

@@ -65,6 +65,7 @@ class EnvironmentHost:
             variables,
             loads_once=True,
         )
+        self.workers.wait_until_loaded()
 
     def ask(
         self,

@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 
 from grpo.config import RewardConfig
+from grpo.rewards.loading import start_early
 from grpo.rewards.pool import RewardError, RewardPool, call_columns, check_all_failed
 from grpo.types import Prompt, Rollout
 from grpo.workers import processes
@@ -581,6 +582,52 @@ def test_a_dead_supervisor_is_an_error_and_takes_the_workers_along(when, open_po
     with pytest.raises(RuntimeError, match="supervises the reward functions hung up; it ended with code -9"):
         pool.collect()
     wait_until(lambda: not any(map(alive, started)), "the workers to be gone")
+
+
+def test_a_pool_takes_the_processes_that_started_early_with_its_arguments(open_pool, tmp_path):
+    config = RewardConfig(functions={mine(tmp_path, "act"): 1.0, "math_reward": 1.0}, num_workers=1)
+    before = processes.children()
+    start_early(config, 100)
+    started = processes.children() - before
+    assert len(started) == 2
+    for limit, is_early in {99: False, 100: True}.items():
+        with contextlib.closing(RewardPool(config, limit)) as pool:
+            assert ({workers.supervisor.pid for workers in pool.workers.values()} == started) is is_early
+
+
+FAILED_START = """
+import os, sys
+sys.argv = ["train_grpo.py", "--run-dir", "run"]
+sys.argv += ["--reward.num-workers", "1", "--reward.functions", "mine.py:act", "1.0"]
+class Torch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            with open("pids") as pids:  # a pipe: the worker is loading the function now
+                print(pids.read(), flush=True)
+            raise ImportError("planted")
+sys.meta_path.insert(0, Torch())
+from grpo.config import GRPOConfig
+from grpo.run.command_line import read_config
+read_config(GRPOConfig)
+import torch
+"""
+
+
+def test_a_start_that_fails_beside_early_processes_leaves_none(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    os.mkfifo(tmp_path / "pids")
+    source = """
+import os, time
+with open("pids", "w") as pids:
+    pids.write(f"{os.getppid()} {os.getpid()}")
+time.sleep(1000)
+"""
+    (tmp_path / "mine.py").write_text(source)
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{FAILED_START}"]
+    failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
+    assert "ImportError: planted" in failed.stderr
+    pids = [int(word) for word in failed.stdout.split()[-2:]]
+    wait_until(lambda: not any(map(alive, pids)), f"{pids} to be gone")
 
 
 def test_ctrl_c_is_the_drivers_business(open_pool):

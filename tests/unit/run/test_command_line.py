@@ -11,7 +11,7 @@ from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import SHARED_GPU
 from grpo.config.recipes import FIELDS_OF_FLAGS, as_recipe, change, for_one_process
 from grpo.config.values import field_paths
-from grpo.run.command_line import check_folder_early, checked_config
+from grpo.run.command_line import begin_early, checked_config
 from grpo.tools import check_loss, evaluate, replay
 from grpo.watch.failures import BadInput
 from tests.door import skipping_what_needs_a_deleted_feature
@@ -147,8 +147,8 @@ def test_a_folder_that_cannot_be_a_model_is_refused_before_rows_are_read(field, 
     (tmp_path / "run/model/config.json").touch()
 
     def check(path):
-        config = change(GRPOConfig(), {field: str(path), "run_dir": str(tmp_path / "new")})
-        check_folder_early(config, "train_grpo.py")
+        config = change(GRPOConfig(), {field: str(path), "run_dir": str(tmp_path / "new"), "dry_run": True})
+        begin_early(config, "train_grpo.py")
 
     for path, said in {
         tmp_path / "run": "no config.json; name .*run/model, its model",

@@ -52,6 +52,7 @@ def main(paths: list[str]) -> dict:
 
     assert all(map(can_read, paths))
     workers = Workers("imports", load, num_workers=1, memory_gib=4.0)
+    workers.wait_until_loaded()
     workers.submit([Call(0, json.dumps(paths).encode(), SECONDS)])
     (outcome,) = workers.collect()
     workers.close()
