@@ -15,6 +15,7 @@ import pathlib
 import sys
 
 from grpo import features
+from grpo.config import change
 from grpo.config.user_files import load_function
 from grpo.config.values import names_function
 from grpo.data.rows import Example
@@ -36,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         config = tool_config([*words, *flags_of(subject)])
         if has_recipe:
             examples = first_rows(config, NUM_EPISODES)
+    if config.environment.calls == "auto":  # the plain template asks for no form of calls
+        config = change(config, {"environment.calls": "hermes"})
     num_episodes = 1 if by_hand else NUM_EPISODES
     tokenizer = load_function(TOKENIZER, "the stand-in for a tokenizer")(["find", "go", "42"], 300)
     (lost,) = features.call(config, "rehearse", config, tokenizer, examples, num_episodes, by_hand)

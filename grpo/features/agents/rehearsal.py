@@ -19,11 +19,8 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], num_episo
     """Play episodes of the config's agent on these rows, and print their trees. Returns whether one was lost."""
     rows = itertools.islice(itertools.cycle(examples), num_episodes)
     prompts = [Prompt(number, [], example.columns) for number, example in enumerate(rows)]
-    style = config.environment.calls
-    if style == "auto":
-        style = "hermes"
     with closing(Agents(config, tokenizer, [tokenizer.eos_token_id])) as agents:
-        rollouts = agents.play(prompts, 0, functools.partial(answer_all, tokenizer, style))
+        rollouts = agents.play(prompts, 0, functools.partial(answer_all, tokenizer, config.environment.calls))
     for rollout in rollouts:
         print(printable("\n".join(lines_of(rollout, tokenizer))))
     return any(rollout.episode["failure"] for rollout in rollouts)

@@ -33,9 +33,8 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], num_episo
         (toolbox,) = load_toolboxes(environment).values()
         toolbox.check_columns(examples[0].columns)
         stops = [tokenizer.eos_token_id]
-        style = "hermes" if environment.calls == "auto" else environment.calls
         turns = turns_of(tokenizer, environment, config.data, stops, {"": toolbox})
-        host = EnvironmentHost(environment, style, num_processes=1, variables=config.reward.environment)
+        host = EnvironmentHost(environment, environment.calls, num_processes=1, variables=config.reward.environment)
 
     print(f"{toolbox.name}: tools {', '.join(toolbox.tools) or 'none'}\n{json.dumps(toolbox.schemas, indent=2)}")
     player = Player(environment, host, turns, tokenizer, config.max_sequence_tokens)
@@ -48,7 +47,7 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], num_episo
             player.begin([episode], config.generator.max_completion_tokens)
             draw = random.Random(seed)
             while any(decision.max_tokens for decision in player.collect([0], 1)):
-                text = random_turn(toolbox.schemas, style, draw)
+                text = random_turn(toolbox.schemas, environment.calls, draw)
                 if by_hand:
                     text = typed_turn(episode, such_as=text)
                 ids = tokenizer(text, add_special_tokens=False)["input_ids"] + stops

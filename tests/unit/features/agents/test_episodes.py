@@ -34,10 +34,13 @@ echo "$answer" | grep -c chat.completion
 MINE = f"""
 import sys
 sys.path.insert(0, {str(AGENTS.parent)!r})
-from agents import branches
+from agents import branches, rounds
 
 def run(row, base_url, api_key, model):
     return branches({{"question": "hi"}}, base_url, api_key, model)
+
+def calls(row, base_url, api_key, model):
+    return rounds({{"question": "hi"}}, base_url, api_key, model)
 
 def breaks(row, base_url, api_key, model):
     raise ValueError("mine")
@@ -221,6 +224,7 @@ def test_an_agent_is_played_without_a_model_and_its_tree_is_shown(plays, capsys)
     assert shown.count("reward 1.0; ended by done") == 3
     assert shown.count("sequence 0\n") == shown.count("sequence 2\n") == 3
     assert shown.count("\n> ") == 12 and shown.count("\n= ") == 6  # the first of four turns is in all sequences
+    assert check_environment(["mine.py:calls", "--environment.max-turns", "3"]) == 0  # reads calls
     assert check_environment(["mine.py:breaks"]) == 1
     assert "lost ValueError: mine" in capsys.readouterr().out
 
