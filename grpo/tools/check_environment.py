@@ -32,16 +32,15 @@ def main(arguments: list[str] | None = None) -> int:
     by_hand = "--play" in words
     words = [word for word in words if word != "--play"]
     has_recipe = bool(words) and not words[0].startswith("-")
-    examples = [Example()]
+    examples = [Example()] * (1 if by_hand else NUM_EPISODES)
     with refuse_bad_input():
         config = tool_config([*words, *flags_of(subject)])
         if has_recipe:
-            examples = first_rows(config, NUM_EPISODES)
+            examples = first_rows(config, len(examples))
     if config.environment.calls == "auto":  # the plain template asks for no form of calls
         config = change(config, {"environment.calls": "hermes"})
-    num_episodes = 1 if by_hand else NUM_EPISODES
     tokenizer = load_function(TOKENIZER, "the stand-in for a tokenizer")(["find", "go", "42"], 300)
-    (lost,) = features.call(config, "rehearse", config, tokenizer, examples, num_episodes, by_hand)
+    (lost,) = features.call(config, "rehearse", config, tokenizer, examples, by_hand)
     return int(lost)
 
 

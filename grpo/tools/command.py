@@ -38,6 +38,8 @@ def tool_config(words: list[str]) -> GRPOConfig:
 
 
 def first_rows(config: GRPOConfig, number: int) -> list[Example]:
-    """Return the first rows of the run's data that can be used, up to this number."""
-    examples = load_sources(config.data)[0].examples()
-    return list(itertools.islice(examples, number))
+    """Return the first rows of the run's data, up to this number. Raises ValueError if none can be used."""
+    examples = list(itertools.islice(load_sources(config.data)[0].examples(), number))
+    if not examples:
+        raise ValueError("no row of the data can be used; a --dry-run of the recipe says why")
+    return examples

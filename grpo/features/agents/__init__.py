@@ -34,13 +34,13 @@ def check(config: Any, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
     print(f"agent {config.environment.agent}")
 
 
-def rehearse(config: Any, tokenizer: Any, examples: Sequence[Any], num_episodes: int, by_hand: bool) -> bool:
+def rehearse(config: Any, tokenizer: Any, examples: Sequence[Any], by_hand: bool) -> bool:
     """Play episodes of an agent without a model, and print them. Returns whether one was lost."""
     from grpo.features.agents import rehearsal
 
     if by_hand:
         raise SystemExit("--play is for environments; an agent is answered by words")
-    return rehearsal.rehearse(config, tokenizer, examples, num_episodes)
+    return rehearsal.rehearse(config, tokenizer, examples)
 
 
 def reward_part(config: Any) -> tuple[str, Any]:

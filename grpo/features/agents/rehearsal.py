@@ -1,7 +1,6 @@
 """An agent without a model or an engine: its requests are answered by words and calls."""
 
 import functools
-import itertools
 import random
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
@@ -15,10 +14,9 @@ from grpo.text import one_line, printable
 from grpo.types import Piece, Prompt, Rollout
 
 
-def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], num_episodes: int) -> bool:
-    """Play episodes of the config's agent on these rows, and print their trees. Returns whether one was lost."""
-    rows = itertools.islice(itertools.cycle(examples), num_episodes)
-    prompts = [Prompt(number, [], example.columns) for number, example in enumerate(rows)]
+def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example]) -> bool:
+    """Play an episode of the config's agent on each row, and print their trees. Returns whether one was lost."""
+    prompts = [Prompt(number, [], example.columns) for number, example in enumerate(examples)]
     with closing(Agents(config, tokenizer, [tokenizer.eos_token_id])) as agents:
         rollouts = agents.play(prompts, 0, functools.partial(answer_all, tokenizer, config.environment.calls))
     for rollout in rollouts:

@@ -63,11 +63,11 @@ def check(config: Any, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
     check_environment(config, tokenizer, stop_token_ids)
 
 
-def rehearse(config: Any, tokenizer: Any, examples: Sequence[Any], num_episodes: int, by_hand: bool) -> bool:
+def rehearse(config: Any, tokenizer: Any, examples: Sequence[Any], by_hand: bool) -> bool:
     """Play episodes of an environment without a model, and print them. Returns whether one was lost."""
     from grpo.features.environments import rehearsal
 
-    return rehearsal.rehearse(config, tokenizer, examples, num_episodes, by_hand)
+    return rehearsal.rehearse(config, tokenizer, examples, by_hand)
 
 
 def reward_part(config: Any) -> tuple[str, Any]:

@@ -22,11 +22,10 @@ NUMBERS = range(1, 17)
 VALUES = {"integer": NUMBERS, "number": NUMBERS, "boolean": [True, False], "array": [[]]}  # by JSON's types
 
 
-def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], num_episodes: int, by_hand: bool) -> bool:
-    """Play episodes of the config's one environment, and print them. Returns whether one was lost.
+def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], by_hand: bool) -> bool:
+    """Play an episode of the config's one environment on each row, and print it. Returns whether one was lost.
 
-    examples: rows, in turns. by_hand: somebody types what the model would write. Raises BadInput for an environment
-    that cannot be used.
+    by_hand: somebody types what the model would write. Raises BadInput for an environment that cannot be used.
     """
     environment = config.environment
     with refuse_bad_input():
@@ -40,8 +39,7 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], num_episo
     player = Player(environment, host, turns, tokenizer, config.max_sequence_tokens)
     is_lost = False
     with closing(host):
-        for seed in range(num_episodes):
-            example = examples[seed % len(examples)]
+        for seed, example in enumerate(examples):
             prompt = Prompt(seed, turns[""].opening(example.prompt), example.columns, content=example.prompt)
             episode = Episode(prompt, 0, seed, 0)
             player.begin([episode], config.generator.max_completion_tokens)
@@ -88,6 +86,6 @@ def show(episode: Episode) -> None:
     seconds = episode.waited / max(1, len(episode.turns))
     outcome = f"lost: {episode.failure}" if episode.failure else f"reward {episode.reward}"
     outcome += f"; ended by {episode.ended_by} after {len(episode.turns)} turns, each answered in {seconds:.4f} s"
-    counts = [f"{name} {count}" for name, count in episode.counts.items() if count]
-    lines = [f"--- seed {episode.seed}", episode.opening or "", *turn_lines(episode.turns), outcome, ", ".join(counts)]
+    counts = ", ".join(f"{name} {count}" for name, count in episode.counts.items())
+    lines = [f"--- seed {episode.seed}", episode.opening or "", *turn_lines(episode.turns), outcome, counts]
     print(printable("\n".join(lines)))
