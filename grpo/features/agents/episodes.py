@@ -14,7 +14,7 @@ import math
 import queue
 import signal
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from grpo.config.fields import MOST_NUM_SEQS
@@ -36,7 +36,14 @@ OUT_OF_MEMORY = f"killed by signal {signal.SIGKILL:d}"
 class Agents:
     """Plays the episodes of a replica. All ranks of its engine make the same calls."""
 
-    def __init__(self, config: Any, tokenizer: Any, stop_token_ids: Sequence[int], rank: int = 0, num_ranks: int = 1):
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        stop_token_ids: Sequence[int],
+        rank: int = 0,
+        num_ranks: int = 1,
+    ):
         """Start the processes on the first rank; call it before CUDA is used. rank, num_ranks: of the engine."""
         self.is_first = rank == 0
         self.tells = num_ranks > 1
@@ -79,7 +86,12 @@ class Agents:
             decode(loop, add, *orders)
         return []
 
-    def play(self, prompts: list[Prompt], version: int, decode: Callable[..., dict[Turn, Piece]]) -> list[Rollout]:
+    def play(
+        self,
+        prompts: list[Prompt],
+        version: int,
+        decode: Callable[..., dict[Turn, Piece]],
+    ) -> list[Rollout]:
         """Play an episode for each prompt. decode: the function of this module, with a loop and `add`."""
         inbox: queue.SimpleQueue[Turn] = queue.SimpleQueue()
         waiting = iter(prompts)
@@ -93,7 +105,7 @@ class Agents:
             if not playing:
                 break
             ended = []
-            for outcome in self.workers.poll() + self._late():
+            for outcome in [*self.workers.poll(), *self._late()]:
                 ended += self._end(outcome)
             begun = []
             with contextlib.suppress(queue.Empty):
@@ -120,16 +132,14 @@ class Agents:
         call = Call(session.number, data, math.inf, conversation=session.process)
         self.workers.submit([call])
 
-    def _late(self) -> list[dict[str, Any]]:
-        """Return outcomes, as of processes, for agents that have waited too long."""
+    def _late(self) -> Iterator[dict[str, Any]]:
+        """Yield outcomes, as of processes, for agents that have waited too long."""
         environment = self.config.environment
-        outcomes = []
         for session in self.endpoint.sessions.values():
             seconds = environment.call_seconds if session.turns else environment.reset_seconds
             if session.idle_seconds > seconds:
                 reason = f"took longer than {seconds:g} s without a request"
-                outcomes.append({"call": session.number, "failed": reason, "cause": "late"})
-        return outcomes
+                yield {"call": session.number, "failed": reason, "cause": "late"}
 
     def _end(self, outcome: dict[str, Any]) -> list[Turn]:
         """Close the episode of a process that has ended. Returns the turns that are not to be sampled any more."""
@@ -148,7 +158,12 @@ class Agents:
             self.workers.close()
 
 
-def decode(loop: EngineLoop, add: Callable[..., None], ended: Collection, begun: Collection) -> dict[Any, Piece]:
+def decode(
+    loop: EngineLoop,
+    add: Callable[..., None],
+    ended: Collection,
+    begun: Collection,
+) -> dict[Any, Piece]:
     """End and begin requests, and decode a token of each. Returns what was sampled. All ranks of an engine call it."""
     if ended:
         loop.end(ended)
@@ -165,12 +180,14 @@ def rollout_of(session: Session, version: int) -> Rollout:
     turns = []
     num_calls = 0
     for turn in session.delivered:
-        turns.append({"text": turn.message["content"], "tokens": turn.piece.num_tokens, "answers": []})
+        text = turn.message["content"]
+        turns.append({"text": text, "tokens": turn.piece.num_tokens, "answers": []})
         num_calls += len(turn.message.get("tool_calls", ()))
     reward, _ = session.outcome.get("value", (None, False))
     ended_by = session.limit or "done"
     failed = session.outcome.get("failed", "")
-    if failed and (not turns or session.outcome["cause"] == "lost" or failed.endswith(OUT_OF_MEMORY)):
+    is_outage = session.outcome.get("cause") == "lost" or failed.endswith(OUT_OF_MEMORY)
+    if failed and (is_outage or not turns):
         ended_by = "lost"
     elif failed:
         reward = session.config.environment.hung_reward
@@ -189,5 +206,8 @@ def rollout_of(session: Session, version: int) -> Rollout:
         waited=session.waited,
         counts={"calls": num_calls},
     )
-    nothing = (Piece.written(session.prompt.ids), Piece.sampled([], [], version))
-    return Rollout(session.prompt, 0, session.sequences() or (nothing,), ended_by=ended_by, episode=episode)
+    sequences = tuple(session.sequences())
+    if not sequences:
+        nothing = Piece.sampled([], [], version)
+        sequences = ((Piece.written(session.prompt.ids), nothing),)
+    return Rollout(session.prompt, 0, sequences, ended_by=ended_by, episode=episode)

@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -10,7 +10,7 @@ from grpo import features
 from grpo.data.rows import Example
 from grpo.features.agents.episodes import Agents
 from grpo.features.agents.tree import Turn
-from grpo.text import one_line, printable
+from grpo.text import one_line
 from grpo.types import Piece, Prompt, Rollout
 
 
@@ -18,13 +18,19 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example]) -> bool:
     """Play an episode of the config's agent on each row, and print their trees. Returns whether one was lost."""
     prompts = [Prompt(number, [], example.columns) for number, example in enumerate(examples)]
     with closing(Agents(config, tokenizer, [tokenizer.eos_token_id])) as agents:
-        rollouts = agents.play(prompts, 0, functools.partial(answer_all, tokenizer, config.environment.calls))
+        answer = functools.partial(answer_all, tokenizer, config.environment.calls)
+        rollouts = agents.play(prompts, version=0, decode=answer)
     for rollout in rollouts:
-        print(printable("\n".join(lines_of(rollout, tokenizer))))
+        show(rollout, tokenizer)
     return any(rollout.episode["failure"] for rollout in rollouts)
 
 
-def answer_all(tokenizer: Any, style: str, ended: Collection, begun: Collection) -> dict[Turn, Piece]:
+def answer_all(
+    tokenizer: Any,
+    style: str,
+    ended: Collection,
+    begun: Collection,
+) -> dict[Turn, Piece]:
     """Answer each request in place of an engine: if it has tools, every other time by a call, else by a word."""
     random_turn = features.offers("CALLS")["random_turn"]
     pieces = {}
@@ -36,14 +42,15 @@ def answer_all(tokenizer: Any, style: str, ended: Collection, begun: Collection)
     return pieces
 
 
-def lines_of(rollout: Rollout, tokenizer: Any) -> Iterator[str]:
-    """Yield what came of an episode, and its sequences: > is what the model wrote, = what an earlier sequence has."""
+def show(rollout: Rollout, tokenizer: Any) -> None:
+    """Print what came of an episode, and its sequences: > is what the model wrote, = what an earlier sequence has."""
     episode = rollout.episode
-    yield f"--- reward {episode['reward']}; ended by {rollout.ended_by} {episode['failure']}"
+    print(f"--- reward {episode['reward']}; ended by {rollout.ended_by} {episode['failure']}")
     for number, pieces in enumerate(rollout.sequences):
-        yield f"sequence {number}"
+        print(f"sequence {number}")
         for piece in pieces:
             mark = " "
             if piece.is_sampled:
                 mark = "=" if piece.is_repeated else ">"
-            yield f"{mark} {one_line(tokenizer.decode(piece.ids_T))}"
+            text = tokenizer.decode(piece.ids_T)
+            print(f"{mark} {one_line(text)}")

@@ -13,6 +13,7 @@ import queue
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -109,7 +110,10 @@ class Session:
     def ask(self, body: dict[str, Any], is_retry: bool) -> Turn:
         """Return the turn that a request begins, or the one that it began before. Raises Refusal or ValueError."""
         generator = self.config.generator
-        allowed = ALLOWED | {"temperature": generator.temperature[0], "top_p": generator.sampling.get("top_p", 1)}
+        allowed = ALLOWED | {
+            "temperature": generator.temperature[0],
+            "top_p": generator.sampling.get("top_p", 1),
+        }
         for name, value in allowed.items():
             if body.get(name) not in (None, value):
                 raise Refusal(f"{name}={body[name]!r} is not what is trained, which is {value!r}")
@@ -150,7 +154,8 @@ class Session:
                 last = place
         written = self.writer.ids(messages, tools, last)
         stops = self.writer.stop_ids
-        if before and int(before[-1].ids_T[-1]) in stops and written[0] in stops:
+        has_ended = last >= 0 and int(before[-1].ids_T[-1]) in stops
+        if has_ended and written[0] in stops:
             written = written[1:]  # the model has sampled the end of its turn, by this token or another
         before = (*before, Piece.written(written))
         most = self.config.max_sequence_tokens
@@ -198,11 +203,10 @@ class Session:
         """The turns whose answers the agent got, which are trained."""
         return [turn for turn in self.turns if turn.was_delivered]
 
-    def sequences(self) -> tuple[Pieces, ...]:
-        """Return the sequence of each leaf. A turn is trained in the first one that has it, and repeated in others."""
+    def sequences(self) -> Iterator[Pieces]:
+        """Yield the sequence of each leaf. A turn is trained in the first one that has it, and repeated in others."""
         inner = {piece for turn in self.delivered for piece in turn.before}
         seen = set()
-        sequences = []
         for turn in self.delivered:
             if turn.piece in inner:  # it is no leaf
                 continue
@@ -212,8 +216,7 @@ class Session:
                     piece = replace(piece, loss_mask_T=torch.zeros_like(piece.loss_mask_T))
                 seen.add(piece)
                 pieces.append(piece)
-            sequences.append(tuple(pieces))
-        return tuple(sequences)
+            yield tuple(pieces)
 
 
 def _plain(message: dict[str, Any]) -> Message:

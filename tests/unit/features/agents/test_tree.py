@@ -91,7 +91,7 @@ def test_branches_edits_and_retries_train_each_token_once(session):
     edited, _ = answer(session, {"messages": [*history[:1], {"role": "assistant", "content": "no"}, hi]}, 75, end)
     assert other is not branch and earlier(other) == [first.piece] and earlier(edited) == []
 
-    sequences = session.sequences()
+    sequences = [*session.sequences()]
     assert len(sequences) == 4
     trained = [piece.ids_T[piece.loss_mask_T].tolist() for pieces in sequences for piece in pieces if piece.is_sampled]
     assert [ids for ids in trained if ids] == [[70, 71, end], [72, end], [73, end], [74, end], [75, end]]
@@ -102,7 +102,7 @@ def test_branches_edits_and_retries_train_each_token_once(session):
 def test_a_turn_that_was_not_delivered_is_not_trained(session):
     turn = session.ask({"messages": [{"role": "user", "content": "hi"}]}, False)
     session.settle(turn, Piece.sampled([70], [-1.0]))
-    assert session.sequences() == ()
+    assert not [*session.sequences()]
 
 
 def test_a_stop_text_ends_a_turn_and_what_the_model_wrote_behind_it_is_dropped(session):
