@@ -136,16 +136,14 @@ class Piece:
 
     def first(self, count: int) -> "Piece":
         """Return its first `count` tokens, which are at least one, as a turn that ended there."""
-        kept_C = self.kept_C
-        if self.num_kept:
-            ends = (kept_C < 0).nonzero()
-            kept_C = kept_C[: int(ends[count - 1]) + 1]
-        return replace(
-            self,
-            ids_T=self.ids_T[:count],
-            loss_mask_T=self.loss_mask_T[:count],
-            logprobs_T=self.logprobs_T[:count],
-            kept_C=kept_C,
+        is_end_C = (self.kept_C < 0).long()
+        token_C = is_end_C.cumsum(0) - is_end_C
+        kept_C = self.kept_C[token_C < count]
+        return Piece.sampled(
+            self.ids_T[:count],
+            self.logprobs_T[:count],
+            self.version,
+            [kept_C.numpy()],
             ended_by="stop",
         )
 

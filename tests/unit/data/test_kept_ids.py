@@ -17,10 +17,10 @@ GROUP_SIZE = 3
 
 
 def piece_of(draw: random.Random, version: int, num_tokens: int) -> Piece:
-    """Sampled tokens, each of which was chosen from itself and the tokens before it in the piece."""
-    ids = [draw.randrange(1000) for _ in range(num_tokens)]
-    kept = [np.array([*ids[: t + 1], -1], dtype=np.int32) for t in range(num_tokens)]
-    return Piece.sampled(ids, [0.0] * num_tokens, version, kept)
+    """Sampled tokens, each of which was chosen from itself and the tokens before it in the piece; some were cut off."""
+    ids = [draw.randrange(1000) for _ in range(num_tokens + draw.randint(0, 2))]
+    kept = [np.array([*ids[: t + 1], -1], dtype=np.int32) for t in range(len(ids))]
+    return Piece.sampled(ids, [0.0] * len(ids), version, kept).first(num_tokens)
 
 
 def rollout_of(draw: random.Random, prompt: Prompt, index: int) -> Rollout:
