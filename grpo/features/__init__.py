@@ -4,7 +4,7 @@ A feature is a folder whose `__init__.py` offers some of these, each called in o
 
     problems(config)            what it needs and does not go with, a sentence each       config/checks.py
     REWARDS, TOOLS, CALLS       name -> "module:function": rewards, makers of tools, what
-                                reads calls of tools                  rewards/, environments, agents
+                                reads and tries calls of tools        rewards/, environments, agents
     FAMILIES                    model_type -> "module:family"                      models/families.py
     tool_schemas(config)        of the tools that prompts show                            run/start.py
     check(config, ..)           a check on rank 0, once the policy's files are read       run/scorer.py

@@ -38,6 +38,7 @@ class Writer:
         self.data = data
         self.stop_ids = set(stop_ids)
         self.calls = calls
+        self.readers = features.offers("CALLS")
         self.lock = threading.Lock()  # a fast tokenizer is not to be configured by two threads
         # episodes share the template's words, the tools, the system message and, in a group, the question
         keep = functools.lru_cache(KEPT_TEXTS)
@@ -84,12 +85,11 @@ class Writer:
         message = {"role": "assistant", "content": text}
         if not tools:
             return message
-        offered = features.offers("CALLS")
         style = self.calls
         if style == "auto":
-            style = offered["style_of"](self.tokenizer.chat_template)
+            style = self.readers["style_of"](self.tokenizer.chat_template)
         calls = []
-        for call in offered["parse"](text, style, tools):
+        for call in self.readers["parse"](text, style, tools):
             if isinstance(call, str):  # it cannot be read
                 continue
             function = {"name": call.name, "arguments": json.dumps(call.arguments)}

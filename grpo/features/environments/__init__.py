@@ -11,7 +11,7 @@ TOOLS_ALONE = "environment.tools"
 CALLS = {
     "parse": "grpo.features.environments.calls:parse",
     "style_of": "grpo.features.environments.calls:style_of",
-    "random_turn": "grpo.features.environments.rehearsal:random_turn",
+    "random_turn": "grpo.features.environments.calls:random_turn",
 }
 
 

@@ -9,6 +9,7 @@ Left out: styles that write each argument in its own tag, as GLM and Qwen3-Coder
 
 import json
 import math
+import random
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ MARKS = {style: re.compile(f"{opening}|{THOUGHT}|{END_OF_THOUGHT}") for style, o
 ANY_TAG = {style: re.compile(f"{opening}|{closing}") for style, (opening, closing) in TAGS.items()}
 BLANKS = re.compile(r"\s*")
 BETWEEN_OBJECTS = re.compile(r"[;,\s]*")
+# Values of arguments, to try out an environment or an agent
+WORDS = ["attic", "box", "cellar", "door", "east", "find", "go", "7", "42"]
+NUMBERS = range(1, 17)
+VALUES = {"integer": NUMBERS, "number": NUMBERS, "boolean": [True, False], "array": [[]]}  # by JSON's types
 
 
 def _finite(number: str) -> float:
@@ -106,6 +111,17 @@ def written_call(name: str, arguments: Arguments, style: str) -> str:
     opening, closing = TAGS[style]
     call = json.dumps({"name": name, "arguments": arguments})
     return f"{opening}\n{call}\n{closing}"
+
+
+def random_turn(tools: list[dict[str, Any]], style: str, draw: random.Random) -> str:
+    """Write a call of one of the tools, with arguments of the right types; a word if there are no tools."""
+    if not tools:
+        return draw.choice(WORDS)
+    function = draw.choice(tools)["function"]
+    arguments = {}
+    for name, parameter in function.get("parameters", {}).get("properties", {}).items():
+        arguments[name] = draw.choice(parameter.get("enum") or VALUES.get(parameter.get("type"), WORDS))
+    return written_call(function["name"], arguments, style)
 
 
 def other_style(text: str, style: str, tools: Collection[str]) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
-from grpo.data.rows import Example, Tools
-from grpo.features.environments.calls import written_call
+from grpo.data.rows import Example
+from grpo.features.environments.calls import random_turn
 from grpo.features.environments.episodes import turns_of
 from grpo.features.environments.host import EnvironmentHost
 from grpo.features.environments.play import Episode, Player
@@ -16,10 +16,6 @@ from grpo.report.samples import turn_lines
 from grpo.text import one_line, printable, without_surrogates
 from grpo.types import Piece, Prompt
 from grpo.watch.failures import refuse_bad_input
-
-WORDS = ["attic", "box", "cellar", "door", "east", "find", "go", "7", "42"]
-NUMBERS = range(1, 17)
-VALUES = {"integer": NUMBERS, "number": NUMBERS, "boolean": [True, False], "array": [[]]}  # by JSON's types
 
 
 def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], by_hand: bool) -> bool:
@@ -54,17 +50,6 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], by_hand: 
             show(episode)
             is_lost |= bool(episode.failure)
     return is_lost
-
-
-def random_turn(tools: Tools, style: str, draw: random.Random) -> str:
-    """Write a call of one of the tools, with arguments of the right types; a word if there are no tools."""
-    if not tools:
-        return draw.choice(WORDS)
-    function = draw.choice(tools)["function"]
-    arguments = {}
-    for name, parameter in function.get("parameters", {}).get("properties", {}).items():
-        arguments[name] = draw.choice(parameter.get("enum") or VALUES.get(parameter.get("type"), WORDS))
-    return written_call(function["name"], arguments, style)
 
 
 def typed_turn(episode: Episode, such_as: str) -> str:
