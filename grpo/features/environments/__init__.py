@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpo.config.engine_options import needs_texts
-from grpo.config.fields import MAX_NUM_SEQS
 
 # By what name an episode is lost that has functions as tools and no class
 TOOLS_ALONE = "environment.tools"
@@ -82,16 +81,7 @@ def open_episodes(config: Any, folder: str, stop_token_ids: Sequence[int], roles
     """Start the environments of this rank's replica. Returns what plays its episodes."""
     from grpo.features.environments.episodes import Episodes
 
-    return Episodes(
-        config.environment,
-        config.data,
-        folder,
-        stop_token_ids,
-        min(config.generator.max_num_seqs, MAX_NUM_SEQS),
-        config.reward.environment,
-        roles,
-        turns_earn=config.turns_earn,
-    )
+    return Episodes(config, folder, stop_token_ids, roles)
 
 
 def lines() -> list[Callable]:

@@ -4,12 +4,13 @@ Text exists only here and on the driver: a turn's ids become text for its tools,
 """
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config import DataConfig, EnvironmentConfig
+from grpo.config import EnvironmentConfig
+from grpo.config.fields import MAX_NUM_SEQS
 from grpo.data.chat import load_tokenizer
 from grpo.data.rows import environment_of
 from grpo.features.environments.calls import style_of
@@ -26,34 +27,20 @@ from grpo.types import Piece, Prompt, Rollout
 class Episodes:
     """Plays the episodes of a replica. All of its ranks make the same calls."""
 
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        data: DataConfig,
-        folder: str,
-        stop_token_ids: Sequence[int],
-        most_at_once: int,
-        variables: Collection[str],
-        roles: Roles,
-        turns_earn: bool = False,
-    ):
-        """Start the environment processes on the head; call it before CUDA is used.
-
-        most_at_once: sequences that the engine decodes together. variables: names of environment variables that the
-        environments get. turns_earn: turns that are trained on have rewards of their own.
-        """
-        self.config = config
+    def __init__(self, config: Any, folder: str, stop_token_ids: Sequence[int], roles: Roles):
+        """Start the environment processes on the head; call it before CUDA is used. config: that of the run."""
+        self.config = config.environment
         self.roles = roles
-        self.turns_earn = turns_earn
-        self.num_processes = config.num_processes or most_at_once
+        self.turns_earn = config.turns_earn
+        self.num_processes = self.config.num_processes or min(config.generator.max_num_seqs, MAX_NUM_SEQS)
         self.player = None
         if roles.rank in roles.heads:
-            tokenizer = load_tokenizer(folder, data)
-            toolboxes = load_toolboxes(config)
-            turns = turns_of(tokenizer, config, data, stop_token_ids, toolboxes)
-            style = call_style(tokenizer, config, toolboxes)
-            host = EnvironmentHost(config, style, self.num_processes, variables)
-            self.player = Player(config, host, turns, tokenizer, data.max_prompt_tokens)
+            tokenizer = load_tokenizer(folder, config.data)
+            toolboxes = load_toolboxes(self.config)
+            turns = turns_of(tokenizer, config, stop_token_ids, toolboxes)
+            style = call_style(tokenizer, self.config, toolboxes)
+            host = EnvironmentHost(self.config, style, self.num_processes, config.reward.environment)
+            self.player = Player(self.config, host, turns, tokenizer, config.data.max_prompt_tokens)
 
     def complete(
         self,
@@ -96,8 +83,7 @@ class Episodes:
 
 def turns_of(
     tokenizer: PreTrainedTokenizerBase,
-    config: EnvironmentConfig,
-    data: DataConfig,
+    config: Any,
     stop_token_ids: Sequence[int],
     toolboxes: Mapping[str, Toolbox],
 ) -> dict[str, Turns]:
@@ -105,8 +91,9 @@ def turns_of(
 
     Raises ValueError if the template cannot carry several turns.
     """
+    reply_as = config.environment.reply_as
     return {
-        name: Turns(tokenizer, data, stop_token_ids, toolbox.schemas, config.reply_as, toolbox.has_reply)
+        name: Turns(tokenizer, config.data, stop_token_ids, toolbox.schemas, reply_as, toolbox.has_reply)
         for name, toolbox in toolboxes.items()
     }
 
@@ -126,7 +113,7 @@ def check_environment(
     """Refuse an environment whose class, functions or chat template cannot be used, and print what it is."""
     toolboxes = load_toolboxes(config.environment)
     style = call_style(tokenizer, config.environment, toolboxes)
-    turns_of(tokenizer, config.environment, config.data, stop_token_ids, toolboxes)  # refuses a template
+    turns_of(tokenizer, config, stop_token_ids, toolboxes)  # refuses a template
     has_other_reward = config.reward.functions or config.reward.model or config.algorithm.distill_coef
     for name, toolbox in toolboxes.items():
         if not (toolbox.has_reward or has_other_reward):

@@ -28,7 +28,7 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], by_hand: 
         (toolbox,) = load_toolboxes(environment).values()
         toolbox.check_columns(examples[0].columns)
         stops = [tokenizer.eos_token_id]
-        turns = turns_of(tokenizer, environment, config.data, stops, {"": toolbox})
+        turns = turns_of(tokenizer, config, stops, {"": toolbox})
         host = EnvironmentHost(environment, environment.calls, num_processes=1, variables=config.reward.environment)
 
     print(f"{toolbox.name}: tools {', '.join(toolbox.tools) or 'none'}\n{json.dumps(toolbox.schemas, indent=2)}")
