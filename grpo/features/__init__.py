@@ -19,7 +19,7 @@ A feature is a folder whose `__init__.py` offers some of these, each called in o
     rehearse(config, ..)        plays episodes without a model                    tools/check_environment.py
     try_algorithm(algorithm)    calls a user's loss, advantages, aggregation              run/start.py
     check_loss(algorithm, ..)   checks promises of a loss                             tools/check_loss.py
-    judge(needs, device)        whether a run fits the machine                            run/machine.py
+    judge(needs)                whether a run fits the machine                            run/machine.py
 
 Standard library alone: worker processes and the checks of a config come through here. No feature imports another.
 """

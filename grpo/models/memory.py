@@ -93,6 +93,8 @@ class Needs:
     policy: Sizes
     frozen: dict[str, Sizes]
     """Of a reference and a reward model."""
+    device: Device
+    """On which it would run; the share of an engine follows from its size."""
 
     def changed(self, changes: dict[str, Any]) -> "Needs":
         """Return the needs of a config with other values, by their paths."""
@@ -194,19 +196,21 @@ class Needs:
         parts = {"gathered weights": gathered, "logits": logits * hf.vocab_size, "activations": tokens * values}
         return {part: self.weight * number / tensor_parallel for part, number in parts.items()}
 
-    def moments(self, gpu_gib: float) -> dict[str, Parts]:
-        """Return the parts of what a trainer's GPU holds, with an engine on it also while that is awake."""
+    @property
+    def moments(self) -> dict[str, Parts]:
+        """Parts of what a trainer's GPU holds, with an engine on it also while that is awake."""
         if not self.config.roles.colocated:
             return {"": self.training}
-        engine = {"an engine": self.engine_weights + self.cache(gpu_gib) + PROCESS_GIB}
+        engine = {"an engine": self.engine_weights + self.cache + PROCESS_GIB}
         if not self.config.generator.sleep:
             return {"": self.training | engine}
         asleep = {"a sleeping engine": ASLEEP_GIB}
         return {" while it trains": self.training | asleep, " while the engine is awake": self.resting | engine}
 
-    def peak(self, gpu_gib: float) -> float:
-        """Return the most that a trainer's GPU holds at one time."""
-        return max(sum(parts.values()) for parts in self.moments(gpu_gib).values())
+    @property
+    def peak(self) -> float:
+        """The most that a trainer's GPU holds at one time."""
+        return max(sum(parts.values()) for parts in self.moments.values())
 
     @property
     def engine_weights(self) -> float:
@@ -225,14 +229,15 @@ class Needs:
         value = 1 / GIB if is_fp8 else self.weight
         return (value * values * num_kept + 4 * state_values(self.policy.hf) / GIB) / generator.tensor_parallel
 
-    def cache(self, gpu_gib: float) -> float:
-        """Return the KV cache on one rank of an engine: what `generator.engine` says, or what its share leaves."""
+    @property
+    def cache(self) -> float:
+        """KV cache on one rank of an engine: what `generator.engine` says, or what its share leaves."""
         generator = self.config.generator
         if chosen := generator.engine.get("kv_cache_memory_bytes"):
             return chosen / GIB
-        return max(0.0, generator.gpu_memory_utilization * gpu_gib - PROCESS_GIB - self.engine_weights)
+        return max(0.0, generator.gpu_memory_utilization * self.device.gib - PROCESS_GIB - self.engine_weights)
 
-    def decided(self, layout: RolesConfig, device: Device) -> "Needs":
+    def decided(self, layout: RolesConfig) -> "Needs":
         """Return the needs of the config without any "auto". layout: which ranks do what.
 
         `trainer.micro_batch_tokens` and `activation_checkpointing` become the first of `row_choices` whose peak fits
@@ -242,14 +247,15 @@ class Needs:
         needs = self
         if layout.num_engine_ranks:
             completions = config.completions_at_once if layout.num_trainers else config.evaluation_completions
-            needs = fit_engine(self, math.ceil(completions / config.num_engines), device)
-        # beside an engine, what a process holds is counted already
-        room = device.gib if config.roles.colocated else device.gib - PROCESS_GIB
+            needs = fit_engine(self, math.ceil(completions / config.num_engines))
+        room = self.device.gib
+        if not config.roles.colocated:  # beside an engine, what a process holds is counted already
+            room -= PROCESS_GIB
         for kind, tokens in row_choices(config):
             chosen = {"trainer.micro_batch_tokens": tokens, "trainer.activation_checkpointing": kind}
             decided = needs.changed(chosen)
-            is_gpu_trainer = device.num_gpus and layout.num_trainers
-            if not is_gpu_trainer or decided.peak(device.gib) * (1 + MARGIN_FRAC) <= room:
+            is_gpu_trainer = self.device.num_gpus and layout.num_trainers
+            if not is_gpu_trainer or decided.peak * (1 + MARGIN_FRAC) <= room:
                 break
         return decided
 
@@ -276,7 +282,7 @@ def largest_row(config: Any) -> int:
     return min(longest_row(config), config.most_tokens)
 
 
-def read_needs(config: Any, folder: str, reward_model: str) -> Needs:
+def read_needs(config: Any, folder: str, reward_model: str, device: Device) -> Needs:
     """Count the parts of the run's models. folder: the policy's. reward_model: a folder or hub name, or empty."""
     policy = sizes_of(read_hf_config(folder))
     frozen = {}
@@ -286,7 +292,7 @@ def read_needs(config: Any, folder: str, reward_model: str) -> Needs:
     if reward_model:
         hf = read_hf_config(resolve_folder(reward_model, scores=True), scores=True)
         frozen["reward model"] = sizes_of(hf)
-    return Needs(config, policy, frozen)
+    return Needs(config, policy, frozen, device)
 
 
 # ---- What "auto" becomes
@@ -312,7 +318,7 @@ def row_choices(config: Any) -> list[tuple[str, int]]:
     return [*itertools.product(kinds, (longest, half)), (kinds[-1], shortest)]
 
 
-def fit_engine(needs: Needs, num_asked: int, device: Device) -> Needs:
+def fit_engine(needs: Needs, num_asked: int) -> Needs:
     """Decide vLLM's `max_num_seqs` and its cache where `generator.engine` does not say them.
 
     `max_num_seqs` becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above
@@ -325,8 +331,8 @@ def fit_engine(needs: Needs, num_asked: int, device: Device) -> Needs:
     """
     engine = dict(needs.config.generator.engine)
     of_one = needs.sequence
-    if device.num_gpus:
-        cache = needs.cache(device.gib)
+    if needs.device.num_gpus:
+        cache = needs.cache
     else:
         most = max(MOST_CPU_KV_CACHE_GIB, 2 * of_one)
         cache = max(CPU_KV_CACHE_GIB, min(most, num_asked * of_one))

@@ -18,15 +18,15 @@ def fit_to_machine(
     engines are decided. For the folders see `read_needs`. Returns the number of problems too.
     """
     device = Device(config.gpus, "GPU", config.gpu_gib) if config.gpus else look_at_device()
-    needs = read_needs(config, folder, reward_model).decided(layout, device)
+    needs = read_needs(config, folder, reward_model, device).decided(layout)
     if layout.num_engine_ranks:
         number = needs.config.generator.max_num_seqs
-        cache = f"{needs.cache(device.gib):.2f} GiB of KV cache"
+        cache = f"{needs.cache:.2f} GiB of KV cache"
         print(f"engines: {needs.config.num_engines}; each decodes {number} sequences at once in {cache}")
     num_problems = 0
     if layout.num_trainers:
         trainer = needs.config.trainer
         print(f"trainer.micro_batch_tokens: {trainer.micro_batch_tokens}")
         print(f"trainer.activation_checkpointing: {trainer.activation_checkpointing}")
-        num_problems = sum(features.call(config, "judge", needs, device))
+        num_problems = sum(features.call(config, "judge", needs))
     return needs.config, num_problems

@@ -3,8 +3,8 @@
 from typing import Any
 
 
-def judge(needs: Any, device: Any) -> int:
+def judge(needs: Any) -> int:
     """Compare what a run needs with what there is, print what does not fit, and return the number of problems."""
     from grpo.features.machine import verdicts
 
-    return verdicts.judge(needs, device)
+    return verdicts.judge(needs)

@@ -16,7 +16,7 @@ from grpo.config.checks import describe_roles, validate
 from grpo.config.fields import SHARED_GPU
 from grpo.folder.run_folder import installed_version
 from grpo.models.families import has_states
-from grpo.models.memory import GIB, Device, Needs, Parts
+from grpo.models.memory import GIB, Needs, Parts
 from grpo.text import aligned
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -54,12 +54,12 @@ class Verdict:
         return self.what, self.needs, self.has, self.outcome + below
 
 
-def judge(needs: Needs, device: Device) -> int:
+def judge(needs: Needs) -> int:
     """Print the table of a dry run, or a warning for each problem; see the hook."""
-    rows = [check_versions(), *check_memory(needs, device), check_disk(needs)]
-    advise_whole_replicas(needs, device)
+    rows = [check_versions(), *check_memory(needs), check_disk(needs)]
+    advise_whole_replicas(needs)
     if needs.config.dry_run:
-        rows.insert(0, check_gpus(needs, device))
+        rows.insert(0, check_gpus(needs))
         title = ("what", "needs", "has", "verdict")
         print("\n".join(aligned([title, *(row.cells for row in rows)])))
     problems = [row for row in rows if row.outcome == "PROBLEM"]
@@ -84,9 +84,10 @@ def check_versions() -> Verdict:
     return Verdict("versions", "as pinned", has, outcome, "install what is pinned: bash launch/setup.sh")
 
 
-def check_gpus(needs: Needs, device: Device) -> Verdict:
+def check_gpus(needs: Needs) -> Verdict:
     """Compare the layout with the number of GPUs: it needs one for each rank. Names layouts for fewer."""
     config = needs.config
+    device = needs.device
     count = device.num_gpus
     has = f"{count} x {device.name} of {device.gib:.1f} GiB"
     fits = config.num_ranks <= count
@@ -97,7 +98,7 @@ def check_gpus(needs: Needs, device: Device) -> Verdict:
         colocated | {"generator.gpu_memory_utilization": SHARED_GPU},
         {"num_trainers": count},  # of SFT
     ]
-    to_try = map(flags_of, fitting(needs, device, layouts, most_frac=math.inf))
+    to_try = map(flags_of, fitting(needs, layouts, most_frac=math.inf))
     to_do = "try " + (", or ".join(to_try) or "lower tensor_parallel degrees")
     if not count:
         has = f"none, only {device.name}"
@@ -107,41 +108,42 @@ def check_gpus(needs: Needs, device: Device) -> Verdict:
     return Verdict("GPUs", asked, has, "fits" if fits else "PROBLEM", to_do)
 
 
-def check_memory(needs: Needs, device: Device) -> Iterator[Verdict]:
+def check_memory(needs: Needs) -> Iterator[Verdict]:
     """Compare the memory of each role with a GPU; without GPUs, that of all ranks with the host's free memory."""
     roles = needs.config.roles
-    if not device.num_gpus:
+    gib = needs.device.gib
+    if not needs.device.num_gpus:
         trainers = roles.num_trainers * sum(needs.training.values())
         others = (roles.num_engine_ranks + roles.num_reference_ranks) * needs.engine_weights
         parts = {"trainers": trainers, "others": others, "the copy of a checkpoint": needs.states}
-        yield compare("all ranks", parts, device, "take a smaller model, or lower --trainer.micro-batch-tokens")
+        yield compare("all ranks", parts, gib, "take a smaller model, or lower --trainer.micro-batch-tokens")
         return
-    to_do = ways_out(needs, device)
-    for moment, parts in needs.moments(device.gib).items():
-        yield compare(f"a trainer{moment}", parts, device, to_do)
+    to_do = ways_out(needs)
+    for moment, parts in needs.moments.items():
+        yield compare(f"a trainer{moment}", parts, gib, to_do)
     if roles.num_engine_ranks:
-        yield check_engine(needs, device)
+        yield check_engine(needs)
     if num_ranks := roles.num_reference_ranks:
         largest = max(needs.frozen.values(), key=lambda model: model.parameters)
         parts = needs.beside(num_ranks) | needs.forward(largest, num_ranks, trains=False)
         to_do = "raise --roles.num-references, or lower --trainer.micro-batch-tokens"
-        yield compare("a reference", parts, device, to_do)
+        yield compare("a reference", parts, gib, to_do)
 
 
-def compare(who: str, parts: Parts, device: Device, to_do: str) -> Verdict:
-    """Compare the sum of the parts, GiB, with a GPU."""
+def compare(who: str, parts: Parts, gib: float, to_do: str) -> Verdict:
+    """Compare the sum of the parts with the GiB that there are."""
     total = sum(parts.values())
     outcome = "fits"
-    if total > TIGHT_FRAC * device.gib:
-        outcome = "tight" if total <= device.gib else "PROBLEM"
-    listed = ", ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
-    return Verdict(f"memory of {who}", f"{total:.1f} GiB", f"{device.gib:.1f} GiB", outcome, to_do, listed)
+    if total > TIGHT_FRAC * gib:
+        outcome = "tight" if total <= gib else "PROBLEM"
+    listed = ", ".join(f"{size:.1f} {part}" for part, size in parts.items())
+    return Verdict(f"memory of {who}", f"{total:.1f} GiB", f"{gib:.1f} GiB", outcome, to_do, listed)
 
 
-def check_engine(needs: Needs, device: Device) -> Verdict:
+def check_engine(needs: Needs) -> Verdict:
     """Compare the sequences that an engine decodes at once with those of full length that its cache holds."""
     config = needs.config
-    cache = needs.cache(device.gib)
+    cache = needs.cache
     number = min(config.generator.max_num_seqs, math.ceil(config.completions_at_once / config.num_engines))
     held = min(number, int(cache / needs.sequence))
     outcome = "fits"
@@ -153,7 +155,6 @@ def check_engine(needs: Needs, device: Device) -> Verdict:
 
 def fitting(
     needs: Needs,
-    device: Device,
     choices: Iterable[dict[str, Any]],
     most_frac: float = TIGHT_FRAC,
 ) -> Iterator[dict[str, Any]]:
@@ -162,22 +163,22 @@ def fitting(
         with contextlib.suppress(ValueError):
             changed = needs.changed(changes)
             validate(changed.config)
-            if changed.peak(device.gib) <= most_frac * device.gib:
+            if changed.peak <= most_frac * needs.device.gib:
                 yield changes
 
 
-def advise_whole_replicas(needs: Needs, device: Device) -> None:
+def advise_whole_replicas(needs: Needs) -> None:
     """Print the flag with which each trainer rank has whole layers and gathers none, if memory and config allow it."""
     trainer = needs.config.trainer
     replicas = needs.config.roles.num_trainers // trainer.tensor_parallel
-    if device.num_gpus and replicas != trainer.data_replicas:
-        for changes in fitting(needs, device, [{"trainer.data_replicas": replicas}]):
+    if needs.device.num_gpus and replicas != trainer.data_replicas:
+        for changes in fitting(needs, [{"trainer.data_replicas": replicas}]):
             print(f"faster, with room for whole layers on each trainer: {flags_of(changes)}")
 
 
-def ways_out(needs: Needs, device: Device) -> str:
+def ways_out(needs: Needs) -> str:
     """Name the fewest flags with which a trainer rank fits, and LoRA if it fits with that; nothing if it fits."""
-    if needs.peak(device.gib) <= TIGHT_FRAC * device.gib:
+    if needs.peak <= TIGHT_FRAC * needs.device.gib:
         return ""
     hf = needs.policy.hf
     trainer = needs.config.trainer
@@ -195,8 +196,8 @@ def ways_out(needs: Needs, device: Device) -> str:
     some = [dict(chosen) for n in range(len(ways)) for chosen in itertools.combinations(ways, n + 1)]
     lora = [] if has_states(hf) else [{"trainer.lora_rank": 16}]
     # what is tight is better than nothing
-    fit = itertools.chain(fitting(needs, device, some), fitting(needs, device, some, most_frac=1))
-    enough = [*itertools.islice(fit, 1), *fitting(needs, device, lora, most_frac=1)]
+    fit = itertools.chain(fitting(needs, some), fitting(needs, some, most_frac=1))
+    enough = [*itertools.islice(fit, 1), *fitting(needs, lora, most_frac=1)]
     return "it fits with " + " or ".join(map(flags_of, enough)) if enough else "it needs more trainers, or larger GPUs"
 
 

@@ -12,7 +12,7 @@ from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.models.hf_folder import read_hf_config
-from grpo.models.memory import Needs, sizes_of
+from grpo.models.memory import Needs, look_at_device, sizes_of
 from grpo.roles.trainer import Trainer
 from grpo.types import TrainBatch
 from tests.rollouts import sequence
@@ -241,7 +241,7 @@ def test_the_arithmetic_of_memory_counts_what_a_trainer_holds(tmp_path, optimize
         if name != "step"
     ]
     held = parameters + [parameter.grad for parameter in parameters] + moment_tensors
-    needs = Needs(GRPOConfig(trainer=trainer.config), sizes_of(read_hf_config(folder)), {})
+    needs = Needs(GRPOConfig(trainer=trainer.config), sizes_of(read_hf_config(folder)), {}, look_at_device())
     counted = needs.states * 2**30 + 4 * needs.num_trained
     off = 1e-6 if optimizer == "adamw" else 0.15  # it takes all of a block for matrices
     assert counted == pytest.approx(sum(tensor.nbytes for tensor in held), rel=off)

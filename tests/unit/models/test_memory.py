@@ -32,6 +32,7 @@ from tests.unit.test_readme import table
 KL = "--algorithm.kl-coef 0.1"
 GPU_GIB = 79.2  # of an H100, of 80 GB
 GIB = 2**30
+GPUS = Device(8, "GPU", 80)
 QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
 QWEN3_8B = QWEN3_1_7B | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
 QWEN3_8B |= {"num_hidden_layers": 36, "tie_word_embeddings": False}
@@ -50,12 +51,12 @@ def _sizes(raw: str) -> Sizes:
     return sizes_of(transformers.AutoConfig.for_model(**json.loads(raw)))
 
 
-def needs(raw: dict, config: c.GRPOConfig | c.SFTConfig, **frozen: dict) -> Needs:
+def needs(raw: dict, config: c.GRPOConfig | c.SFTConfig, device: Device = GPUS, **frozen: dict) -> Needs:
     """What a run of this model needs. frozen: config.json of other models beside it."""
     if raw["model_type"] == "qwen3_5_text":
         pytest.importorskip("grpo.features.qwen3_5")
     models = {name.replace("_", " "): sizes(other) for name, other in ({"reference": raw} | frozen).items()}
-    return Needs(config, sizes(raw), models)
+    return Needs(config, sizes(raw), models, device)
 
 
 @functools.cache
@@ -67,7 +68,7 @@ def config_of(flags: str = "") -> c.GRPOConfig:
 def decided(raw: dict, config: c.GRPOConfig | c.SFTConfig, gpu_gib: float | None) -> Needs:
     """What it needs with all that the config leaves to GPUs of that size, or to a CPU."""
     device = Device(8, "GPU", gpu_gib) if gpu_gib else Device(0, "CPU", 20)
-    return needs(raw, config).decided(config.roles, device)
+    return needs(raw, config, device).decided(config.roles)
 
 
 PUBLISHED = {  # number of parameters as the hub counts them
@@ -133,7 +134,7 @@ MEASURED_WITH_AN_ENGINE = {
 def test_every_role_on_one_gpu_is_within_20_percent_of_what_was_measured(name):
     gpu_gib, changes, peak = MEASURED_WITH_AN_ENGINE[name]
     recipe = c.change(str(ROOT / "configs/qwen2_5_coder_0_5b_gsm8k.py"), changes)
-    assert decided(CODER_0_5B, recipe, gpu_gib).peak(gpu_gib) == pytest.approx(peak, rel=0.2)
+    assert decided(CODER_0_5B, recipe, gpu_gib).peak == pytest.approx(peak, rel=0.2)
 
 
 LORA = f"{KL} --roles.colocated --roles.num-trainers 1 --trainer.lora-rank 16"
@@ -266,7 +267,7 @@ ENGINES = {
 def test_an_engine_decodes_what_it_gets_with_the_cache_that_this_needs(name):
     flags, num_asked, gpu_gib, number, mib = ENGINES[name]
     device = Device(8, "GPU", gpu_gib) if gpu_gib else Device(0, "CPU", 20)
-    engine = fit_engine(needs(QWEN3_1_7B, config_of(flags)), num_asked, device).config.generator.engine
+    engine = fit_engine(needs(QWEN3_1_7B, config_of(flags), device), num_asked).config.generator.engine
     assert engine["max_num_seqs"] == number
     assert engine.get("kv_cache_memory_bytes") == (mib and mib * 2**20)
 
@@ -274,9 +275,9 @@ def test_an_engine_decodes_what_it_gets_with_the_cache_that_this_needs(name):
 def test_an_engine_has_what_the_user_says_and_other_caches_are_left_to_vllm():
     named = c.change(config_of(), {"generator.engine": {"kv_cache_memory_bytes": 5, "max_num_seqs": 3}})
     for device in (Device(8, "GPU", 80), Device(0, "CPU", 20)):
-        assert fit_engine(needs(QWEN3_1_7B, named), 512, device).config == named
+        assert fit_engine(needs(QWEN3_1_7B, named, device), 512).config == named
     for raw in (MISTRAL_7B_V0_1, QWEN3_5_TEXT):  # windows, states
-        left = fit_engine(needs(raw, config_of()), 1, Device(8, "GPU", 80))
+        left = fit_engine(needs(raw, config_of()), 1)
         assert "kv_cache_memory_bytes" not in left.config.generator.engine
 
 
@@ -301,7 +302,7 @@ def test_the_table_of_layouts_has_the_memory_and_fits():
         of_row = decided(QWEN3_1_7B, config, GPU_GIB)
         assert of_row.config.trainer.activation_checkpointing == "none"
         assert float(trainer) == round(sum(of_row.training.values()), 1), gpus
-        assert of_row.peak(GPU_GIB) < 74.7
+        assert of_row.peak < 74.7
 
 
 def test_recipes_say_the_memory_of_their_weights():
@@ -333,4 +334,4 @@ def test_recipes_of_sft_lora_and_experts_say_what_a_trainer_holds(name):
     of_recipe = decided(SAYING[name], config, gpu_gib)
     total = sum(of_recipe.training.values())
     assert float(said[1]) == round(total) and total < 0.94 * gpu_gib
-    assert of_recipe.peak(gpu_gib) < gpu_gib  # with an engine that sleeps, if it has one
+    assert of_recipe.peak < gpu_gib  # with an engine that sleeps, if it has one

@@ -51,7 +51,7 @@ def test_layouts_for_fewer_gpus_pass_the_checks():
         (grpo(generator=engines_of_four), 1),
         (c.SFTConfig(num_trainers=8), 1),
     ):
-        row = check_gpus(needs(TINY, config), Device(4, "H100", 79.2))
+        row = check_gpus(needs(TINY, config, Device(4, "H100", 79.2)))
         assert row.outcome == "PROBLEM" and row.needs.startswith("8 (")
         layouts = row.to_do.removeprefix("try ").split(", or ")
         assert len(layouts) == num_layouts
@@ -62,11 +62,11 @@ def test_layouts_for_fewer_gpus_pass_the_checks():
 def test_gpus_that_torch_does_not_see(monkeypatch):
     for cuda, outcome in ((None, "fits"), ("13.0", "PROBLEM")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        assert check_gpus(needs(TINY, grpo()), CPU).outcome == outcome
+        assert check_gpus(needs(TINY, grpo(), CPU)).outcome == outcome
 
 
 def answers(config: c.GRPOConfig | c.SFTConfig, raw: dict, device: Device = H100, **frozen: dict) -> dict[str, str]:
-    rows = check_memory(needs(raw, config, **frozen), device)
+    rows = check_memory(needs(raw, config, device, **frozen))
     return {re.sub("memory of (a )?", "", row.what): row.outcome for row in rows}
 
 
@@ -109,7 +109,7 @@ def test_memory_of_a_trainer_that_shares_its_gpu():
 def test_a_cache_for_few_of_the_sequences_is_told_with_ways_out():
     """Qwen3-8B: 144 KiB a token, so 33,280 tokens are 4.57 GiB; 0.85 x 79.2 - 15.3 - 3 = 49 GiB hold 10 of 64."""
     config = c.change(grpo(), LONG_ROWS)
-    (row,) = [row for row in check_memory(needs(QWEN3_8B, config), H100) if "generator" in row.what]
+    (row,) = [row for row in check_memory(needs(QWEN3_8B, config, H100)) if "generator" in row.what]
     assert (row.outcome, row.needs, row.has[:3]) == ("tight", "64 sequences of full length", "10,")
     assert all(flag in row.to_do for flag in ("kv_cache_dtype fp8", "--generator.tensor-parallel", "--generator.sleep"))
     none = c.change(config, {"generator.gpu_memory_utilization": 0.25})
@@ -145,7 +145,7 @@ def test_advice_fits(name):
     full = {"trainer.activation_checkpointing": "full"}
     device = Device(1, "GPU", gib)
     config = c.change(grpo(roles=COLOCATED), full | changes)
-    row = next(row for row in check_memory(needs(raw, config), device) if row.outcome == "PROBLEM")
+    row = next(row for row in check_memory(needs(raw, config, device)) if row.outcome == "PROBLEM")
     assert row.to_do.startswith(flags)
 
 
@@ -154,16 +154,16 @@ def test_whole_replicas_are_advised_where_they_fit(capsys):
     h200 = Device(4, "H200", 139.8)
     four = c.RolesConfig(colocated=True, num_trainers=4, num_references=0)
     config = c.change(grpo(roles=four), {"generator.gpu_memory_utilization": 0.35, "trainer.micro_batch_tokens": 8192})
-    after = needs(QWEN3_1_7B, c.change(config, {"trainer.data_replicas": 4}))
-    assert {row.outcome for row in check_memory(after, h200)} == {"fits"}
-    advise_whole_replicas(needs(QWEN3_1_7B, config), h200)
+    after = needs(QWEN3_1_7B, c.change(config, {"trainer.data_replicas": 4}), h200)
+    assert {row.outcome for row in check_memory(after)} == {"fits"}
+    advise_whole_replicas(needs(QWEN3_1_7B, config, h200))
     assert capsys.readouterr().out.endswith("--trainer.data-replicas 4\n")
     for others in (
         after,
-        needs(QWEN3_8B, config),
-        needs(QWEN3_1_7B, c.change(config, {"trainer.context_parallel": 2})),
+        needs(QWEN3_8B, config, h200),
+        needs(QWEN3_1_7B, c.change(config, {"trainer.context_parallel": 2}), h200),
     ):
-        advise_whole_replicas(others, h200)
+        advise_whole_replicas(others)
         assert not capsys.readouterr().out
 
 
