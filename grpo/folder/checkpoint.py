@@ -126,7 +126,7 @@ class CheckpointSaver:
     """Saves checkpoints, one at a time, on every trainer rank. Training goes on while a thread writes.
 
     The thread has a process group of its own, so its collectives do not meet those of training. The copy of what is
-    saved stays in the host's memory for the next save; on a GPU's host it is pinned.
+    saved stays in the host's memory for the next save; on a GPU's host it is pinned, which takes 0.6 s a GiB once.
     """
 
     def __init__(
@@ -150,6 +150,10 @@ class CheckpointSaver:
         self.stager = DefaultStager(options)
         self.step = 0
         self.writing: Future | None = None
+
+    def make_room(self, trained: Stateful) -> None:
+        """Take the host's memory for copies of `trained`, so that the first save finds it. Collective as `save` is."""
+        self.stager.stage(trained.state_dict())
 
     def save(self, step: int, trained: Stateful, driver_state: dict[str, Any] | None) -> None:
         """Begin to write the checkpoint of `step`, after the one before is written.

@@ -100,6 +100,8 @@ def test_everything_comes_back_as_it_was_when_the_save_began(tmp_path, monkeypat
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_later)
     saver, trained = saver_of(tmp_path), Trained(3)
+    saver.make_room(trained)
+    trained.optimizer.step()
     state = {"step": 3, "data": {"num_drawn": 24}, "tensors": [LOGPROBS, torch.empty(0)]}
     expected = copy.deepcopy(trained.state_dict())
     saver.save(3, trained, state)
