@@ -99,7 +99,16 @@ class Agents:
         playing = self.endpoint.sessions
         while True:
             for prompt in itertools.islice(waiting, len(self.free)):
-                session = Session(prompt, len(sessions), self.free.pop(), self.writer, self.config, inbox)
+                session = Session(
+                    prompt,
+                    len(sessions),
+                    self.free.pop(),
+                    self.writer,
+                    self.config.environment,
+                    self.config.generator,
+                    self.config.max_sequence_tokens,
+                    inbox,
+                )
                 sessions.append(session)
                 self._begin(session)
             if not playing:
@@ -190,7 +199,7 @@ def rollout_of(session: Session, version: int) -> Rollout:
     if failed and (is_outage or not turns):
         ended_by = "lost"
     elif failed:
-        reward = session.config.environment.hung_reward
+        reward = session.environment.hung_reward
         ended_by = session.limit or "hung"
         turns[-1]["failed"] = failed
     failure = ""

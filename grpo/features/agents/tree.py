@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from grpo.config import EnvironmentConfig, GeneratorConfig
 from grpo.data.rows import Message
 from grpo.features.agents.writer import Writer
 from grpo.types import Piece, Pieces, Prompt
@@ -85,8 +86,10 @@ class Session:
     process: int
     """Number of its process, which agents have one after another."""
     writer: Writer
-    config: Any
-    """That of the run."""
+    environment: EnvironmentConfig
+    generator: GeneratorConfig
+    max_tokens: int
+    """Of a sequence."""
     inbox: "queue.SimpleQueue[Turn]"
     """Gets the turns that are to be sampled."""
     number: int = field(default_factory=lambda: secrets.randbits(128))
@@ -109,10 +112,9 @@ class Session:
 
     def ask(self, body: dict[str, Any], is_retry: bool) -> Turn:
         """Return the turn that a request begins, or the one that it began before. Raises Refusal or ValueError."""
-        generator = self.config.generator
         allowed = ALLOWED | {
-            "temperature": generator.temperature[0],
-            "top_p": generator.sampling.get("top_p", 1),
+            "temperature": self.generator.temperature[0],
+            "top_p": self.generator.sampling.get("top_p", 1),
         }
         for name, value in allowed.items():
             if body.get(name) not in (None, value):
@@ -133,10 +135,10 @@ class Session:
 
     def _begin(self, body: dict[str, Any]) -> Turn:
         """Find the answer that a request goes on from, and write what follows it."""
-        config = self.config.environment
+        environment = self.environment
         limits = {
-            "turns": len(self.turns) >= config.max_turns,
-            "seconds": 0 < config.rollout_seconds < self.waited + self.idle_seconds,
+            "turns": len(self.turns) >= environment.max_turns,
+            "seconds": 0 < environment.rollout_seconds < self.waited + self.idle_seconds,
         }
         for name, is_reached in limits.items():
             if is_reached:
@@ -158,14 +160,13 @@ class Session:
         if has_ended and written[0] in stops:
             written = written[1:]  # the model has sampled the end of its turn, by this token or another
         before = (*before, Piece.written(written))
-        most = self.config.max_sequence_tokens
-        room = most - sum(piece.num_tokens for piece in before)
+        room = self.max_tokens - sum(piece.num_tokens for piece in before)
         if room < 1:
             self.limit = "tokens"
-            message = f"This model's maximum context length is {most} tokens"
+            message = f"This model's maximum context length is {self.max_tokens} tokens"
             raise Refusal(message, code="context_length_exceeded")
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
-        max_tokens = min(room, wanted, config.max_turn_tokens or room)
+        max_tokens = min(room, wanted, environment.max_turn_tokens or room)
         return Turn(self, len(self.turns), before, chat, body, max_tokens)
 
     def settle(self, turn: Turn, piece: Piece) -> None:

@@ -2,11 +2,12 @@
 
 import queue
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from grpo.config import DataConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig, change
+from grpo.config import EnvironmentConfig, GeneratorConfig
 from grpo.features.agents.tree import Refusal, Session, Turn
 from grpo.features.agents.writer import Writer
 from grpo.types import Piece, Prompt
@@ -16,12 +17,8 @@ from tests.unit.features.environments.test_turns_suffix import CARRIED, PIECES, 
 
 def session_for(turns, **fields) -> Session:
     writer = Writer(turns.tokenizer, turns.data, turns.stop_token_ids, "hermes")
-    config = GRPOConfig(
-        data=DataConfig(max_prompt_tokens=4000),
-        generator=GeneratorConfig(max_completion_tokens=1000),
-        environment=EnvironmentConfig(agent="made.py:run", **{"max_turns": 100, **fields}),
-    )
-    return Session(Prompt(0, []), 0, 0, writer, config, queue.SimpleQueue())
+    environment = EnvironmentConfig(agent="made.py:run", **{"max_turns": 100, **fields})
+    return Session(Prompt(0, []), 0, 0, writer, environment, GeneratorConfig(), 5000, queue.SimpleQueue())
 
 
 def answer(session: Session, body: dict, *ids: int, is_retry: bool = False) -> tuple[Turn, dict]:
@@ -139,7 +136,7 @@ def test_limits_say_themselves_before_the_agent_is_killed(session):
     with pytest.raises(Refusal, match="maximum context length is 5000") as refused:
         session.ask(long, False)
     assert refused.value.code == "context_length_exceeded" and session.limit == "tokens"
-    session.config = change(session.config, {"environment.max_turns": 1})
+    session.environment = replace(session.environment, max_turns=1)
     answer(session, {"messages": [{"role": "user", "content": "hi"}]}, 70)
     with pytest.raises(Refusal, match="limit of turns") as refused:
         session.ask({"messages": [{"role": "user", "content": "ho"}]}, False)
