@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
 def flags_of(subject: str) -> list[str]:
     """Return the flags that make the subject the run's environment. Raises ValueError if it cannot be loaded."""
     agent = ["--environment.agent", subject, "--environment.tools", "--environment.name", ""]
-    if not names_function(subject) and not subject.endswith(".py"):
+    is_file = subject.endswith(".py") and " " not in subject  # whose function is missing
+    if not names_function(subject) and not is_file:
         return agent
     loaded = load_function(subject, "environment")
     if inspect.isclass(loaded):

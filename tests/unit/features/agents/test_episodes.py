@@ -6,6 +6,7 @@ import pathlib
 import random
 import resource
 import shutil
+import sys
 
 import pytest
 
@@ -227,6 +228,10 @@ def test_an_agent_is_played_without_a_model_and_its_tree_is_shown(plays, capsys)
     assert check_environment(["mine.py:calls", "--environment.max-turns", "3"]) == 0  # reads calls
     assert check_environment(["mine.py:breaks"]) == 1
     assert "lost ValueError: mine" in capsys.readouterr().out
+    program = pathlib.Path("mine_too.py").absolute()
+    program.write_text("print(0.25)")
+    assert check_environment([f"{sys.executable} {program}"]) == 0  # a command line, although a file's name ends it
+    assert "reward 0.25; ended by done" in capsys.readouterr().out
 
 
 def test_causes_are_told_apart(plays):
