@@ -23,7 +23,7 @@ logs=$(mktemp -d)
 others=()
 trap 'kill "${others[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
 runs=(tests/e2e)
-ranks=(tests/dist tests/unit/watch tests/unit/[a-d]*/ tests/unit/report)
+ranks=(tests/dist tests/unit/watch tests/unit/[a-d]*/ tests/unit/report tests/unit/features/agents)
 python -m pytest "${runs[@]}" >"$logs/1" 2>&1 &
 others+=($!)
 python -m pytest "${ranks[@]}" >"$logs/2" 2>&1 &
