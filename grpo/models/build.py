@@ -110,10 +110,10 @@ class ShardedModel:
             local_part(weight).lerp_(local_part(new), share)
 
     def lay_out(self, batch: TrainBatch) -> tuple[Layout, Iterator[tuple[MicroBatch, bool]]]:
-        """Lay a batch out in rows for the data-parallel ranks, and write this rank's micro-batches, see `_moved`.
+        """Lay a batch out in rows for the data-parallel ranks, and write this rank's micro-batches, one at a time.
 
-        The layout is the same on all ranks. A model with states shares no prompts. "auto" rows, which only a run
-        decides, are as long as they may become.
+        Each comes on the rank's device, with whether it is the last. The layout is the same on all ranks. A model with
+        states shares no prompts. "auto" rows, which only a run decides, are as long as they may become.
         """
         max_tokens = self.trainer.micro_batch_tokens
         if max_tokens == "auto":

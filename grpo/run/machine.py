@@ -3,6 +3,7 @@
 from grpo import features
 from grpo.config import RolesConfig
 from grpo.config.fields import Config
+from grpo.models.families import has_states
 from grpo.models.memory import Device, look_at_device, read_needs
 
 
@@ -28,5 +29,7 @@ def fit_to_machine(
         trainer = needs.config.trainer
         print(f"trainer.micro_batch_tokens: {trainer.micro_batch_tokens}")
         print(f"trainer.activation_checkpointing: {trainer.activation_checkpointing}")
+        if trainer.share_prompts and has_states(needs.policy.hf):
+            print("trainer.share_prompts: off, since each completion continues the states of its own prompt")
         num_problems = sum(features.call(config, "judge", needs))
     return needs.config, num_problems

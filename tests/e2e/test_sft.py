@@ -92,7 +92,8 @@ def test_a_model_that_sees_images_keeps_its_other_parts(tmp_path):
     make_image_model(start, SMALL | KINDS["qwen3_5"] | {"head_dim": 32, "num_attention_heads": 4})
     flags = f"--model.path {start} --data.path {ROWS} --sequences-per-step 5 --num-steps 2"
     finished = tmp_path / "finished"
-    run_sft(finished, flags, "--num-trainers 2 --trainer.micro-batch-tokens 64", nproc=2)
+    output = run_sft(finished, flags, "--num-trainers 2 --trainer.micro-batch-tokens 64", nproc=2)
+    assert "trainer.share_prompts: off" in output
     before, after = (load_file(folder / "model.safetensors") for folder in (start, finished / "model"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
