@@ -338,6 +338,9 @@ def fit_engine(needs: Needs, num_asked: int) -> Needs:
         cache = max(CPU_KV_CACHE_GIB, min(most, num_asked * of_one))
         cache = engine.setdefault("kv_cache_memory_bytes", int(cache * GIB)) / GIB
     number = min(num_asked, MOST_NUM_SEQS, max(MAX_NUM_SEQS, int(2 * cache / of_one)))
+    num_tokens = engine.get("max_num_batched_tokens")
+    if isinstance(num_tokens, int):  # of all sequences together in a step of the engine
+        number = min(number, num_tokens)
     number = engine.setdefault("max_num_seqs", max(1, number))
     needed = max(LEAST_KV_CACHE_GIB, number * of_one)
     # Layers with windows or states share blocks of another size, drafts come from a model of their own, and a

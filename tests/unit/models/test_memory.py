@@ -249,6 +249,7 @@ ENGINES = {
     "as many as 68 - 6.2 GiB hold": ("", 1000, 80, 753, None),
     "no fewer than 256 for a small cache": ("", 512, 16, 256, None),
     "two ranks share weights and cache": ("--generator.tensor-parallel 2", 2000, 40, 716, None),
+    "a token of each in a step": ("--generator.engine max_num_batched_tokens 300", 512, 80, 300, None),
     "short": ("--generator.max-completion-tokens 16 --data.max-prompt-tokens 16", 8, 80, 8, 1024),
     "conversations, which wait for tools": ("--environment.tools python", 128, 80, 128, None),
     "drafts": ("--generator.engine spec_method ngram", 128, 80, 128, None),
