@@ -54,8 +54,8 @@ def math_reward(
     """
     extract_answer("", answer_format)  # refuses an unknown format
     latex = answer_format == "boxed"
-    if latex:
-        load_math_verify()  # at the start, not within the deadline of the first comparison
+    if latex and any(completions):
+        load_math_verify()  # not within the CPU time of a comparison
 
     def reward(text: str, reference: Any) -> float | None:
         if not isinstance(reference, str | int | float | None) or reference != reference:  # NaN is not itself

@@ -22,6 +22,7 @@ from grpo.config import EXTRA_COLUMNS, RewardConfig
 from grpo.config.user_files import check_options, load_function, near_miss, optional_arguments
 from grpo.rewards import builtin
 from grpo.rewards.builtin import RewardFunction
+from grpo.rewards.latex import load_math_verify
 from grpo.workers import lockdown
 from grpo.workers.processes import Workers
 from grpo.workers.worker import PACKAGE, Failure, Rewards, describe_error, plain_values
@@ -301,6 +302,8 @@ def load_caller(
         confine()
     try:
         functions = load_functions(config, None, max_completion_tokens)
+        if answer_format_of(functions) == "boxed":  # now, not within the deadline of a first comparison
+            load_math_verify()
     except (ImportError, PermissionError) as error:
         if not confined:
             raise
