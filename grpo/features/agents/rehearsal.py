@@ -15,7 +15,12 @@ from grpo.types import Piece, Prompt, Rollout
 
 
 def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example]) -> bool:
-    """Play an episode of the config's agent on each row, and print their trees. Returns whether one was lost."""
+    """Play an episode of the config's agent on each row, and print their trees. Returns whether one was lost.
+
+    Raises ValueError where no feature writes calls of tools.
+    """
+    if not features.offers("CALLS"):
+        raise ValueError("check_environment needs grpo/features/environments, which this checkout lacks")
     prompts = [Prompt(number, [], example.columns) for number, example in enumerate(examples)]
     with closing(Agents(config, tokenizer, [tokenizer.eos_token_id])) as agents:
         answer = functools.partial(answer_all, tokenizer, config.environment.calls)

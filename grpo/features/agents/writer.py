@@ -80,11 +80,13 @@ class Writer:
     def message_of(self, text: str, tools: Collection[str], name: str) -> Message:
         """Return the message for the agent, with its calls of `tools` as data. name: begins the ids of calls.
 
-        Raises ValueError or KeyError if there are tools whose calls cannot be read.
+        Raises ValueError if there are tools whose calls cannot be read.
         """
         message = {"role": "assistant", "content": text}
         if not tools:
             return message
+        if not self.readers:
+            raise ValueError("calls of tools are read by grpo/features/environments, which this checkout lacks")
         style = self.calls
         if style == "auto":
             style = self.readers["style_of"](self.tokenizer.chat_template)

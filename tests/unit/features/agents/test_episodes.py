@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from grpo import features
 from grpo.config import DataConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig, change
 from grpo.features.agents import problems
 from grpo.features.agents.episodes import Agents
@@ -17,6 +18,7 @@ from grpo.features.agents.process import load_agent
 from grpo.features.environments.tools import load_toolboxes
 from grpo.tools.check_environment import main as check_environment
 from grpo.types import Piece, Prompt, Rollout
+from grpo.watch.failures import BadInput
 from tests import ROOT
 from tests.unit import chat_templates as templates
 from tests.unit.features.environments.test_turns_suffix import tokenizer_for
@@ -232,6 +234,12 @@ def test_an_agent_is_played_without_a_model_and_its_tree_is_shown(plays, capsys)
     program.write_text("print(0.25)")
     assert check_environment([f"{sys.executable} {program}"]) == 0  # a command line, although a file's name ends it
     assert "reward 0.25; ended by done" in capsys.readouterr().out
+
+
+def test_without_environments_nothing_answers_an_agent(monkeypatch):
+    monkeypatch.setattr(features, "present", lambda: ["agents"])
+    with pytest.raises(BadInput, match="needs grpo/features/environments, which this checkout lacks"):
+        check_environment(["bash agent.sh"])
 
 
 def test_causes_are_told_apart(plays):
