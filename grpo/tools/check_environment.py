@@ -30,32 +30,36 @@ def main(arguments: list[str] | None = None) -> int:
     """Play episodes, print them, and return the exit code."""
     subject, words = subject_of(__doc__, arguments)
     by_hand = "--play" in words
-    words = [word for word in words if word != "--play"]
-    has_recipe = bool(words) and not words[0].startswith("-")
-    examples = [Example()] * (1 if by_hand else NUM_EPISODES)
+    number = NUM_EPISODES
+    if by_hand:
+        words.remove("--play")
+        number = 1
+    examples = [Example()] * number
     with refuse_bad_input():
         config = tool_config([*words, *flags_of(subject)])
-        if has_recipe:
-            examples = first_rows(config, len(examples))
-    if config.environment.calls == "auto":  # the plain template asks for no form of calls
-        config = change(config, {"environment.calls": "hermes"})
-    tokenizer = load_function(TOKENIZER, "the stand-in for a tokenizer")(["find", "go", "42"], 300)
-    (lost,) = features.call(config, "rehearse", config, tokenizer, examples, by_hand)
+        if words and not words[0].startswith("-"):  # a recipe
+            examples = first_rows(config, number)
+        if config.environment.calls == "auto":  # the plain template asks for no form of calls
+            config = change(config, {"environment.calls": "hermes"})
+        tokenizer = load_function(TOKENIZER, "the stand-in for a tokenizer")(["find", "go", "42"], 300)
+        (lost,) = features.call(config, "rehearse", config, tokenizer, examples, by_hand)
     return int(lost)
 
 
 def flags_of(subject: str) -> list[str]:
     """Return the flags that make the subject the run's environment. Raises ValueError if it cannot be loaded."""
-    agent = ["--environment.agent", subject, "--environment.tools", "--environment.name", ""]
+    kind = "agent"
     is_file = subject.endswith(".py") and " " not in subject  # whose function is missing
-    if not names_function(subject) and not is_file:
-        return agent
-    loaded = load_function(subject, "environment")
-    if inspect.isclass(loaded):
-        return ["--environment.name", subject, "--environment.agent", ""]
-    if "base_url" in inspect.signature(loaded).parameters:
-        return agent
-    return ["--environment.tools", subject, "--environment.name", "", "--environment.agent", ""]
+    if names_function(subject) or is_file:
+        loaded = load_function(subject, "environment")
+        if inspect.isclass(loaded):
+            kind = "name"
+        elif "base_url" not in inspect.signature(loaded).parameters:
+            kind = "tools"
+    flags = ["--environment.agent=", "--environment.name="]
+    if kind != "name":  # a class goes with the recipe's tools
+        flags.append("--environment.tools")
+    return [*flags, f"--environment.{kind}", subject]
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     exit_code = 0
     with refuse_bad_input():
         config = tool_config([*flags, "--algorithm.loss", loss_name])
-        checked = features.call(config, "check_loss", config.algorithm, policy_loss)
-        if not checked:
+        check = features.offers("CHECKS").get("loss")
+        if not check:
             raise ValueError("check_loss needs grpo/features/trial, which this checkout lacks")
-        for promise, holds, advice in checked[0]:
+        for promise, holds, advice in check(config.algorithm, policy_loss):
             print(f"holds  {promise}" if holds else f"FAILS  {promise}\n       {advice}")
             exit_code |= not holds
     return exit_code

@@ -15,14 +15,13 @@ so a function that reads an episode is refused. Exit code 1 if a call fails.
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
 
 from grpo import features
+from grpo.config import change
 from grpo.config.user_files import optional_arguments
 from grpo.data.rows import Example, as_messages
 from grpo.report.samples import ANSWER_FORMS
 from grpo.rewards.answers import extract_answer, parse_number
-from grpo.rewards.builtin import group_level
 from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
 from grpo.text import one_line, shorten
@@ -32,7 +31,6 @@ from grpo.watch.failures import refuse_bad_input, run_rank
 
 NUM_ROWS = 3
 SHOWN_CHARACTERS = 50  # of a text, in a line
-EMPTY = {"empty": ""}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,34 +38,40 @@ def main(arguments: list[str] | None = None) -> int:
     name, flags = subject_of(__doc__, arguments)
     with refuse_bad_input():
         config = tool_config(flags)
+        changes = {
+            "reward.functions": {name: 1.0},
+            "reward.options": {name: config.reward.options.get(name, {})},
+            "reward.num_workers": 1,
+        }
+        config = change(config, changes)
         max_tokens = config.generator.max_completion_tokens
-        reward = replace(
-            config.reward,
-            functions={name: 1.0},
-            options={name: config.reward.options.get(name, {})},
-            num_workers=1,
-        )
         examples = first_rows(config, NUM_ROWS)
-        function = load_functions(reward, list(examples[0].columns), max_tokens)[name]
+        function = load_functions(config.reward, examples[0].columns, max_tokens)[name]
         needed = {*argument_names(function)} - {*optional_arguments(function)}
         for column in needed & {*EPISODE_COLUMNS}:
             raise ValueError(
                 f"{name} reads {column}, which only an episode of a run has; try it with train_grpo.py and "
                 "--num-steps 1, whose completions.jsonl has its values"
             )
-        for line in features.call(replace(config, reward=reward), "before_rewards", config):
+        for line in features.call(config, "before_rewards", config):
             print(line)
-        with closing(RewardPool(reward, max_tokens)) as pool:
+        with closing(RewardPool(config.reward, max_tokens)) as pool:
             codes = [show(pool, example) for example in examples]
     return max(codes)
 
 
 def show(pool: RewardPool, example: Example) -> int:
     """Print what the pool's one function returns for completions of a row. Returns the exit code."""
-    ((name, function),) = pool.functions.items()
-    completions = some_completions(example, pool.config.answer_format)
+    completions = some_completions(example, pool.config.answer_format) | {"empty": ""}
+    prompt = Prompt(0, [], example.columns, content=example.prompt)
+    rollouts = []
+    for text in completions.values():
+        zeros = [0] * max(1, len(text.split()))  # the token that ends it, if there is no word
+        pieces = (Piece.written([]), Piece.sampled(zeros, zeros))
+        rollouts.append(Rollout(prompt, 0, (pieces,), text=text))
     start = time.perf_counter()
-    scored = score(pool, example, completions)
+    pool.submit(rollouts, len(rollouts), step=1)
+    scored = pool.collect()
     seconds = time.perf_counter() - start
     kinds = [f"{column} ({type(value).__name__})" for column, value in example.columns.items()]
     print(f"row: {_short(as_messages(example.prompt)[-1]['content'])}, columns: {', '.join(kinds)}")
@@ -78,34 +82,13 @@ def show(pool: RewardPool, example: Example) -> int:
             shown = f"FAILS: {failure}"
             code = 1
         print(f"  {kind:<9}  {_short(rollout.text):<{SHOWN_CHARACTERS}}  {shown}")
+    (function,) = pool.functions.values()
     print(f"  {seconds:.4f} s for {len(scored)} completions, a call for each {called_with(function)}")
-    if called_with(function) == "completion" and not code:
-        pool.functions[name] = group_level(lambda **columns: [])  # the driver's: the process calls the same one
-        together = score(pool, example, completions)
-        pool.functions[name] = function
-        if [rollout.reward for rollout in together] != [rollout.reward for rollout in scored]:
-            print("  note: it returns other values for all of these in one call, which @group_level asks for")
     return code
 
 
-def score(
-    pool: RewardPool,
-    example: Example,
-    completions: dict[str, str],
-) -> list[Rollout]:
-    """Return completions of a row as a run has them, with rewards. Each word counts as a token, whose id is 0."""
-    prompt = Prompt(0, [], example.columns, content=example.prompt)
-    rollouts = []
-    for text in completions.values():
-        zeros = [0] * max(1, len(text.split()))  # the token that ends it, if there is no other
-        pieces = (Piece.written([]), Piece.sampled(zeros, zeros))
-        rollouts.append(Rollout(prompt, 0, sequences=(pieces,), text=text))
-    pool.submit(rollouts, len(rollouts), step=1)
-    return pool.collect()
-
-
 def some_completions(example: Example, answer_format: str) -> dict[str, str]:
-    """Return completions of a row by what they are: the reference, a wrong answer and an empty text.
+    """Return completions of a row by what they are: the reference and a wrong answer.
 
     The reference is the column `answer`, or the first answer of a list. Without it there are the texts and numbers of
     all columns except the prompt, by their names; what a model would write for a table nobody knows.
@@ -114,14 +97,17 @@ def some_completions(example: Example, answer_format: str) -> dict[str, str]:
     if isinstance(answer, list) and answer:
         answer = answer[0]
     if isinstance(answer, list | dict | None):
-        others = {name: value for name, value in example.columns.items() if value != example.prompt}
-        return {name: str(value) for name, value in others.items() if isinstance(value, str | int | float)} | EMPTY
+        others = {}
+        for name, value in example.columns.items():
+            if isinstance(value, str | int | float) and value != example.prompt:
+                others[name] = str(value)
+        return others
     answer = str(answer)
     answer = extract_answer(answer, "hashes") or answer  # GSM8K's solutions
     number = parse_number(answer)
     wrong = f"not {answer}" if number is None else str(number + 1)  # 0.5 becomes 3/2
     template = ANSWER_FORMS[answer_format]
-    return {"reference": template.format(answer), "wrong": template.format(wrong)} | EMPTY
+    return {"reference": template.format(answer), "wrong": template.format(wrong)}
 
 
 def _short(text: str) -> str:

@@ -38,10 +38,6 @@ def needs_a_key(completions, **columns):
 
 def counts(environments, **columns):
     return [e.count for e in environments]
-
-def shortest(completions, **columns):
-    lengths = list(map(len, completions))
-    return [float(length == min(lengths)) for length in lengths]
 """
 
 
@@ -68,15 +64,6 @@ def test_it_shows_columns_and_values(show):
     assert reference == ["reference", "<answer>1</answer>", "1.0"]
     assert wrong == ["wrong", "<answer>2</answer>", "0.0"] and empty == ["empty", "0.0"]
     assert seconds[1:] == ["s", "for", "3", "completions,", "a", "call", "for", "each", "completion"]
-
-
-def test_a_function_that_compares_completions_must_be_marked(show):
-    """TRL's get all completions of a batch. One by one each is the shortest, and the run learns nothing."""
-    note = "note: it returns other values for all of these in one call, which @group_level asks for"
-    assert show("mine.py:shortest")[1].count(note) == 3
-    assert note not in show("mine.py:trl")[1]
-    code, out = show("mine.py:lengths", "--reward.answer-format hashes")
-    assert code == 0 and "a call for each group" in out and "reference  #### 1 " in out and note not in out
 
 
 def test_a_call_has_the_limits_and_variables_of_a_run(show, monkeypatch):
@@ -129,8 +116,8 @@ def test_a_list_of_answers_is_refused_by_math_reward_and_its_first_is_shown_to_y
     write_lines(tmp_path / "rows.jsonl", [row])
     code, out = show("math_reward")
     assert code == 1 and out.count("FAILS: ") == 3 and "--data.answer-column answer.0" in out
-    code, out = show("mine.py:lengths")
-    assert code == 0 and "reference  <answer>6</answer>" in out and "wrong      <answer>7</answer>" in out
+    _, out = show("mine.py:lengths", "--reward.answer-format hashes")
+    assert "reference  #### 6 " in out and "wrong      #### 7 " in out and "a call for each group" in out
 
 
 def test_without_an_answer_the_columns_are_tried_as_completions(show, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -15,22 +14,19 @@ from grpo.features.environments.tools import load_toolboxes
 from grpo.report.samples import turn_lines
 from grpo.text import one_line, printable, without_surrogates
 from grpo.types import Piece, Prompt
-from grpo.watch.failures import refuse_bad_input
 
 
-def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], by_hand: bool) -> bool:
+def rehearse(config: Any, tokenizer: Any, examples: list[Example], by_hand: bool) -> bool:
     """Play an episode of the config's one environment on each row, and print it. Returns whether one was lost.
 
-    by_hand: somebody types what the model would write. Raises BadInput for an environment that cannot be used.
+    by_hand: somebody types what the model would write. Raises ValueError for an environment that cannot be used.
     """
     environment = config.environment
-    with refuse_bad_input():
-        (toolbox,) = load_toolboxes(environment).values()
-        toolbox.check_columns(examples[0].columns)
-        stops = [tokenizer.eos_token_id]
-        turns = turns_of(tokenizer, config, stops, {"": toolbox})
-        host = EnvironmentHost(environment, environment.calls, num_processes=1, variables=config.reward.environment)
-
+    (toolbox,) = load_toolboxes(environment).values()
+    toolbox.check_columns(examples[0].columns)
+    stops = [tokenizer.eos_token_id]
+    turns = turns_of(tokenizer, config, stops, {"": toolbox})
+    host = EnvironmentHost(environment, environment.calls, num_processes=1, variables=config.reward.environment)
     print(f"{toolbox.name}: tools {', '.join(toolbox.tools) or 'none'}\n{json.dumps(toolbox.schemas, indent=2)}")
     player = Player(environment, host, turns, tokenizer, config.max_sequence_tokens)
     is_lost = False
@@ -44,7 +40,7 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example], by_hand: 
                 text = random_turn(toolbox.schemas, environment.calls, draw)
                 if by_hand:
                     text = typed_turn(episode, such_as=text)
-                ids = tokenizer(text, add_special_tokens=False)["input_ids"] + stops
+                ids = tokenizer.encode(text, add_special_tokens=False) + stops
                 player.add_turn(0, Piece.sampled(ids, [0.0] * len(ids), ended_by="stop"))
             player.finish()
             show(episode)
@@ -71,6 +67,6 @@ def show(episode: Episode) -> None:
     seconds = episode.waited / max(1, len(episode.turns))
     outcome = f"lost: {episode.failure}" if episode.failure else f"reward {episode.reward}"
     outcome += f"; ended by {episode.ended_by} after {len(episode.turns)} turns, each answered in {seconds:.4f} s"
-    counts = ", ".join(f"{name} {count}" for name, count in episode.counts.items())
+    counts = json.dumps(episode.counts)
     lines = [f"--- seed {episode.seed}", episode.opening or "", *turn_lines(episode.turns), outcome, counts]
     print(printable("\n".join(lines)))

@@ -1,7 +1,8 @@
 """A user's loss, advantages and aggregation, tried before a run that depends on them."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
+
+CHECKS = {"loss": "grpo.features.trial.formulas:check_loss"}
 
 
 def try_algorithm(algorithm: Any) -> None:
@@ -9,10 +10,3 @@ def try_algorithm(algorithm: Any) -> None:
     from grpo.features.trial import formulas
 
     formulas.try_algorithm(algorithm)
-
-
-def check_loss(algorithm: Any, policy_loss: Callable[..., Any]) -> Iterator[tuple[str, bool, str]]:
-    """Yield promises of a loss, whether it keeps each, and advice."""
-    from grpo.features.trial import formulas
-
-    return formulas.check_loss(algorithm, policy_loss)
