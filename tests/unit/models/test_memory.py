@@ -11,7 +11,7 @@ import transformers
 from grpo import config as c
 from grpo.config.checks import describe_roles
 from grpo.config.recipes import load, load_recipe
-from grpo.models.memory import MARGIN_FRAC, PROCESS_GIB, Device, Needs, Sizes, fit_engine, largest_row, sizes_of
+from grpo.models.memory import MARGIN_FRAC, PROCESS_GIB, Device, Needs, Sizes, fit_engine, sizes_of
 from grpo.run.command_line import DEFAULT_RECIPES
 from tests import ROOT
 from tests.door import skipping_what_needs_a_deleted_feature
@@ -166,11 +166,15 @@ def test_a_step_that_fills_no_micro_batch_needs_less():
 
     Held-out examples may fill a micro-batch all the same.
     """
-    small = config_of("--prompts-per-step 2 --group-size 4 --data.max-prompt-tokens 100")
-    small = c.change(small, {"generator.max_completion_tokens": 28})
+    small = config_of(
+        "--prompts-per-step 2 --group-size 4 --data.max-prompt-tokens 100 --generator.max-completion-tokens 28"
+    )
     examples = c.SFTConfig(sequences_per_step=8, max_sequence_tokens=128)
     validated = c.change(examples, {"validation.interval": 1})
-    assert [largest_row(config) for config in (small, examples, config_of(), validated)] == [1024, 1024, 16384, 16384]
+    activations = [
+        needs(QWEN3_1_7B, config).training["activations"] for config in (small, examples, config_of(), validated)
+    ]
+    assert [gib / activations[0] for gib in activations] == [1, 1, 16, 16]
 
 
 def test_rows_and_checkpointing_are_the_fastest_that_fit():
