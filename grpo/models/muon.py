@@ -6,7 +6,6 @@ serves both. Left out: experts, which are stacked, and LoRA.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -28,9 +27,11 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update each weight by its gradient. Collective over the ranks that share the weights."""
+        """Update each weight that has a gradient. Collective over the ranks that share the weights."""
         for group in self.param_groups:
             for weight in group["params"]:
+                if weight.grad is None:
+                    continue
                 state = self.state[weight]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(weight)
@@ -57,21 +58,27 @@ class Muon(torch.optim.Muon):
 
 
 class Optimizers(OptimizersContainer):
-    """Torchtitan's container of optimizers, which can also hold `Muon`, and whose state can be saved at any time."""
+    """Torchtitan's container of optimizers, which can also hold `Muon`."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the moments by names, and all of them 0 before the first update.
+    def make_moments(self) -> None:
+        """Make all moments, which are 0, one parameter after the other. Collective over the trainer ranks.
 
-        torchtitan 0.3.0 makes moments that are not there by an update of gradient 0, which AdamW counts: the first real
-        update would be corrected as its second, and be a quarter too small.
+        torchtitan 0.3.0 would make them at the first save or load, by an update of gradient 0. All gradients would
+        exist then, perhaps beside an engine. And AdamW counts it: the first real update would be corrected as its
+        second, and be a quarter too small.
         """
-        untouched = [optimizer for optimizer in self if not optimizer.state]
-        state = super().state_dict()
-        for optimizer in untouched:
+        for optimizer in self:
+            for group in optimizer.param_groups:
+                rate = group["lr"]
+                group["lr"] = 0.0
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+                    optimizer.step()
+                    parameter.grad = None
+                group["lr"] = rate
             for values in optimizer.state.values():
                 for value in values.values():
                     value.zero_()
-        return state
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:

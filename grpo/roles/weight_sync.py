@@ -122,5 +122,6 @@ def check_distance(mean: float, largest: float, tolerance: float) -> None:
         raise RuntimeError(
             "the generator does not hold the policy's weights: their log-probs of the same completions differ by "
             f"{mean:.2e} on average (tolerance {tolerance:.0e}, largest {largest:.2e}). Nothing was updated. If "
-            "precision or generator.sampling explains it, turn the check off with --sync-check-interval 0"
+            "precision, generator.engine (a float8 cache) or generator.sampling explains it, turn the check off with "
+            "--sync-check-interval 0"
         )

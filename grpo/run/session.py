@@ -312,7 +312,7 @@ class Session:
                 (self.reward_model,) = features.call(config, "load", config, self.folders["reward model"], roles)
                 if self.start.scorer:
                     self.start.scorer.parts[REWARD_MODEL].model = self.reward_model
-            if trainer and config.checkpoint.interval and not roles.generates:  # others start vLLM meanwhile
+            if trainer and config.checkpoint.interval:
                 self.saver.make_room(trainer)
         return trainer, reference
 

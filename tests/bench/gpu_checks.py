@@ -82,6 +82,8 @@ def all_checks() -> dict[str, str]:
     # an evaluation keeps no ids, and what samples next does
     kept = "--generator.sampling top_p 0.8 --evaluation.num-prompts 16 --evaluation.interval 1"
     return checks | {
+        # the first gradient's norm is that of the compiled run
+        "eager_gemma3": grpo("gemma3", f"{plain} --num-steps 1 --algorithm.kl-coef 0.01"),
         "muon": grpo("qwen3", f"{plain} --num-steps 5 --trainer.optimizer muon"),
         # every second step begins with the policy as its own reference, so the KL of its only update is 0
         "reference_follows": grpo("qwen3", f"{moves} --num-steps 5"),
