@@ -416,7 +416,7 @@ def build_optimizer(
             if model.device.type == "cpu":
                 torch_optimizer.register_step_pre_hook(partial(_cast_moments, torch.float32))
                 torch_optimizer.register_step_post_hook(partial(_cast_moments, torch.bfloat16))
-    optimizer.make_moments()
+    optimizer.make_moments(getattr(torch, trainer.moments))
     constant = trainer.schedule == "constant"
     schedule = LRSchedulersContainer.Config(
         warmup_steps=trainer.warmup_steps,

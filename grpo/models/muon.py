@@ -60,8 +60,8 @@ class Muon(torch.optim.Muon):
 class Optimizers(OptimizersContainer):
     """Torchtitan's container of optimizers, which can also hold `Muon`."""
 
-    def make_moments(self) -> None:
-        """Make all moments, which are 0, one parameter after the other. Collective over the trainer ranks.
+    def make_moments(self, dtype: torch.dtype) -> None:
+        """Make all moments, which are 0: AdamW's in `dtype`.
 
         torchtitan 0.3.0 would make them at the first save or load, by an update of gradient 0. All gradients would
         exist then, perhaps beside an engine. And AdamW counts it: the first real update would be corrected as its
@@ -69,16 +69,14 @@ class Optimizers(OptimizersContainer):
         """
         for optimizer in self:
             for group in optimizer.param_groups:
-                rate = group["lr"]
-                group["lr"] = 0.0
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
-                    optimizer.step()
-                    parameter.grad = None
-                group["lr"] = rate
-            for values in optimizer.state.values():
-                for value in values.values():
-                    value.zero_()
+                for weight in group["params"]:
+                    state = optimizer.state[weight]
+                    if isinstance(optimizer, Muon):
+                        state["momentum_buffer"] = torch.zeros_like(weight)
+                    else:  # as a fused AdamW would
+                        state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+                        state["exp_avg"] = torch.zeros_like(weight, dtype=dtype)
+                        state["exp_avg_sq"] = torch.zeros_like(weight, dtype=dtype)
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
