@@ -27,11 +27,9 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update each weight that has a gradient. Collective over the ranks that share the weights."""
+        """Update each weight by its gradient. Collective over the ranks that share the weights."""
         for group in self.param_groups:
             for weight in group["params"]:
-                if weight.grad is None:
-                    continue
                 state = self.state[weight]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(weight)
