@@ -21,20 +21,18 @@ from typing import Any
 import torch
 
 from grpo.config import EnvironmentConfig, GeneratorConfig
+from grpo.config.engine_options import RESHAPING
 from grpo.data.rows import Message
 from grpo.features.agents.writer import Writer
 from grpo.types import Piece, Pieces, Prompt
 
-# Parameters of a request, and the one value that samples from the distribution that is trained, if there is one
-ALLOWED = {
-    "n": 1,
-    "tool_choice": "auto",
-    "functions": None,
-    "response_format": {"type": "text"},
-    "logit_bias": {},
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logprobs": False,
+# Parameters of a request -> values that sample from the distribution that is trained, if the run has none of its own
+ALLOWED: dict[str, tuple] = RESHAPING | {
+    "n": (1,),
+    "tool_choice": ("auto",),
+    "functions": (None,),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
 }
 
 
@@ -112,13 +110,12 @@ class Session:
 
     def ask(self, body: dict[str, Any], is_retry: bool) -> Turn:
         """Return the turn that a request begins, or the one that it began before. Raises Refusal or ValueError."""
-        allowed = ALLOWED | {
-            "temperature": self.generator.temperature[0],
-            "top_p": self.generator.sampling.get("top_p", 1),
-        }
-        for name, value in allowed.items():
-            if body.get(name) not in (None, value):
-                raise Refusal(f"{name}={body[name]!r} is not what is trained, which is {value!r}")
+        own = {name: (value,) for name, value in self.generator.sampling.items()}
+        own["temperature"] = self.generator.temperature[:1]
+        own["chat_template_kwargs"] = (self.writer.data.chat_template_kwargs,)
+        for name, values in (ALLOWED | own).items():
+            if body.get(name) not in (None, *values):
+                raise Refusal(f"{name}={body[name]!r} is not what is trained, which is {values[0]!r}")
         with self.lock:
             if self.outcome:
                 raise Refusal("the episode has ended", 410)
@@ -224,7 +221,7 @@ def _plain(message: dict[str, Any]) -> Message:
     """Return a message as templates read it, without what clients add: content as text, arguments as an object."""
     content = message.get("content") or ""
     if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
+        content = "\n".join(part["text"] for part in content)  # as in data/rows.py
     plain = {"role": message["role"].replace("developer", "system"), "content": content}
     if message.get("tool_call_id"):
         plain["tool_call_id"] = message["tool_call_id"]

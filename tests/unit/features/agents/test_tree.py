@@ -121,13 +121,15 @@ def test_a_stop_text_ends_a_turn_and_what_the_model_wrote_behind_it_is_dropped(s
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"temperature": 0.2}, "temperature=0.2"),
         ({"top_p": 0.5}, "top_p"),
+        ({"top_k": 20}, "top_k"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
     ],
 )
 def test_what_would_sample_from_another_distribution_is_refused_by_name(session, body, name):
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(Refusal, match=name):
         session.ask({"messages": messages} | body, False)
-    plain = {"n": 1, "temperature": 1, "top_p": None, "logit_bias": {}, "tool_choice": "auto", "max_tokens": 7}
+    plain = {"n": 1, "temperature": 1, "top_p": None, "logit_bias": {}, "top_k": -1, "max_tokens": 7}
     assert session.ask({"messages": messages} | plain, False).max_tokens == 7
 
 
