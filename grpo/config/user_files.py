@@ -14,8 +14,8 @@ from typing import Any
 
 from grpo.config.values import fits, settings
 
-# A text, as Python writes it, that is `path/file.py:function` with anything behind it, or a chat template
-_NAMES_FILE = re.compile(r"""['"]([^'"]+)(?:(?<=\.py):\w|(?<=\.jinja)['"])""")
+# In a text, as Python writes it: `path/file.py:function` with anything behind it, a chat template, a command's script
+_NAMES_FILE = re.compile(r"""['" ](?=([^'"]+?\.(?:py(?=:\w)|(?:jinja|py|sh|ya?ml|toml)(?=['" ]))))""")
 
 
 def load_function(spec: str, what: str) -> Callable:
@@ -102,8 +102,8 @@ def run_file(file: str) -> ModuleType:
 def own_files(config: Any) -> dict[str, str]:
     """Return the texts of the user's files that a config names, and of modules beside them, by the files' names.
 
-    These are files of functions and chat templates. Modules from the folder of such a file are those that were imported
-    so far. A file with the name of another one gets its folder's name in front.
+    These are files of functions, chat templates and what an agent's command names. Modules from the folder of such a
+    file are those that were imported so far. A file with the name of another one gets its folder's name in front.
     """
     paths: dict[str, None] = {}
     for path in _NAMES_FILE.findall(repr(settings(config))):

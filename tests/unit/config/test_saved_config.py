@@ -88,7 +88,7 @@ def test_an_edited_file_is_named_and_other_weights_are_refused(capsys):
 def test_the_files_that_a_config_names(tmp_path):
     """In any field, also one that names it as an entry; with what it imports from beside it, and each once."""
     (tmp_path / "other").mkdir()
-    for name in ("mine.py", "beside_mine.py", "chat.jinja", "other/mine.py", "unused.py"):
+    for name in ("mine.py", "beside_mine.py", "chat.jinja", "play.sh", "other/mine.py", "unused.py"):
         (tmp_path / name).write_text(f"# {name}\n")
     with open(tmp_path / "mine.py", "a") as file:
         file.write("import beside_mine\ndef f(completions): return []\n")
@@ -99,7 +99,8 @@ def test_the_files_that_a_config_names(tmp_path):
         "data.path": f"{tmp_path}/mine.py:rows:train[:9]",
         "data.prompt_template": f"{tmp_path}/chat.jinja",
         "model.path": f"{tmp_path}/absent.py:model",
+        "environment.agent": f"bash {tmp_path}/play.sh --steps 3",
     }
     texts = own_files(change(GRPOConfig(), changes))
-    assert texts.keys() == {"mine.py", "beside_mine.py", "chat.jinja", "other-mine.py"}
+    assert texts.keys() == {"mine.py", "beside_mine.py", "chat.jinja", "play.sh", "other-mine.py"}
     assert texts["other-mine.py"] == "# other/mine.py\n" and "def f" in texts["mine.py"]
