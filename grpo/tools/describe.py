@@ -57,7 +57,8 @@ def describe(record: Record, turns: bool = False) -> str:
     lines.append(f"prompt: {prompt}")
     for name, value in record["columns"].items():
         text = str(value)
-        if name == "answer" or without_surrogates(text.strip()) not in prompt:
+        stands_in_prompt = " " in text and without_surrogates(text.strip()) in prompt  # one word is there by chance
+        if name == "answer" or not stands_in_prompt:
             lines.append(f"{name}: {shorten(text, COLUMN_CHARACTERS)}")
 
     if turns and episode:

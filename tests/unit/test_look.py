@@ -9,6 +9,7 @@ import pytest
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import written_fields
+from grpo.tools.describe import describe
 from grpo.tools.look import main
 from grpo.watch.failures import BadInput
 from tests import write_lines
@@ -76,6 +77,12 @@ def test_what_is_printed(shown):
     out = shown("--evaluation")
     assert "after step 10" in out and "| row 7 | kind greedy" in out
     assert "math_reward failed: took longer than 10 s\n" in out
+
+
+def test_a_column_of_one_word_is_shown_though_the_prompt_has_it_by_chance():
+    columns = {"answer": "40", "question": "26 plus 14?", "tolerance": "2"}  # the question has the 2 of 26
+    shown = describe(record(1, 1.0, "What is 26 plus 14?", columns=columns))
+    assert "\nanswer: 40\ntolerance: 2\ncompletion: " in shown
 
 
 def write_run(run_dir: pathlib.Path, rewards: list[float], more: dict[str, float], **changes: object) -> str:
