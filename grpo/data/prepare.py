@@ -107,8 +107,8 @@ def _with_columns(rows: Rows, paths: Sequence[str], others: Sequence[str] = ()) 
         if all(value_at(row, path, ABSENT) is ABSENT for row in narrowed):
             raise ValueError(
                 f"column {path!r} is missing in {rows.source.path}; columns there: {', '.join(_names(rows))}; name one "
-                'of them with --data.prompt-column, --data.answer-column ("" for none), --data.columns or another field, '
-                "in SFT also --completion-column or --row-format, or make other rows of them with --data.row"
+                'of them with --data.prompt-column, --data.answer-column ("" for none), --data.columns or another '
+                "field, in SFT also --completion-column or --row-format, or make other rows of them with --data.row"
             )
     return narrowed
 
