@@ -765,11 +765,8 @@ class SFTConfig(RunConfig):
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that are computed at one time: a step's, or those of held-out examples."""
-        num_examples = self.sequences_per_step
-        if self.validation.interval:
-            num_examples = max(num_examples, self.validation.num_examples)
-        return num_examples * self.max_sequence_tokens
+        """Most tokens that are trained on at one time. Held-out examples may be more, and need no backward."""
+        return self.sequences_per_step * self.max_sequence_tokens
 
     @property
     def roles(self) -> RolesConfig:
