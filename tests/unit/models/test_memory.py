@@ -162,7 +162,7 @@ def test_what_stays_between_two_steps_by_hand(name):
 
 
 def test_a_step_that_fills_no_micro_batch_needs_less():
-    """2 prompts x 4 completions of at most 100 + 28 tokens are 1,024, and 8 examples of 128 too, where 16,384 may be."""
+    """2 prompts x 4 completions of at most 100 + 28 tokens are 1,024, 8 examples of 128 too, where 16,384 may be."""
     small = config_of(
         "--prompts-per-step 2 --group-size 4 --data.max-prompt-tokens 100 --generator.max-completion-tokens 28"
     )
