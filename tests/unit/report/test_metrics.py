@@ -290,8 +290,8 @@ def test_recorded_completions_can_be_scored_again():
 
 
 def test_a_sample_shows_the_answer_and_no_column_that_the_prompt_has():
-    columns = {"question": "3+0?", "answer": "3", "level": "hard"}
-    (record,) = completion_records([make_rollout(1.0, text="7", columns=columns)], ["user: 3+0?"])
+    columns = {"question": "3 + 0?", "answer": "3", "level": "hard"}
+    (record,) = completion_records([make_rollout(1.0, text="7", columns=columns)], ["user: 3 + 0?"])
     sample = describe(record)
     assert "answer: 3\nlevel: hard\ncompletion: 7" in sample and "question:" not in sample
 
