@@ -22,14 +22,12 @@ import torch
 
 from grpo.config import EnvironmentConfig, GeneratorConfig
 from grpo.config.engine_options import RESHAPING
-from grpo.config.fields import Positive
-from grpo.config.values import fits
 from grpo.data.rows import Message
 from grpo.features.agents.writer import Writer
 from grpo.types import Piece, Pieces, Prompt
 
 # Parameters of a request -> values that sample from the distribution that is trained, if the run has none of its own
-ALLOWED: dict[str, tuple] = RESHAPING | {
+ALLOWED = RESHAPING | {
     "n": (1,),
     "tool_choice": ("auto",),
     "functions": (None,),
@@ -165,7 +163,7 @@ class Session:
             message = f"This model's maximum context length is {self.max_tokens} tokens"
             raise Refusal(message, code="context_length_exceeded")
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
-        if not fits(wanted, Positive):  # vLLM would end the run
+        if not isinstance(wanted, int) or wanted < 1:  # vLLM would end the run
             raise Refusal(f"max_tokens={wanted!r} is no number of tokens above 0")
         max_tokens = min(room, wanted, environment.max_turn_tokens or room)
         return Turn(self, len(self.turns), before, chat, body, max_tokens)
