@@ -12,9 +12,9 @@ import sys
 import warnings
 from pathlib import Path
 
-# torch reads both when it is imported, and grpo.evaluate imports torch right after this module. Here: NUMA binding
+# Before torch is imported, which grpo.evaluate does right after this module. It would warn of NUMA binding
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-# Huge pages for large tensors on the host: pinning a checkpoint's copy takes half as long
+# Large tensors on the host lie in huge pages: to pin a checkpoint's copy takes half as long
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 CACHE_VARIABLE = "GRPO_CACHE_DIR"
 # Variable of a library -> its part of that folder
