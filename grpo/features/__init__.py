@@ -5,14 +5,14 @@ A feature is a folder whose `__init__.py` offers some of these, each called in o
     problems(config)            what it needs and does not go with, a sentence each       config/checks.py
     REWARDS, TOOLS, CALLS       name -> "module:function": rewards, makers of tools, what
                                 reads and tries calls of tools        rewards/, environments, agents
-    CHECKS                      name -> "module:function": of a loss, and whether a run fits the machine
-                                                             tools/check_loss.py, run/machine.py
+    CHECKS                      name -> "module:function": of a loss                tools/check_loss.py
     FAMILIES                    model_type -> "module:family"                      models/families.py
     tool_schemas(config)        of the tools that prompts show                            run/start.py
     check(config, ..)           a check on rank 0, once the policy's files are read       run/scorer.py
     before_rewards(config)      a check on rank 0; returns a line to print                run/scorer.py
     reward_part(config)         name and part of the reward that no function computes     run/scorer.py
     lines()                     functions that warn of a step's rollouts, each once       run/scorer.py
+    fit_to_machine(config, ..)  decides what the config leaves open, and judges         run/session.py
     open_episodes(config, ..)   plays rollouts of several turns on the engine             run/session.py
     load(config, folder, roles) a model on the learners                                   run/session.py
     open_repository, push       a place for the exported model, before and after the run  run/session.py

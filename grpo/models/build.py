@@ -45,7 +45,7 @@ from grpo.models.lora import adapted_paths, add_adapters, is_adapter
 from grpo.models.muon import Optimizers, muon_group
 from grpo.types import MicroBatch, TrainBatch
 
-# A run decides what is "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
+# A run decides what is "auto" before it builds a model, if grpo/features/machine is there.
 CHECKPOINTING_OF_BLOCKS = {
     "none": None,
     "logits": None,

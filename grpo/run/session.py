@@ -35,7 +35,6 @@ from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_version, sync_weights
-from grpo.run.machine import fit_to_machine
 from grpo.run.policy import read_shape
 from grpo.run.saved import Saved, warn_of_secrets
 from grpo.run.scorer import passing_parts
@@ -136,6 +135,17 @@ def dry_run(config: Config, script: str, read: Read) -> bool:
         _, num_problems = fit_to_machine(config, config.roles, folder, reward_model)
     print(f"dry run: nothing was written; memory may be 20 % off; problems: {num_problems}")
     return not num_problems
+
+
+def fit_to_machine(config: Config, layout: RolesConfig, folder: str, reward_model: str) -> tuple[Config, int]:
+    """Have it decided what the config leaves to the machine, and judged whether the run fits.
+
+    layout: which ranks do what. Returns the number of problems too: 0 without grpo/features/machine, and then "auto"
+    rows take what a batch needs, and checkpointing is selective.
+    """
+    for fitted in features.call(config, "fit_to_machine", config, layout, folder, reward_model):
+        return fitted
+    return config, 0
 
 
 @dataclass(eq=False)

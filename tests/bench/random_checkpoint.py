@@ -21,7 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 from configs.examples.toys import trained_tokenizer
 from grpo.config import DataConfig
 from grpo.data.turns import tokenize, write_prompt
-from tests.unit.models.test_memory import CODER_0_5B, LLAMA3_1_8B, QWEN3_0_6B, QWEN3_1_7B, QWEN3_30B_A3B
+from tests.unit.models.test_hf_folder import CODER_0_5B, LLAMA3_1_8B, QWEN3_0_6B, QWEN3_1_7B, QWEN3_30B_A3B
 
 SHAPES = {
     "qwen3-0.6b": QWEN3_0_6B,

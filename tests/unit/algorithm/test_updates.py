@@ -12,7 +12,6 @@ from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
 from grpo.metrics import StepMetrics
 from grpo.models.hf_folder import read_hf_config
-from grpo.models.memory import Needs, look_at_device, sizes_of
 from grpo.roles.trainer import Trainer
 from grpo.types import TrainBatch
 from tests.rollouts import sequence
@@ -229,6 +228,7 @@ def test_without_a_gradient_muon_stands_still(folder, optimizer):
 )
 def test_the_arithmetic_of_memory_counts_what_a_trainer_holds(tmp_path, optimizer, kind, moments):
     """Weights, gradients and moments, of a model with biases or with states, which AdamW updates."""
+    memory = pytest.importorskip("grpo.features.machine.memory")
     folder = make_tiny(tmp_path, kind)
     trainer = trainer_of(folder, optimizer=optimizer, moments=moments)
     parameters = list(trainer.model.module.parameters())
@@ -243,7 +243,8 @@ def test_the_arithmetic_of_memory_counts_what_a_trainer_holds(tmp_path, optimize
         if name != "step"
     ]
     held = parameters + [parameter.grad for parameter in parameters] + moment_tensors
-    needs = Needs(GRPOConfig(trainer=trainer.config), sizes_of(read_hf_config(folder)), {}, look_at_device())
+    sizes = memory.sizes_of(read_hf_config(folder))
+    needs = memory.Needs(GRPOConfig(trainer=trainer.config), sizes, {}, memory.look_at_device())
     counted = needs.states * 2**30 + 4 * needs.num_trained
     off = 1e-6 if optimizer == "adamw" else 0.15  # it takes all of a block for matrices
     assert counted == pytest.approx(sum(tensor.nbytes for tensor in held), rel=off)

@@ -102,6 +102,13 @@ QWEN3_5 = {  # as on the hub, with a vision encoder
     "tie_word_embeddings": True,
 }
 MISTRAL_7B_V0_1 = MISTRAL_7B_V0_3 | {"vocab_size": 32000, "rope_theta": 10000.0, "sliding_window": 4096}
+QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
+QWEN3_8B = QWEN3_1_7B | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
+QWEN3_8B |= {"num_hidden_layers": 36, "tie_word_embeddings": False}
+QWEN3_4B = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+# with a head of its own, as the weights from a 5-bit file that were measured
+CODER_0_5B = QWEN2_5_7B | {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
+CODER_0_5B |= {"num_key_value_heads": 2, "num_hidden_layers": 24, "vocab_size": 151936}
 YARN = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
 HARMLESS_FIELDS = {"rope_interleaved": False, "_attn_implementation": "sdpa", "unsloth_fixed": True, "is_causal": True}
 HARMLESS_FIELDS |= {"attention_dropout": 0.1, "pretraining_tp": 2, "num_my_experts": 0}

@@ -12,7 +12,7 @@ import train_sft
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load
 from grpo.watch.failures import BadInput
-from tests.unit.models.test_memory import QWEN3_1_7B
+from tests.unit.models.test_hf_folder import QWEN3_1_7B
 
 CONFIGS = pathlib.Path(__file__).parents[4] / "configs"
 TOY = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", "configs/examples/toys.py:addition_model")

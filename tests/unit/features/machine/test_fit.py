@@ -10,13 +10,12 @@ import transformers
 from grpo import config as c
 from grpo.config.checks import check_world_size
 from grpo.config.recipes import load
-from grpo.features.machine import verdicts
-from grpo.features.machine.verdicts import advise_whole_replicas, check_disk, check_gpus, check_memory, check_versions
-from grpo.models.memory import Device
-from grpo.run import machine
+from grpo.features.machine import fit, memory
+from grpo.features.machine.fit import advise_whole_replicas, check_gpus, fit_to_machine, ways_out
+from grpo.features.machine.memory import Device, Needs, Verdict, check_disk, check_memory, check_versions
 from grpo.run.command_line import DEFAULT_RECIPES
-from grpo.run.machine import fit_to_machine
-from tests.unit.models.test_memory import QWEN3_1_7B, QWEN3_8B, needs
+from tests.unit.features.machine.test_memory import needs
+from tests.unit.models.test_hf_folder import QWEN3_1_7B, QWEN3_8B
 
 H100 = Device(8, "H100", 79.2)
 CPU = Device(0, "2 CPU cores", 20)
@@ -34,7 +33,7 @@ def grpo(**fields) -> c.GRPOConfig:
 def test_the_versions_of_this_environment_fit_and_another_one_is_named(monkeypatch):
     row = check_versions()
     assert row.outcome == "fits"
-    monkeypatch.setattr(verdicts, "installed_version", {"torchtitan": "0.2.0", "transformers": "5.19.0"}.get)
+    monkeypatch.setattr(memory, "installed_version", {"torchtitan": "0.2.0", "transformers": "5.19.0"}.get)
     row = check_versions()
     assert row.outcome == "PROBLEM" and "launch/setup.sh" in row.to_do
     assert "torchtitan 0.2.0, not 0.3.0" in row.has and "vllm missing, not 0.32.0" in row.has
@@ -65,8 +64,12 @@ def test_gpus_that_torch_does_not_see(monkeypatch):
         assert check_gpus(needs(TINY, grpo(), CPU)).outcome == outcome
 
 
+def memory_rows(of_run: Needs) -> list[Verdict]:
+    return [*check_memory(of_run, ways_out(of_run))]
+
+
 def answers(config: c.GRPOConfig | c.SFTConfig, raw: dict, device: Device = H100, **frozen: dict) -> dict[str, str]:
-    rows = check_memory(needs(raw, config, device, **frozen))
+    rows = memory_rows(needs(raw, config, device, **frozen))
     return {re.sub("memory of (a )?", "", row.what): row.outcome for row in rows}
 
 
@@ -109,7 +112,7 @@ def test_memory_of_a_trainer_that_shares_its_gpu():
 def test_a_cache_for_few_of_the_sequences_is_told_with_ways_out():
     """Qwen3-8B: 144 KiB a token, so 33,280 tokens are 4.57 GiB; 0.85 x 79.2 - 15.3 - 3 = 49 GiB hold 10 of 64."""
     config = c.change(grpo(), LONG_ROWS)
-    (row,) = [row for row in check_memory(needs(QWEN3_8B, config, H100)) if "generator" in row.what]
+    (row,) = [row for row in memory_rows(needs(QWEN3_8B, config, H100)) if "generator" in row.what]
     assert (row.outcome, row.needs, row.has[:3]) == ("tight", "64 sequences of full length", "10,")
     assert all(flag in row.to_do for flag in ("kv_cache_dtype fp8", "--generator.tensor-parallel", "--generator.sleep"))
     none = c.change(config, {"generator.gpu_memory_utilization": 0.25})
@@ -145,7 +148,7 @@ def test_advice_fits(name):
     full = {"trainer.activation_checkpointing": "full"}
     device = Device(1, "GPU", gib)
     config = c.change(grpo(roles=COLOCATED), full | changes)
-    row = next(row for row in check_memory(needs(raw, config, device)) if row.outcome == "PROBLEM")
+    row = next(row for row in memory_rows(needs(raw, config, device)) if row.outcome == "PROBLEM")
     assert row.to_do.startswith(flags)
 
 
@@ -155,7 +158,7 @@ def test_whole_replicas_are_advised_where_they_fit(capsys):
     four = c.RolesConfig(colocated=True, num_trainers=4, num_references=0)
     config = c.change(grpo(roles=four), {"generator.gpu_memory_utilization": 0.35, "trainer.micro_batch_tokens": 8192})
     after = needs(QWEN3_1_7B, c.change(config, {"trainer.data_replicas": 4}), h200)
-    assert {row.outcome for row in check_memory(after)} == {"fits"}
+    assert {row.outcome for row in memory_rows(after)} == {"fits"}
     advise_whole_replicas(needs(QWEN3_1_7B, config, h200))
     assert capsys.readouterr().out.endswith("--trainer.data-replicas 4\n")
     for others in (
@@ -207,7 +210,7 @@ def test_a_start_decides_and_warns_of_each_problem_in_one_line(tmp_path, monkeyp
     config = c.GRPOConfig(roles=ROLES, run_dir=str(tmp_path / "run"), checkpoint=c.CheckpointConfig(interval=10))
 
     def start(device: Device, free: int, config=config, layout=ROLES) -> tuple[c.GRPOConfig, list[str]]:
-        monkeypatch.setattr(machine, "look_at_device", lambda: device)
+        monkeypatch.setattr(fit, "look_at_device", lambda: device)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, free))
         fitted, num_problems = fit_to_machine(config, layout, str(tmp_path))
         lines = capsys.readouterr().out.splitlines()

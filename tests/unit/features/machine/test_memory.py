@@ -11,19 +11,24 @@ import transformers
 from grpo import config as c
 from grpo.config.checks import describe_roles
 from grpo.config.recipes import load, load_recipe
-from grpo.models.memory import MARGIN_FRAC, PROCESS_GIB, Device, Needs, Sizes, fit_engine, sizes_of
+from grpo.features.machine.fit import MARGIN_FRAC, decide, fit_engine
+from grpo.features.machine.memory import PROCESS_GIB, Device, Needs, Sizes, sizes_of
 from grpo.run.command_line import DEFAULT_RECIPES
 from tests import ROOT
 from tests.door import skipping_what_needs_a_deleted_feature
 from tests.unit.models.test_hf_folder import (
+    CODER_0_5B,
     GEMMA3_1B,
     LLAMA3_1_8B,
     MISTRAL_7B_V0_1,
     MISTRAL_7B_V0_3,
     OLMO3_7B,
     QWEN2_5_7B,
+    QWEN3_0_6B,
     QWEN3_1_7B,
+    QWEN3_4B,
     QWEN3_5_TEXT,
+    QWEN3_8B,
     QWEN3_30B_A3B,
     SMOLLM3_3B,
 )
@@ -33,13 +38,6 @@ KL = "--algorithm.kl-coef 0.1"
 GPU_GIB = 79.2  # of an H100, of 80 GB
 GIB = 2**30
 GPUS = Device(8, "GPU", 80)
-QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
-QWEN3_8B = QWEN3_1_7B | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
-QWEN3_8B |= {"num_hidden_layers": 36, "tie_word_embeddings": False}
-QWEN3_4B = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
-# with a head of its own, as the weights from a 5-bit file that were measured
-CODER_0_5B = QWEN2_5_7B | {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
-CODER_0_5B |= {"num_key_value_heads": 2, "num_hidden_layers": 24, "vocab_size": 151936}
 
 
 def sizes(raw: dict) -> Sizes:
@@ -68,7 +66,7 @@ def config_of(flags: str = "") -> c.GRPOConfig:
 def decided(raw: dict, config: c.GRPOConfig | c.SFTConfig, gpu_gib: float | None) -> Needs:
     """What it needs with all that the config leaves to GPUs of that size, or to a CPU."""
     device = Device(8, "GPU", gpu_gib) if gpu_gib else Device(0, "CPU", 20)
-    return needs(raw, config, device).decided(config.roles)
+    return decide(needs(raw, config, device), config.roles)
 
 
 PUBLISHED = {  # number of parameters as the hub counts them
