@@ -308,8 +308,8 @@ def load_caller(
         if not confined:
             raise
         raise Failure(
-            f"{describe_error(error)}; built-in rewards cannot read files right in {', '.join(private_folders)} on "
-            "Python's path; install packages into a folder of their own"
+            f"{describe_error(error)}; if that package works by itself: built-in rewards cannot read files right in "
+            f"{', '.join(private_folders)} on Python's path; install packages into a folder of their own"
         ) from error
     return lambda name, completions, columns: make_call(functions[name], completions, columns)
 

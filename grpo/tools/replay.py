@@ -1,15 +1,15 @@
 """Train once more on the batches that a run recorded (`--record`): the same losses, or those of other methods.
 
     torchrun --nproc_per_node=2 -m grpo.replay RUN [--field value ...]
-    python -m grpo.replay RUN --methods grpo dapo my_method.py:mine grpo+my_method.py:advantages [--field value ...]
+    python -m grpo.replay RUN --methods grpo dapo my_method.py:mine grpo+my_method.py:advantages grpo+clip_high=0.3
 
 The config is RUN/config.py with the flags, and all ranks are trainers; nothing is sampled, scored or evaluated. On as
 many trainer ranks the recorded run's losses come out again to the last digit. Results go to `--run-dir`, by default
 RUN-replay.
 
-With --methods, one process trains a copy of the first weights with each: a loss, or LOSS+ADVANTAGES. They go their own
-ways: gradients are compared at the same weights in the first update, where only the formulas differ, later each at its
-method's own. Shown are
+With --methods, one process trains a copy of the first weights with each: a loss, LOSS+ADVANTAGES or LOSS+FIELD=VALUE, a
+field of `algorithm`. They go their own ways: gradients are compared at the same weights in the first update, where only
+the formulas differ, later each at its method's own. Shown are
     grad_norm  norm of the gradient before it is scaled down, the mean over the step's updates
     cosine     of what the optimizer got in the step, summed over its updates, with that of the first method
     clipped    share of tokens that the loss calls clipped (`loss/clip_frac`)
@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from grpo import features
 from grpo.config import GRPO_DEFAULTS, GRPOConfig, RolesConfig, change
 from grpo.config.checks import num_processes, validate
-from grpo.config.recipes import derived, load, load_recipe
+from grpo.config.recipes import as_json, derived, load, load_recipe
 from grpo.data.recorded import RecordedStep, batch_path
 from grpo.metrics import StepMetrics
 from grpo.models.export import export_hf
@@ -243,12 +243,13 @@ def configs_of(
             unset[f"algorithm.{name}"] = default
     configs = {}
     for method in methods:
-        loss, _, advantages = method.partition("+")
+        loss, *parts = method.split("+")
         changes = {"algorithm.loss": loss}
         if loss != recorded.algorithm.loss:
             changes |= unset
-        if advantages:
-            changes["algorithm.advantages"] = advantages
+        for part in parts:
+            name, _, value = part.rpartition("=")
+            changes[f"algorithm.{name or 'advantages'}"] = as_json(value)
         method_config = change(config, changes)
         validate(method_config)
         features.call(method_config, "try_algorithm", method_config.algorithm)

@@ -18,6 +18,7 @@ from tests.torchrun import run_python
 
 GENTLE = "configs/examples/my_method.py:gentle"
 OVER_MEDIAN = "grpo+configs/examples/my_method.py:over_median"
+WIDER = "gspo+clip_high=1"
 METHODS = (*PAPER_DEFAULTS, GENTLE)
 NUM_STEPS, GROUP_SIZE = 3, 4
 # At ratio 1 the surrogates are the plain policy gradient: what is left is how advantages and averages are taken.
@@ -79,10 +80,10 @@ def test_with_one_update_methods_differ_by_advantages_and_averages_alone(recordi
 
 def test_with_several_updates_each_method_is_another_and_goes_the_way_of_a_replay_with_its_loss(recording, tmp_path):
     updates = "--algorithm.num-mini-batches 2 --algorithm.num-epochs 2 --trainer.learning-rate 1e-2"
-    methods = f"--methods {' '.join(METHODS)} {OVER_MEDIAN} --run-dir {tmp_path}/all"
+    methods = f"--methods {' '.join(METHODS)} {WIDER} {OVER_MEDIAN} --run-dir {tmp_path}/all"
     output = run_python("-m", "grpo.replay", recording, methods, updates)
     assert "no clip acts" not in output
-    weights = weights_of(tmp_path / "all", METHODS)
+    weights = weights_of(tmp_path / "all", (*METHODS, WIDER))
     header, *rows = output[output.index("mean ") :].splitlines()
     assert header.split() == ["mean", *weights, "grpo+over_median"]
     assert "cosine" in [row.split()[0] for row in rows]

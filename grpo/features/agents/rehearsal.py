@@ -57,5 +57,4 @@ def show(rollout: Rollout, tokenizer: Any) -> None:
             mark = " "
             if piece.is_sampled:
                 mark = "=" if piece.is_repeated else ">"
-            text = tokenizer.decode(piece.ids_T)
-            print(f"{mark} {one_line(text)}")
+            print(mark, one_line(tokenizer.decode(piece.ids_T)))

@@ -63,9 +63,9 @@ class Handler(BaseHTTPRequestHandler):
             return json.dumps({"object": "list", "data": [model]})
         if not self.path.endswith("/chat/completions"):
             raise Refusal(f"{self.path} is not served, only /v1/chat/completions and /v1/models", 404)
-        num_bytes = int(self.headers.get("Content-Length", 0))
-        if num_bytes > MAX_BYTES:
-            raise Refusal(f"{num_bytes} bytes are more than {MAX_BYTES}", 413)
+        num_bytes = int(self.headers.get("Content-Length", -1))
+        if not 0 <= num_bytes <= MAX_BYTES:
+            raise Refusal(f"a request needs its Content-Length, of at most {MAX_BYTES} bytes", 413)
         body = json.loads(self.rfile.read(num_bytes))
         is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
         turn = session.ask(body, is_retry)

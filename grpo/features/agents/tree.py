@@ -160,9 +160,13 @@ class Session:
         room = self.max_tokens - sum(piece.num_tokens for piece in before)
         if room < 1:
             self.limit = "tokens"
-            message = f"This model's maximum context length is {self.max_tokens} tokens"
-            raise Refusal(message, code="context_length_exceeded")
-        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
+            raise Refusal(
+                f"This model's maximum context length is {self.max_tokens} tokens",
+                code="context_length_exceeded",
+            )
+        wanted = body.get("max_completion_tokens", body.get("max_tokens"))
+        if wanted is None:
+            wanted = room
         if not isinstance(wanted, int) or wanted < 1:  # vLLM would end the run
             raise Refusal(f"max_tokens={wanted!r} is no number of tokens above 0")
         max_tokens = min(room, wanted, environment.max_turn_tokens or room)

@@ -118,5 +118,4 @@ class Writer:
     def _render(self, messages_and_tools: str) -> str:
         """Return what the template makes of messages and tools, which come as JSON."""
         messages, tools = json.loads(messages_and_tools)
-        text, _ = render(self.tokenizer, self.data, messages, True, tools)
-        return text
+        return render(self.tokenizer, self.data, messages, True, tools)[0]

@@ -68,5 +68,11 @@ def show(episode: Episode) -> None:
     outcome = f"lost: {episode.failure}" if episode.failure else f"reward {episode.reward}"
     outcome += f"; ended by {episode.ended_by} after {len(episode.turns)} turns, each answered in {seconds:.4f} s"
     counts = json.dumps(episode.counts)
-    lines = [f"--- seed {episode.seed}", episode.opening or "", *turn_lines(episode.turns), outcome, counts]
+    lines = [
+        f"--- seed {episode.seed}",
+        episode.opening or str(episode.prompt.content),
+        *turn_lines(episode.turns),
+        outcome,
+        counts,
+    ]
     print(printable("\n".join(lines)))

@@ -129,9 +129,9 @@ class Toolbox:
         """Raise ValueError if `reset` needs a column that the rows do not have."""
         if self.kind is None:
             return
-        names = ", ".join(columns) or "none"
+        names = f"the columns {', '.join(columns)}" if columns else "no column"
         what = (
-            f"{self.name}.reset cannot be called with the columns {names} of the rows (name others with --data.columns "
+            f"{self.name}.reset cannot be called with {names} of the rows (name others with --data.columns "
             "NAME COLUMN, or give the argument a default)"
         )
         row = dict.fromkeys(columns)

@@ -123,7 +123,7 @@ def test_a_stop_text_ends_a_turn_and_what_the_model_wrote_behind_it_is_dropped(s
         ({"top_p": 0.5}, "top_p"),
         ({"top_k": 20}, "top_k"),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
-        ({"max_tokens": -1}, "max_tokens=-1"),  # with which vLLM would end the run
+        ({"max_tokens": 0}, "max_tokens=0"),  # with which vLLM would end the run
     ],
 )
 def test_what_would_sample_from_another_distribution_is_refused_by_name(session, body, name):
