@@ -1,13 +1,13 @@
 """Checks of `generator.engine` and `generator.sampling`: vLLM's own arguments, and why some cannot be set.
 
-vLLM is not imported here, because that takes seconds and only generators need it: its argument names are read from its
-source text. vLLM itself judges the values when an engine starts.
+vLLM is not imported here, because that takes seconds and only generators need it: the fields of its dataclasses are
+read from its files. vLLM itself judges the values when an engine starts.
 """
 
+import ast
 import functools
 import importlib.util
 import pathlib
-import re
 from typing import Any
 
 from grpo.config.fields import GeneratorConfig, Table
@@ -129,21 +129,23 @@ def truncates(sampling: Table) -> bool:
 
 @functools.cache
 def argument_names(file: str, class_name: str) -> tuple[str, ...]:
-    """Read the field names of a class from vLLM's source file (`vllm/...`). Empty if vLLM is not installed."""
+    """Read the fields of a dataclass of vLLM from its file (`vllm/...`). Empty if vLLM is not installed."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None:
         return ()
     source = (pathlib.Path(vllm.origin).parents[1] / file).read_text()
-    body = source.partition(f"\nclass {class_name}")[2].partition("\nclass ")[0]
-    return tuple(re.findall(r"^    ([a-z]\w*): \S", body, re.MULTILINE))
+    classes = {part.name: part.body for part in ast.parse(source).body if isinstance(part, ast.ClassDef)}
+    names = [ast.unparse(line.target) for line in classes[class_name] if isinstance(line, ast.AnnAssign)]
+    return tuple(name for name in names if not name.startswith("_"))
 
 
 def _check_names(table: str, options: Table, file: str, class_name: str, set_here: dict[str, str]) -> None:
-    names_of_vllm = argument_names(file, class_name)
     for name in options:
         for reason, names in set_here.items():
             if name in names.split():
                 raise ValueError(f"generator.{table} {name} is set by the project: {reason}")
+        names_of_vllm = argument_names(file, class_name)
         if names_of_vllm and name not in names_of_vllm:
-            near = near_miss(name, names_of_vllm)
-            raise ValueError(f"generator.{table} {name}: vLLM's {class_name} has no argument of that name{near}")
+            raise ValueError(
+                f"generator.{table} {name}: vLLM's {class_name} has no such argument{near_miss(name, names_of_vllm)}"
+            )

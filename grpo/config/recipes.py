@@ -260,11 +260,9 @@ def for_one_process(config: Config, recipe: Config | None = None) -> Config:
 def differences(config: Config, recipe: Config) -> list[str]:
     """List the fields that differ from the recipe's, as `num_steps = 2, not 170`."""
     before = settings(recipe)
-    lines = []
-    for path, value in settings(config).items():
-        if value != before[path]:
-            lines.append(f"{path} = {value!r}, not {before[path]!r}")
-    return lines
+    return [
+        f"{path} = {value!r}, not {before[path]!r}" for path, value in settings(config).items() if value != before[path]
+    ]
 
 
 def derived(config: Config) -> list[str]:
