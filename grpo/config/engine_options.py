@@ -147,5 +147,6 @@ def _check_names(table: str, options: Table, file: str, class_name: str, set_her
         names_of_vllm = argument_names(file, class_name)
         if names_of_vllm and name not in names_of_vllm:
             raise ValueError(
-                f"generator.{table} {name}: vLLM's {class_name} has no such argument{near_miss(name, names_of_vllm)}"
+                f"generator.{table} {name}: vLLM's {class_name} has no argument of that name"
+                f"{near_miss(name, names_of_vllm)}"
             )
