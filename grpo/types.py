@@ -149,11 +149,11 @@ class Piece:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ids_T)
+        return self.ids_T.numel()  # len() takes a call of Python
 
     @property
     def num_kept(self) -> int:
-        return len(self.kept_C)
+        return self.kept_C.numel()
 
     @property
     def is_sampled(self) -> bool:
@@ -166,6 +166,7 @@ class Piece:
 
 
 Pieces = tuple[Piece, ...]
+NOTHING = Piece.sampled([], [])
 LIMITS = ("tokens", "turns", "seconds")
 
 
@@ -239,8 +240,7 @@ class Rollout:
     @classmethod
     def begin(cls, prompt: Prompt, index: int) -> "Rollout":
         """Return the prompt alone, behind which nothing was sampled yet."""
-        nothing = Piece.sampled([], [])
-        return cls(prompt, index, ((Piece.written(prompt.ids), nothing),), ended_by="")
+        return cls(prompt, index, ((Piece.written(prompt.ids), NOTHING),), ended_by="")
 
     def go_on(self, further: "Rollout") -> "Rollout":
         """Append what was sampled in a later step. Pieces of one version become one."""

@@ -26,11 +26,11 @@ def make_batch(rollouts: Sequence[Rollout], turn_weight: float | None = None) ->
             length = 0
             for piece in (prompt, *behind):
                 zeros_T = torch.zeros(piece.num_tokens)
-                no_ids_C = zeros_T.int() - 1  # -1 ends each token's kept ids: here there is nothing else
                 by_token["ids"].append(piece.ids_T)
                 by_token["loss_mask"].append(piece.loss_mask_T)
                 by_token["logprobs"].append(piece.logprobs_T if piece.is_sampled else zeros_T)
-                by_token["kept"].append(piece.kept_C if len(piece.kept_C) else no_ids_C)
+                # -1 ends each token's kept ids: often there is nothing else
+                by_token["kept"].append(piece.kept_C if piece.num_kept else zeros_T.int() - 1)
                 if turn_weight is not None:
                     turn += piece.is_sampled
                     earned = _earned_before(rollout, turn) * turn_weight
@@ -45,7 +45,7 @@ def make_batch(rollouts: Sequence[Rollout], turn_weight: float | None = None) ->
             by_sequence["prompts"].append(prompt.num_tokens if behind else 0)
     laid = {name: torch.cat(values) for name, values in by_token.items() if values}
     facts_S = {name: torch.tensor(values) for name, values in by_sequence.items()}
-    is_labelled = any(piece.loss_mask_T.any() and not piece.is_sampled for r in rollouts for piece in r.pieces)
+    is_labelled = any(not piece.is_sampled and piece.loss_mask_T.any() for r in rollouts for piece in r.pieces)
     return TrainBatch(
         ids_N=laid["ids"],
         loss_mask_N=laid["loss_mask"],

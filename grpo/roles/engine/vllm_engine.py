@@ -235,6 +235,7 @@ def sampling_params(
         include_stop_str_in_output=True,
         logprobs=0,  # the sampled token's own
         seed=seed if temperature > 0 else None,  # greedy takes the likeliest token, whatever else is asked for
+        skip_clone=True,  # nobody else has it
         **more,
     )
 
