@@ -20,6 +20,7 @@ def make_batch(rollouts: Sequence[Rollout], turn_weight: float | None = None) ->
     """
     by_token = {name: [] for name in ("ids", "loss_mask", "logprobs", "kept", "turn", "earned")}
     by_sequence = {name: [] for name in ("lengths", "rollout", "temperatures", "versions", "truncated", "prompts")}
+    has_kept_ids = any(piece.num_kept and (piece.kept_C >= 0).any() for r in rollouts for piece in r.pieces)
     for number, rollout in enumerate(rollouts):
         for prompt, *behind in rollout.sequences:
             turn = 0
@@ -29,8 +30,8 @@ def make_batch(rollouts: Sequence[Rollout], turn_weight: float | None = None) ->
                 by_token["ids"].append(piece.ids_T)
                 by_token["loss_mask"].append(piece.loss_mask_T)
                 by_token["logprobs"].append(piece.logprobs_T if piece.is_sampled else zeros_T)
-                # -1 ends each token's kept ids: often there is nothing else
-                by_token["kept"].append(piece.kept_C if piece.num_kept else zeros_T.int() - 1)
+                if has_kept_ids:  # -1 ends each token's: here there may be nothing else
+                    by_token["kept"].append(piece.kept_C if piece.num_kept else zeros_T.int() - 1)
                 if turn_weight is not None:
                     turn += piece.is_sampled
                     earned = _earned_before(rollout, turn) * turn_weight
@@ -59,7 +60,7 @@ def make_batch(rollouts: Sequence[Rollout], turn_weight: float | None = None) ->
         generator_logprobs_N=None if is_labelled else laid["logprobs"],
         turn_N=laid.get("turn"),
         earned_N=laid.get("earned"),
-        kept_C=laid["kept"] if (laid["kept"] >= 0).any() else None,
+        kept_C=laid.get("kept"),
     )
 
 

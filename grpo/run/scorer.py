@@ -77,8 +77,10 @@ class Scorer:
 
     def _sequence_texts(self, rollout: Rollout) -> list[str]:
         """Return the whole text of each sequence, if there are several."""
+        if len(rollout.sequences) == 1:
+            return []
         ids = [torch.cat([piece.ids_T for piece in pieces]).tolist() for pieces in rollout.sequences]
-        return detokenize(self.policy.tokenizer, ids) if len(ids) > 1 else []
+        return detokenize(self.policy.tokenizer, ids)
 
     def collect(self, where: str = "") -> list[Rollout]:
         """Wait for the rewards of what was submitted, and warn of functions that failed.
