@@ -80,8 +80,7 @@ class Agents:
         Their index and temperature are not set. max_tokens: as in the config. add: see `Generator.generate`.
         """
         if self.is_first:
-            prompts = [prompt for prompt, _ in rollouts]
-            return self.play(prompts, version, functools.partial(decode, loop, add))
+            return self.play([prompt for prompt, _ in rollouts], version, functools.partial(decode, loop, add))
         while orders := broadcast_in_replica(None):
             decode(loop, add, *orders)
         return []

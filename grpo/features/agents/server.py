@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(f"{self.path} is not served, only /v1/chat/completions and /v1/models", 404)
         num_bytes = int(self.headers.get("Content-Length", -1))
         if not 0 <= num_bytes <= MAX_BYTES:
-            raise Refusal(f"a request needs its Content-Length, of at most {MAX_BYTES} bytes", 413)
+            raise Refusal(f"a request needs its Content-Length, of at most {MAX_BYTES} bytes")
         body = json.loads(self.rfile.read(num_bytes))
         is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
         turn = session.ask(body, is_retry)

@@ -164,10 +164,12 @@ class Session:
                 f"This model's maximum context length is {self.max_tokens} tokens",
                 code="context_length_exceeded",
             )
-        wanted = body.get("max_completion_tokens", body.get("max_tokens"))
+        wanted = body.get("max_completion_tokens")
+        if wanted is None:  # not there, or null
+            wanted = body.get("max_tokens")
         if wanted is None:
             wanted = room
-        if not isinstance(wanted, int) or wanted < 1:  # vLLM would end the run
+        if type(wanted) is not int or wanted < 1:  # vLLM would end the run
             raise Refusal(f"max_tokens={wanted!r} is no number of tokens above 0")
         max_tokens = min(room, wanted, environment.max_turn_tokens or room)
         return Turn(self, len(self.turns), before, chat, body, max_tokens)

@@ -129,10 +129,10 @@ class Toolbox:
         """Raise ValueError if `reset` needs a column that the rows do not have."""
         if self.kind is None:
             return
-        names = f"the columns {', '.join(columns)}" if columns else "no column"
+        names = ", ".join(columns) or "none, as without a recipe"
         what = (
-            f"{self.name}.reset cannot be called with {names} of the rows (name others with --data.columns "
-            "NAME COLUMN, or give the argument a default)"
+            f"{self.name}.reset cannot be called with the rows' columns: {names} (name others with "
+            "--data.columns NAME COLUMN, or give the argument a default)"
         )
         row = dict.fromkeys(columns)
         arguments = self.reset_arguments(row, seed=0, rollout=0)

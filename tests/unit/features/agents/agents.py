@@ -119,7 +119,7 @@ def hostile(row: dict, base_url: str, api_key: str, model: str) -> float:
         request(f"{base_url}/no", api_key, b"{}"),
     ]
     good = json.dumps({"messages": [{"role": "user", "content": "\ud800 hi"}]}).encode()
-    return float(statuses == [401, 400, 400, 400, 413, 400] and request(base_url, api_key, good) == 200)
+    return float(statuses == [401, 400, 400, 400, 400, 400] and request(base_url, api_key, good) == 200)
 
 
 def fails(row: dict, base_url: str, api_key: str, model: str) -> float:

@@ -130,8 +130,9 @@ def test_what_would_sample_from_another_distribution_is_refused_by_name(session,
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(Refusal, match=name):
         session.ask({"messages": messages} | body, False)
-    plain = {"n": 1, "temperature": 1, "top_p": None, "logit_bias": {}, "top_k": -1, "max_tokens": 7}
-    assert session.ask({"messages": messages} | plain, False).max_tokens == 7
+    plain = {"n": 1, "temperature": 1, "top_p": None, "logit_bias": {}, "top_k": -1}
+    lengths = {"max_completion_tokens": None, "max_tokens": 7}
+    assert session.ask({"messages": messages} | plain | lengths, False).max_tokens == 7
 
 
 def test_limits_say_themselves_before_the_agent_is_killed(session):

@@ -108,7 +108,7 @@ def test_a_column_that_reset_needs(tmp_path):
     toolbox = toolbox_of(tmp_path, code, name="{here}:Mine")
     toolbox.check_columns(["board"])
     assert toolbox.reset_arguments({"board": 1, "other": 2}, 3, 4) == {"board": 1, "seed": 3}
-    with pytest.raises(ValueError, match="the columns boards .*--data.columns.*: missing .* 'board'"):
+    with pytest.raises(ValueError, match="columns: boards .*--data.columns.*: missing .* 'board'"):
         toolbox.check_columns(["boards"])
 
 
