@@ -107,7 +107,7 @@ def _checked_flag(word: str, default: Config) -> str:
     if field in field_paths(default):
         raise ValueError(f"there is no flag {word}; write --{field.replace('_', '-')} VALUE")
     if word.endswith(".py") and os.path.isfile(word):  # which a flag of many words would take for one of them
-        raise ValueError(f"{word}: a recipe stands before the first flag, and there is only one")
+        raise ValueError(f"{word}: a recipe stands before the first flag; a function is written {word}:NAME")
     if flag.startswith("--"):  # tyro takes either spelling, but looks for a near name only among dashes
         return flag + sign + value
     return word
@@ -186,7 +186,7 @@ def load_recipe(path: str, *config_types: type | tuple[type, ...]) -> Any:
     file = Path(path)
     if not file.is_file():
         neighbours = sorted(map(str, file.parent.glob("*.py"))) or ["none"]
-        raise ValueError(f"recipe {path} does not exist; recipes in that folder: {', '.join(neighbours)}")
+        raise ValueError(f"recipe {path} is no file; Python files beside it: {', '.join(neighbours)}")
     if not path.endswith(".py"):
         raise ValueError(f"{path} is no recipe, which is a Python file that binds `config`; see configs/README.md")
     try:

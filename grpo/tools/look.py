@@ -104,7 +104,14 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__,
         args=arguments,
     )
-    chooses_rollouts = options.step or options.worst or options.prompt or options.turns or options.evaluation
+    chooses_rollouts = (
+        options.step
+        or options.num != Options.num
+        or options.worst
+        or options.prompt
+        or options.turns
+        or options.evaluation
+    )
     with refuse_bad_input():
         if not options.run_dirs:
             raise ValueError("name the folder of a run")
@@ -268,7 +275,7 @@ def rollouts_text(options: Options) -> str:
     matching = [record for record in records if options.prompt in record["prompt"]]
     if not matching:
         raise ValueError(f"no prompt of the step has the text {options.prompt!r}")
-    shown = ranked_by_reward(matching, options.worst)[: options.num or None]
+    shown = ranked_by_reward(matching, options.worst)[: max(0, options.num) or None]
     order = "lowest" if options.worst else "highest"
     title = f"{run_dir} after step {step}: {len(shown)} of {len(records)} completions, {order} reward first"
     texts = [describe(record, turns=options.turns) for record in shown]
@@ -279,7 +286,7 @@ def rollouts_of_step(options: Options, step: str) -> tuple[int, list[Record]]:
     """Return (step, its records); `step` is a number or `latest`. Raises ValueError if there is no such step."""
     name = EVALUATION if options.evaluation else COMPLETIONS
     path = options.run_dirs[0] / name
-    records = read_lines(path, "name the folder of a run that writes it (see metrics.samples_interval)")
+    records = read_lines(path, "name a run that writes it (see metrics.samples_interval, evaluation.interval)")
     steps = []
     chosen = None
     for number, group in itertools.groupby(records, lambda record: record["step"]):

@@ -86,7 +86,7 @@ def main() -> None:
         parser.add_argument(
             "--methods",
             nargs="+",
-            metavar="LOSS[+ADVANTAGES]",
+            metavar="LOSS[+ADVANTAGES][+FIELD=VALUE]",
         )
         options, flags = parser.parse_known_args(flags)
         kind = "compare" if options.methods else "replay"

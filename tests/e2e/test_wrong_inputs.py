@@ -90,7 +90,7 @@ CASES = {
     f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; docs/from-trl.md",
     f"{GRPO} --num-step 3": "--num-steps",
     # recipes
-    f"train_grpo.py {TINY}.py": "does not exist; recipes in that folder",
+    f"train_grpo.py {TINY}.py": "is no file; Python files beside it",
     "train_grpo.py {here}/recipe.yaml": "is no recipe, which is a Python file",
     "train_grpo.py configs/toy_sft.py": "train_sft.py",
     "train_grpo.py {here}/lr.py": "trainer.learning_rate",
@@ -135,7 +135,7 @@ CASES = {
     f"{GRPO} --run-dir {{here}}/old": "--overwrite",
     f"{GRPO} --run-dir {{here}}/file": "file",
     f"{GRPO} --metrics.wandb-project mine": "WANDB_MODE=offline",
-    "-m grpo.replay {here}/old": "config.py does not exist",
+    "-m grpo.replay {here}/old": "config.py is no file",
     "-m grpo.evaluate {here}/none": "none",
     "-m grpo.export {here}/old": "has no config.py",
     "-m grpo.look {here}/none": "none",

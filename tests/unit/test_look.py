@@ -58,6 +58,7 @@ def test_a_step_or_the_latest_is_shown_sorted_by_reward_and_without_one_last(run
     for flags, rewards in {
         "--step 11": ["1", "0.25", "0", "none"],
         "--step 11 --worst --num 3": ["none", "0", "0.25"],
+        "--num -1": ["1", "0.25", "0", "none"],
         "--step 11 --prompt a": ["1", "0.25"],
     }.items():
         assert re.findall(r"^--- reward (\S+)", shown(flags), re.MULTILINE) == rewards
@@ -69,7 +70,7 @@ def test_a_step_or_the_latest_is_shown_sorted_by_reward_and_without_one_last(run
 
 
 def test_what_is_printed(shown):
-    out = shown("--step 11 --num 1")
+    out = shown("--num 1")
     assert "after step 11: 1 of 4 completions, highest reward first" in out
     numbers = "--- reward 1 | math_reward 1 | advantage 0.5 | mismatch none | row 7 | 2 tokens, finish reason stop"
     assert f"{numbers}\nprompt: ab\\x1b[2J\nanswer: 3\ncompletion: 2\n" in out

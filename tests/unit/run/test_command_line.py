@@ -29,7 +29,7 @@ def without_torchrun(monkeypatch):
     ("command", "code", "text"),
     [
         ("train_grpo.py --trainer.learning-rat 1e-5", 1, "--trainer.learning-rate"),
-        ("train_sft.py configs/nothing.py", 1, "error: recipe configs/nothing.py does not exist"),
+        ("train_sft.py configs/nothing.py", 1, "error: recipe configs/nothing.py is no file"),
         ("train_grpo.py --run-dir /proc/nowhere", 1, "error: run_dir /proc/nowhere cannot be written"),
         ("train_sft.py --run-dir configs", 1, "error: configs has files"),
         ("train_grpo.py --model.path /proc/nowhere", 1, "error: model folder /proc/nowhere does not exist"),
