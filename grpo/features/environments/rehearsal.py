@@ -39,7 +39,7 @@ def rehearse(config: Any, tokenizer: Any, examples: list[Example], by_hand: bool
             while any(decision.max_tokens for decision in player.collect([0], 1)):
                 text = random_turn(toolbox.schemas, environment.calls, draw)
                 if by_hand:
-                    text = typed_turn(episode, such_as=text)
+                    text = typed_turn(episode, text)
                 ids = tokenizer.encode(text, add_special_tokens=False) + stops
                 player.add_turn(0, Piece.sampled(ids, [0.0] * len(ids), ended_by="stop"))
             player.finish()
@@ -67,12 +67,11 @@ def show(episode: Episode) -> None:
     seconds = episode.waited / max(1, len(episode.turns))
     outcome = f"lost: {episode.failure}" if episode.failure else f"reward {episode.reward}"
     outcome += f"; ended by {episode.ended_by} after {len(episode.turns)} turns, each answered in {seconds:.4f} s"
-    counts = json.dumps(episode.counts)
     lines = [
         f"--- seed {episode.seed}",
         episode.opening or str(episode.prompt.content),
         *turn_lines(episode.turns),
         outcome,
-        counts,
+        json.dumps(episode.counts),
     ]
     print(printable("\n".join(lines)))
