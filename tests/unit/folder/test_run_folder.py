@@ -63,7 +63,8 @@ def finished_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
 
 
 def tree(folder: pathlib.Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]  # which Python may write
+    return {str(path.relative_to(folder)) for path in paths}
 
 
 # ---- Whose folder
