@@ -352,7 +352,7 @@ def close_roles(
         _open_engines.append(close_engine)
         if process_goes_on or len(roles.replica) > 1:
             close_engine()
-    gc.unfreeze()  # what is frozen would be reported as leaked at the end of a notebook
+        gc.unfreeze()  # vLLM froze its objects, which at the end of a notebook would be reported as leaked
     if dist.is_initialized():  # an engine takes the default group with it
         dist.destroy_process_group()
 

@@ -359,9 +359,6 @@ class Session:
                 self.saver.raise_failure()
             yield step
             self.timer.enter("other")  # also on ranks that do not log
-            if step == self.shared.step:  # models and compiled code stay, and are no garbage to look for in later steps
-                gc.collect()
-                gc.freeze()
 
     def save(
         self,
