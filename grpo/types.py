@@ -149,7 +149,7 @@ class Piece:
 
     @property
     def num_tokens(self) -> int:
-        return self.ids_T.numel()  # len() takes a call of Python
+        return self.ids_T.numel()  # len() of a tensor runs Python
 
     @property
     def num_kept(self) -> int:

@@ -30,7 +30,7 @@ def make_batch(rollouts: Sequence[Rollout], turn_weight: float | None = None) ->
                 by_token["ids"].append(piece.ids_T)
                 by_token["loss_mask"].append(piece.loss_mask_T)
                 by_token["logprobs"].append(piece.logprobs_T if piece.is_sampled else zeros_T)
-                if has_kept_ids:  # -1 ends each token's: here there may be nothing else
+                if has_kept_ids:  # -1 ends those of each token, which may have none
                     by_token["kept"].append(piece.kept_C if piece.num_kept else zeros_T.int() - 1)
                 if turn_weight is not None:
                     turn += piece.is_sampled

@@ -138,14 +138,13 @@ def dry_run(config: Config, script: str, read: Read) -> bool:
 
 
 def fit_to_machine(config: Config, layout: RolesConfig, folder: str, reward_model: str) -> tuple[Config, int]:
-    """Have it decided what the config leaves to the machine, and judged whether the run fits.
+    """Decide what the config leaves to the machine, and judge whether the run fits, by grpo/features/machine.
 
-    layout: which ranks do what. Returns the number of problems too: 0 without grpo/features/machine, and then "auto"
-    rows take what a batch needs, and checkpointing is selective.
+    layout: which ranks do what. Returns the config and the number of problems. Without that folder they are the given
+    config and 0: "auto" rows then take what a batch needs, and checkpointing is selective.
     """
-    for fitted in features.call(config, "fit_to_machine", config, layout, folder, reward_model):
-        return fitted
-    return config, 0
+    results = features.call(config, "fit_to_machine", config, layout, folder, reward_model)
+    return results[0] if results else (config, 0)
 
 
 @dataclass(eq=False)

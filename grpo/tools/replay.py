@@ -1,7 +1,7 @@
 """Train once more on the batches that a run recorded (`--record`): the same losses, or those of other methods.
 
     torchrun --nproc_per_node=2 -m grpo.replay RUN [--field value ...]
-    python -m grpo.replay RUN --methods grpo dapo my_method.py:mine grpo+my_method.py:advantages grpo+clip_high=0.3
+    python -m grpo.replay RUN --methods grpo my.py:mine grpo+my.py:advantages grpo+clip_high=0.3 [--field value ...]
 
 The config is RUN/config.py with the flags, and all ranks are trainers; nothing is sampled, scored or evaluated. On as
 many trainer ranks the recorded run's losses come out again to the last digit. Results go to `--run-dir`, by default
