@@ -9,7 +9,7 @@ Without the hub, a folder of the model and files of the questions:
 
 What to expect, weights from a 5-bit file: greedy accuracy on all 1,319 held-out questions (standard error 0.013, three
 seeds) 0.26 at the start, 0.32 to 0.34 after 25 steps, 0.37 to 0.39 after 50, 0.39 to 0.41 after 100. A step takes
-2.7 to 4.2 s on an H100 or H200 (at 3.7: 2.3 to sample, 1.3 to train), an evaluation 7 to 16 s. With empty caches the
+2.5 to 4.2 s on an H100 or H200 (at 3.7: 2.3 to sample, 1.3 to train), an evaluation 7 to 16 s. With empty caches the
 first step ends two to three and a half minutes after the launch, with filled ones after about a minute.
 
 Memory: float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 0.49e9 x 16 = 7.4 GiB; on top come

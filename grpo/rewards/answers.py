@@ -209,7 +209,10 @@ def _boxes(text: str) -> list[Span]:
     """Find the outermost boxes that are not empty, in order. One that is cut off comes last and has no content."""
     closed = []  # start, start and end of the content, end
     opened = []  # whether it is a box, start, start of the content
-    for match in _BOX_OR_BRACE.finditer(text):
+    first = _BOX_COMMAND.search(text)  # braces before the first box do not matter
+    if not first:
+        return []
+    for match in _BOX_OR_BRACE.finditer(text, len(text[: first.start()].rstrip("\\"))):
         token = match[0]
         if match["bare"]:
             inside, close = match.span("bare")

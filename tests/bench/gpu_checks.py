@@ -83,6 +83,7 @@ def all_checks() -> dict[str, str]:
     # an evaluation keeps no ids, and what samples next does
     kept = "--generator.sampling top_p 0.8 --evaluation.num-prompts 16 --evaluation.interval 1"
     return checks | {
+        "graphs": grpo("qwen3", f"{plain} --num-steps 3").replace("enforce_eager true ", ""),
         "muon": grpo("qwen3", f"{plain} --num-steps 5 --trainer.optimizer muon"),
         # every second step begins with the policy as its own reference, so the KL of its only update is 0
         "reference_follows": grpo("qwen3", f"{moves} --num-steps 5"),

@@ -1,7 +1,7 @@
 """The generator: one vLLM engine per replica, inside its torchrun ranks.
 
 Token ids go in, token ids and log-probs come out. Text, chat templates and rewards are the driver's. vllm_engine.py
-starts engines, and loop.py steps them, with the shortcuts of shortcuts.py; only these three import vllm.
+starts engines, and loop.py steps them, with the shortcuts of shortcuts.py and launches.py; only these import vllm.
 """
 
 import collections
@@ -22,6 +22,7 @@ from grpo.metrics import set_given_back
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import read_hf_config
 from grpo.roles.engine import vllm_engine
+from grpo.roles.engine.launches import GraphedSteps
 from grpo.roles.engine.loop import EngineLoop, no_collection
 from grpo.roles.engine.shortcuts import model_runner_of, sampler_of
 from grpo.roles.process_groups import Roles
@@ -90,6 +91,9 @@ class Generator:
         self.loop = EngineLoop(self.llm, vllm_engine.needs_texts(config))
         if truncates(config.sampling):
             self.loop.sampled_tokens.sampler = sampler_of(self.llm)
+        runner, plain = model_runner_of(self.llm), self.loop.sampled_tokens.plain
+        if plain and GraphedSteps.fit(runner):
+            GraphedSteps(runner, plain)
 
     def generate(
         self,

@@ -9,8 +9,8 @@ Each change names what it replaces upstream, the reason, and what is lost withou
 - `widen_logprobs`: `logprob.compute_topk_scores`, how it launches its two kernels.
 
 Another version of vLLM is refused (`vllm_engine.import_vllm`), and tests/dist/test_engine_shortcuts.py compares the
-scheduler with and without its shortcut. Left out: the loop over steps (loop.py), and which engine gets which kernels
-(vllm_engine.py).
+scheduler with and without its shortcut. Left out: the loop over steps (loop.py), how a GPU gets a plain step
+(launches.py), and which engine gets which kernels (vllm_engine.py).
 """
 
 import copy
@@ -64,7 +64,7 @@ class SampledTokens:
         self._num_kept = 0
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         update_from_output = scheduler.update_from_output
-        self._plain = PlainSteps(scheduler, self._by_request) if PlainSteps.fit(scheduler) else None
+        self.plain = PlainSteps(scheduler, self._by_request) if PlainSteps.fit(scheduler) else None
 
         def take_tokens(scheduled: Any, model_output: Any) -> Any:
             logprobs = model_output.logprobs
@@ -72,15 +72,13 @@ class SampledTokens:
             if logprobs is None:
                 return update_from_output(scheduled, model_output)
             column = logprobs.logprobs[:, 0]
-            if whole and self._plain:
-                scheduled = self._plain.take(scheduled, model_output, column)
-                outputs = update_from_output(scheduled, model_output)
-            elif self._plain:
-                self._plain.write_back()
-                outputs = update_from_output(scheduled, model_output)
-                self._plain.read_rows()
-            else:
-                outputs = update_from_output(scheduled, model_output)
+            if whole and self.plain:
+                scheduled = self.plain.take(scheduled, model_output, column)
+            elif self.plain:
+                self.plain.write_back()
+            outputs = update_from_output(scheduled, model_output)
+            if self.plain and not whole:
+                self.plain.read_rows()
             self._take(
                 outputs,
                 model_output.req_id_to_index,
@@ -88,18 +86,14 @@ class SampledTokens:
                 logprobs.cu_num_generated_tokens,
             )
             if self.sampler and self.sampler.return_sampling_mask:
-                self.write_back()
+                if self.plain:
+                    self.plain.write_back()
                 self._take_kept(model_output)
             if whole:
                 self._hold_back(outputs)
             return outputs
 
         scheduler.update_from_output = take_tokens
-
-    def write_back(self) -> None:
-        """Give all tokens that were sampled to their requests."""
-        if self._plain:
-            self._plain.write_back()
 
     def _take(
         self,
@@ -272,6 +266,7 @@ class PlainSteps:
         self._finish_requests = scheduler.finish_requests
         scheduler.schedule = self.schedule
         scheduler.finish_requests = self.finish_requests
+        self.step: Any = None  # the latest plain one
         self.read_rows()
 
     def read_rows(self) -> None:
@@ -357,6 +352,7 @@ class PlainSteps:
         step.total_num_scheduled_tokens = len(names)
         if not scheduler.use_v2_model_runner:
             scheduler.prev_step_scheduled_req_ids.update(names)
+        self.step = step
         return step
 
     def _requests_of_step(self) -> tuple[list[str], np.ndarray]:
