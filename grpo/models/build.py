@@ -126,8 +126,7 @@ class ShardedModel:
             share_prompts=self.trainer.share_prompts and 0 not in self.module.config.windows,
             num_stretches=self.parallel_dims.cp,
         )
-        micro_batches = layout.micro_batches(self.rank_among("batch"), self.rank_among("cp"))
-        return layout, self._moved(micro_batches)
+        return layout, self._written(layout)
 
     def accumulate(self, is_last: bool) -> None:
         """Say before a micro-batch whether it is the last one before the gradients are used.
@@ -146,18 +145,17 @@ class ShardedModel:
             if isinstance(submodule, FSDPModule):
                 submodule.reshard()
 
-    def _moved(self, micro_batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield micro-batches on this rank's device, and whether each is the last. Does not wait for the device.
+    def _written(self, layout: Layout) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield this rank's micro-batches on its device, and whether each is the last. Does not wait for the device.
 
-        The next micro-batch is written before this one is yielded, so that the device is busy meanwhile.
+        Each is written when it is asked for, while the device computes with the one before it.
         """
-        micro = None
-        for following in micro_batches:
-            fields = tree_map_only(Tensor, partial(_on_device, device=self.device), vars(following))
-            if micro is not None:
-                yield micro, False
-            micro = MicroBatch(**fields)
-        yield micro, True
+        rank = self.rank_among("batch")
+        num_left = len(layout.rows[rank])
+        for micro in layout.micro_batches(rank, self.rank_among("cp")):
+            num_left -= 1
+            fields = tree_map_only(Tensor, partial(_on_device, device=self.device), vars(micro))
+            yield MicroBatch(**fields), not num_left
 
     def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
