@@ -188,8 +188,7 @@ def rollout_of(session: Session, version: int) -> Rollout:
     turns = []
     num_calls = 0
     for turn in session.delivered:
-        text = turn.message["content"]
-        turns.append({"text": text, "tokens": turn.piece.num_tokens, "answers": []})
+        turns.append({"text": turn.message["content"], "tokens": turn.piece.num_tokens, "answers": []})
         num_calls += len(turn.message.get("tool_calls", ()))
     reward, _ = session.outcome.get("value", (None, False))
     ended_by = session.limit or "done"

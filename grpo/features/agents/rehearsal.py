@@ -10,6 +10,7 @@ from grpo import features
 from grpo.data.rows import Example
 from grpo.features.agents.episodes import Agents
 from grpo.features.agents.tree import Turn
+from grpo.report.samples import hung_line
 from grpo.text import one_line
 from grpo.types import Piece, Prompt, Rollout
 
@@ -23,10 +24,10 @@ def rehearse(config: Any, tokenizer: Any, examples: Sequence[Example]) -> bool:
         raise ValueError("check_environment needs grpo/features/environments, which this checkout lacks")
     prompts = [Prompt(number, [], example.columns) for number, example in enumerate(examples)]
     with closing(Agents(config, tokenizer, [tokenizer.eos_token_id])) as agents:
-        answer = functools.partial(answer_all, tokenizer, config.environment.calls)
-        rollouts = agents.play(prompts, version=0, decode=answer)
+        rollouts = agents.play(prompts, 0, functools.partial(answer_all, tokenizer, config.environment.calls))
     for rollout in rollouts:
         show(rollout, tokenizer)
+    print(hung_line(rollouts))
     return any(rollout.episode["failure"] for rollout in rollouts)
 
 
@@ -49,8 +50,7 @@ def answer_all(
 
 def show(rollout: Rollout, tokenizer: Any) -> None:
     """Print what came of an episode, and its sequences: > is what the model wrote, = what an earlier sequence has."""
-    episode = rollout.episode
-    print(f"--- reward {episode['reward']}; ended by {rollout.ended_by} {episode['failure']}")
+    print(f"--- reward {rollout.episode['reward']}; ended by {rollout.ended_by} {rollout.episode['failure']}")
     for number, pieces in enumerate(rollout.sequences):
         print(f"sequence {number}")
         for piece in pieces:

@@ -47,6 +47,10 @@ def calls(row, base_url, api_key, model):
 
 def breaks(row, base_url, api_key, model):
     raise ValueError("mine")
+
+def breaks_later(row, base_url, api_key, model):
+    run(row, base_url, api_key, model)
+    raise ValueError("later")
 """
 
 
@@ -230,6 +234,8 @@ def test_an_agent_is_played_without_a_model_and_its_tree_is_shown(plays, capsys)
     assert check_environment(["mine.py:calls", "--environment.max-turns", "3"]) == 0  # reads calls
     assert check_environment(["mine.py:breaks"]) == 1
     assert "lost ValueError: mine" in capsys.readouterr().out
+    assert check_environment(["mine.py:breaks_later"]) == 0
+    assert "ValueError: later" in capsys.readouterr().out
     program = pathlib.Path("mine_too.py").absolute()
     program.write_text("print(0.25)")
     assert check_environment([f"{sys.executable} {program}"]) == 0  # a command line, although a file's name ends it
