@@ -131,10 +131,9 @@ def cause_and_line(error: BaseException, file: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
     words = str(error)
-    if isinstance(error, SyntaxError):
+    if isinstance(error, SyntaxError) and error.filename == path:  # else its words name the file
         words = error.msg
-        if error.filename == path:
-            lines.append(error.lineno)
+        lines.append(error.lineno)
     if type(error) is not ValueError:
         words = f"{type(error).__name__}: {words}".removesuffix(": ")
     line = f", line {lines[-1]}" if lines else ""

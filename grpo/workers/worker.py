@@ -223,6 +223,8 @@ def describe_error(error: BaseException) -> str:
     if message:
         text += f": {message}"
     lines = {frame.f_code.co_filename: number for frame, number in traceback.walk_tb(error.__traceback__)}
+    if isinstance(error, SyntaxError) and error.filename:
+        lines[error.filename] = error.lineno
     foreign = [file for file in lines if not file.startswith((PACKAGE, "<frozen"))]
     files = foreign or [*lines][1:]
     if files:

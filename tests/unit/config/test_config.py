@@ -330,6 +330,7 @@ BROKEN = {
     "keyword argument 'los'",
     "config = c.change(c.GRPOConfig(), {'trainer.kl_coef': 1})": "line 2: there is no field trainer.kl_coef (did you "
     "mean algorithm.kl_coef?)",
+    "\nexec('(')": "line 3: SyntaxError: '(' was never closed (<string>, line 1)",
     "\nconfig = c.change('absent.py', {})": "line 3: recipe {folder}/absent.py is no file",
 }
 
