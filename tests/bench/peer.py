@@ -43,7 +43,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="most tokens of a completion")
     parser.add_argument("--median-tokens", type=int, help="of long-tailed lengths; default: all as long as they may")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one run")
-    parser.add_argument("--name", default="peer", help="of the JSON file")
     parser.add_argument("flags", nargs="*", help="behind --: for ours")
     options = parser.parse_args()
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # TRL without a launcher refuses to see several
@@ -60,10 +59,10 @@ def main() -> None:
                 if problem:
                     failed[method] = problem
                 done = [row(shape, name, steps[name], steps.get("ours", []), failed) for name in options.methods]
-                report(options.name, rows + done, show=False, flags=options.flags)
+                report("peer", rows + done, show=False, flags=options.flags)
         rows += done
     lengths = {name: getattr(options, name) for name in ("prompts", "group_size", "tokens", "median_tokens")}
-    report(options.name, rows, flags=options.flags, **lengths)
+    report("peer", rows, flags=options.flags, **lengths)
 
 
 def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespace) -> tuple[list[dict], str]:
@@ -97,7 +96,7 @@ def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespac
     code = run_limited([sys.executable, *command.split(), *flags], log, options.limit)
     out = os.environ.get("OUT")
     if out and code != 0:
-        (pathlib.Path(out) / f"{options.name}.log").write_text(log.read_text()[-100_000:])  # of the last that failed
+        (pathlib.Path(out) / "peer.log").write_text(log.read_text()[-100_000:])  # of the last that failed
     lines = records(run_dir)
     steps = [line for line in lines if "time/step" in line]
     print(f"{name}: every step took {[round(step['time/step'], 2) for step in steps]} s", flush=True)

@@ -32,7 +32,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of each completion")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--limit", type=int, default=240, help="seconds of one case")
-    parser.add_argument("--name", default="scaling", help="of the JSON file")
     parser.add_argument("flags", nargs="*", help="behind --: for every case")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -40,12 +39,12 @@ def main() -> None:
         for layout in options.layouts:
             if num_gpus > 1 or layout == "colocated":
                 rows.append(measure(num_gpus, layout, options, rows))
-                report(options.name, rows, shape=options.shape, prompts=options.prompts, tokens=options.tokens)
+                report("scaling", rows, shape=options.shape, prompts=options.prompts, tokens=options.tokens)
 
 
 def measure(num_gpus: int, layout: str, options: argparse.Namespace, before: list[dict[str, Any]]) -> dict[str, Any]:
     """Run a layout on so many GPUs and return its row. before: rows of fewer GPUs, the first of one."""
-    folder = ROOT / "runs" / "bench" / f"{options.name}-{options.shape}-{layout}-{num_gpus}"
+    folder = ROOT / "runs" / "bench" / f"scaling-{options.shape}-{layout}-{num_gpus}"
     model = checkpoint(options.shape)
     shutil.rmtree(folder, ignore_errors=True)
     half = num_gpus // 2
