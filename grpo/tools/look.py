@@ -104,19 +104,15 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__,
         args=arguments,
     )
-    chooses_rollouts = (
-        options.step
-        or options.num != Options.num
-        or options.worst
-        or options.prompt
-        or options.turns
-        or options.evaluation
-    )
+    lists_rollouts = options.num != Options.num or options.worst or options.prompt or options.turns
+    chooses_rollouts = lists_rollouts or options.step or options.evaluation
     with refuse_bad_input():
         if not options.run_dirs:
             raise ValueError("name the folder of a run")
         if len(options.run_dirs) > 1 and chooses_rollouts:
             raise ValueError("rollouts are shown of one run; name one folder")
+        if options.html and lists_rollouts:
+            raise ValueError("the page has all rollouts of --step; leave out --num, --worst, --prompt and --turns")
         if options.html:
             text = page_text(options)
         elif chooses_rollouts:

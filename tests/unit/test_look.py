@@ -49,6 +49,7 @@ REFUSED = {
     "--step last": "step last; there are: 1, 11",
     "--step 11 --prompt z": "no prompt of the step has the text 'z'",
     "another --worst": "rollouts are shown of one run",
+    "--html --worst": "leave out --num, --worst",
 }
 
 

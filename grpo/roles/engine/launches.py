@@ -68,14 +68,13 @@ class GraphedSteps:
 
         What changes from step to step must lie where it lay at the capture, as triton's attention has it.
         """
-        if type(runner).__module__ != "vllm.v1.worker.gpu.model_runner":  # V1, as on CPUs
-            return False
         backends = [group.backend.get_name() for groups in runner.attn_groups for group in groups]
-        state = runner.model_state
-        is_plain = (
-            type(state).__name__ == "DefaultModelState" and not state.rope_state and not runner.uses_inputs_embeds
+        return (
+            type(getattr(runner, "model_state", None)).__name__ == "DefaultModelState"  # V1, as on CPUs, has none
+            and backends == ["TRITON_ATTN"]
+            and runner.parallel_config.world_size == 1
+            and not runner.uses_inputs_embeds
         )
-        return is_plain and backends == ["TRITON_ATTN"] and runner.parallel_config.world_size == 1
 
     def __init__(self, runner: Any, plain: PlainSteps):
         """Replace the methods of `runner`, which must `fit`. plain: says which steps are plain."""
