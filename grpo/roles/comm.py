@@ -110,7 +110,7 @@ def gather_rollouts(local: list[Rollout] | None, requests: Requests, roles: Role
 
     Collective over `roles.control`; ranks that are not the head of a replica pass None.
     """
-    if roles.control.size() == 1:
+    if roles.control.size() == 1:  # nothing has to travel
         return local
     parts = gather_to_driver(flatten_rollouts(local or []), roles)
     if parts is None:
