@@ -1,4 +1,5 @@
-"""What tests check on CPUs alone, on one GPU: windows, kept ids, Muon, a moving reference, LoRA.
+"""What tests check on CPUs alone, on one GPU: windows, kept ids, Muon, a moving reference, LoRA; and decode steps as
+graphs, which only a GPU has.
 
     python tests/bench/gpu_checks.py [--only trainer lora ...] [--jobs 6]
 

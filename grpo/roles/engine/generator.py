@@ -91,7 +91,8 @@ class Generator:
         self.loop = EngineLoop(self.llm, vllm_engine.needs_texts(config))
         if truncates(config.sampling):
             self.loop.sampled_tokens.sampler = sampler_of(self.llm)
-        runner, plain = model_runner_of(self.llm), self.loop.sampled_tokens.plain
+        runner = model_runner_of(self.llm)
+        plain = self.loop.sampled_tokens.plain
         if plain and GraphedSteps.fit(runner):
             GraphedSteps(runner, plain)
 

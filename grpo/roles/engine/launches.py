@@ -22,8 +22,8 @@ class _Graphs:
     """The graphs before and after the model, and where they read and write."""
 
     rows_4P: Tensor
-    """int64: where a row's state is read and where written, its seed and its temperature. Rows behind the requests
-    read what the first one reads, and write nothing: -1."""
+    """int64, four numbers of each row: where the state of its request is read, where it is written (-1: nowhere), its
+    seed, its temperature. Rows behind the requests read what the first one reads, and write nothing."""
     before: torch.cuda.CUDAGraph
     after: torch.cuda.CUDAGraph
     sampled_P2: Tensor
@@ -97,16 +97,16 @@ class GraphedSteps:
         from vllm.config.compilation import CUDAGraphMode
         from vllm.utils.torch_utils import async_tensor_h2d
 
+        if scheduled is not self._plain.step:
+            return self._execute_model(scheduled, *arguments, **options)
         runner = self._runner
         sampler = runner.sampler
         cached = scheduled.scheduled_cached_reqs
         names = cached.req_ids
         num = len(names)
-        is_plain = scheduled is self._plain.step
-        states_R = np.array([runner.req_states.req_id_to_index[name] for name in names if is_plain], int)
+        states_R = np.array([runner.req_states.req_id_to_index[name] for name in names])
         shape = runner.cudagraph_manager.dispatch(num, num, 1, 0, max_query_len=1)
-        has_graph = is_plain and shape.cg_mode == CUDAGraphMode.FULL
-        if not has_graph or sampler.needs_logits_processing[states_R].any():
+        if shape.cg_mode != CUDAGraphMode.FULL or sampler.needs_logits_processing[states_R].any():
             return self._execute_model(scheduled, *arguments, **options)
         runner.finish_requests(scheduled)
         tables = runner.block_tables
@@ -145,7 +145,8 @@ class GraphedSteps:
 
         read_P, write_P, _, _ = rows_4P
         size = len(read_P)
-        states, buffers = self._runner.req_states, self._runner.input_buffers
+        states = self._runner.req_states
+        buffers = self._runner.input_buffers
         buffers.is_padding[:size] = False
         buffers.input_ids[:size] = states.last_sampled_tokens[read_P, 0]
         starts = torch.arange(size + 1, out=buffers.query_start_loc[: size + 1])
